@@ -1,0 +1,34 @@
+"""Train recommendation models whose embedding tables are larger than fast memory."""
+
+from hotrow.ahead import Ahead, ahead
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.budget import Budget, Share
+from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
+from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "STRATEGIES",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Ahead",
+    "Budget",
+    "Constant",
+    "Embedded",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "KeyedJaggedTensor",
+    "Normal",
+    "RowWiseAdagrad",
+    "Share",
+    "Strategy",
+    "Uniform",
+    "ahead",
+]

@@ -1,0 +1,271 @@
+"""Batches that are known before they are needed, handed out when their rows have arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotrow import schedule
+from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.schedule import Ticket
+from hotrow.strategy import Strategy
+
+_MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
+
+
+def ahead(
+    loader: Iterable[Any],
+    model: nn.Module,
+    ids: Callable[[Any], Any] | None = None,
+    *,
+    depth: int | None = None,
+) -> Ahead:
+    """Iterate over `loader`; rows have arrived, and the batch is on the device, when yielded.
+
+    `ids` tells which part of a batch holds the ids: whatever `model` hands to its collection, or
+    a dict from the collections' names in `model.named_modules()` to theirs. Without it the batch
+    itself is taken. `depth` is how many batches may be known ahead; by default as many as pay
+    and fit the budget.
+
+        for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse):
+            model(batch).backward()
+    """
+    return Ahead(loader, model, ids, depth=depth)
+
+
+class Ahead:
+    """An iterator over a loader's batches; `iter()` of a finished one starts over."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        model: nn.Module,
+        ids: Callable[[Any], Any] | None,
+        *,
+        depth: int | None,
+    ) -> None:
+        if depth is not None and depth < 0:
+            raise ValueError(f"depth must be at least 0 batches, not {depth}")
+        self._loader, self._ids, self._depth = loader, ids, depth
+        self._running: Generator[Ticket, None, None] | None = None
+        self._collections = _collections_in(model)
+        self._strategy = _common_strategy(list(self._collections.values()))
+        self._reader: _Reader | None = None
+        self._last: _Read | None = None
+
+    def __iter__(self) -> Ahead:
+        if self._running is None:
+            self._start()
+        return self
+
+    def __next__(self) -> Any:
+        if self._running is None:
+            self._start()
+        assert self._running is not None and self._reader is not None
+        try:
+            ticket = next(self._running)
+        except BaseException:
+            self.close()
+            raise
+        assert isinstance(ticket, _Read)
+        self._last = ticket
+        self._reader.yielded += 1
+        for collection, arrival in ticket.arrivals:
+            collection.arrive(arrival)
+        return ticket.batch
+
+    def position(self) -> int:
+        """How many batches of the current pass have been yielded."""
+        return 0 if self._reader is None else self._reader.yielded
+
+    def state_dict(self) -> Any:
+        """The loader's own state as it was after the last batch yielded.
+
+        For loaders with a `state_dict()`; batches read ahead do not count.
+        """
+        if self._last is None:
+            raise RuntimeError("no batch has been yielded yet, so there is no position to save")
+        return self._last.loader_state
+
+    def close(self) -> None:
+        """Finish what was planned; batches read ahead are dropped."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.close()
+        finally:
+            for collection in self._collections.values():
+                collection.leave(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_running", None) is not None:
+            self.close()
+
+    def _start(self) -> None:
+        for collection in self._collections.values():
+            collection.enter(self)
+        # The reader must not know this object: leaving a loop drops the last reference to it,
+        # and that has to close it at once.
+        self._reader = _Reader(
+            self._loader, self._collections, self._ids, self._strategy, self._depth
+        )
+        self._last = None
+        self._running = schedule.run(
+            self._strategy.timed_stages, self._reader.admit, self._strategy.order
+        )
+
+
+class _Read(Ticket):
+    """A batch that was read."""
+
+    def __init__(
+        self,
+        batch: Any,
+        arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]] = (),
+        error: Exception | None = None,
+    ) -> None:
+        super().__init__(batch, [w for _, each in arrivals for w in each.works], error)
+        self.arrivals = arrivals
+        self.loader_state: Any = None
+
+
+class _Reader:
+    """Reads the loader ahead of planning."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        collections: Mapping[str, EmbeddingBagCollection],
+        ids: Callable[[Any], Any] | None,
+        strategy: Strategy,
+        depth: int | None,
+    ) -> None:
+        self._loader, self._collections, self._ids = loader, collections, ids
+        self._strategy, self._depth = strategy, depth
+        self._iterator = iter(loader)
+        self._known: deque[_Read] = deque()
+        self._exhausted = False
+        self._count = 0
+        self.yielded = 0
+
+    def admit(self) -> _Read | None:
+        """The next batch to plan; reads on, so that what the plan must know is known."""
+        least = 1 + self._strategy.hold.future
+        # Training starts with two batches, and does not wait for the window to fill: two are
+        # read for each one that leaves until it has.
+        wanted = max(least, self._wanted() if self.yielded else min(2, self._wanted()))
+        for _ in range(max(2, least - len(self._known))):
+            if len(self._known) < wanted and not self._exhausted:
+                self._read()
+        return self._known.popleft() if self._known else None
+
+    def _wanted(self) -> int:
+        limit = self._strategy.look_ahead if self._depth is None else self._depth
+        if limit is None:
+            limit = min(each.useful_depth() for each in self._collections.values())
+            limit = min(limit, _MOST_AHEAD)
+        return 1 + limit
+
+    def _read(self) -> None:
+        try:
+            batch = next(self._iterator)
+            self._count += 1
+        except StopIteration:
+            self._exhausted = True
+            if self._count == 0:
+                raise ValueError(
+                    "the loader yielded no batch; is its data set smaller than a batch, or is it "
+                    "an iterator that was already used up?"
+                ) from None
+            return
+        except Exception as error:
+            # It is raised in its turn, when the batches before it have been trained.
+            self._end_with(error)
+            return
+        try:
+            read = self._prepare(batch)
+        except Exception as error:
+            self._end_with(error)
+            return
+        if hasattr(self._loader, "state_dict"):
+            read.loader_state = self._loader.state_dict()
+        self._known.append(read)
+
+    def _end_with(self, error: Exception) -> None:
+        self._exhausted = True
+        self._known.append(_Read(None, error=error))
+
+    def _prepare(self, batch: Any) -> _Read:
+        device = next(iter(self._collections.values())).device
+        if device.type != "cpu":
+            batch = to_device(batch, device)
+        features = batch if self._ids is None else self._ids(batch)
+        arrivals = []
+        for name, collection in self._collections.items():
+            if collection.training:
+                mine = _features_of(features, name, self._collections)
+                arrivals.append((collection, collection.prepare(mine)))
+        for collection, arrival in arrivals:
+            collection.expect(arrival)
+        return _Read(batch, arrivals)
+
+
+def _features_of(
+    features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]
+) -> Any:
+    if not isinstance(features, Mapping):
+        return features
+    if name not in features:
+        raise ValueError(
+            f"ids= gave a dict with {', '.join(map(repr, features))}, which lacks the collection "
+            f"{name!r}; the model's collections are {', '.join(map(repr, collections))}"
+        )
+    return features[name]
+
+
+def _collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
+        )
+    # torch.compile wraps a model under this name, which no user wrote.
+    return {name.removeprefix("_orig_mod."): module for name, module in found.items()}
+
+
+def _common_strategy(collections: Sequence[EmbeddingBagCollection]) -> Strategy:
+    """The strategy whose stages serve all collections; all-fast ones go along with any."""
+    moving = [each.strategy for each in collections if not each.strategy.everything]
+    for other in moving[1:]:
+        if (other.timed_stages, other.look_ahead) != (moving[0].timed_stages, moving[0].look_ahead):
+            raise ValueError(
+                f"one model cannot mix strategies {moving[0].name!r} and {other.name!r}: their "
+                "batches move in different stages; give all collections one of them"
+            )
+    return moving[0] if moving else collections[0].strategy
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor in tuples, lists, dicts, dataclasses and objects with `to`."""
+    if isinstance(batch, Tensor) or hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(each, device) for each in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(each, device) for each in batch)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        moved = {f.name: to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
+        return replace(batch, **moved)
+    return batch

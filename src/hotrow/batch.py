@@ -1,0 +1,362 @@
+"""Ids as users hand them in, checked, and turned into ids of one width group.
+
+Knows nothing about where rows live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hotrow.tables import EmbeddingBagConfig, Feature, WidthGroup
+
+PADDING = -1
+
+
+class KeyedJaggedTensor:
+    """Ids of several features, each sample holding any number of them.
+
+    The layout is TorchRec's: `values` lists the ids feature by feature, sample by sample;
+    `offsets` has one entry per (feature, sample) and a last one, the number of values.
+    TorchRec's own class works wherever this one does.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        *,
+        offsets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        if (offsets is None) == (lengths is None):
+            raise ValueError("give exactly one of offsets= and lengths=")
+        if offsets is None:
+            assert lengths is not None
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        self._keys, self._values, self._offsets = list(keys), values, offsets
+        self._weights = weights
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        move = [
+            None if part is None else part.to(device, non_blocking=non_blocking)
+            for part in (self._values, self._offsets, self._weights)
+        ]
+        values, offsets, weights = move
+        assert values is not None
+        return type(self)(self._keys, values, offsets=offsets, weights=weights)
+
+    def pin_memory(self) -> Self:
+        weights = None if self._weights is None else self._weights.pin_memory()
+        return type(self)(
+            self._keys,
+            self._values.pin_memory(),
+            offsets=self._offsets.pin_memory(),
+            weights=weights,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of ids in the order of a collection's features.
+
+    `offsets` is None for a dense input: one lookup per sample and feature, sample by sample.
+    """
+
+    values: Tensor  # [B, F] dense, or [L]
+    offsets: Tensor | None  # [F * B + 1], feature by feature
+    keys: tuple[str, ...]  # names of the F columns
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """The lookups of one batch in one width group, bag by bag.
+
+    A bag is what one output vector is pooled from. Bags stand sample by sample when
+    `by_sample` (dense inputs), else feature by feature.
+    """
+
+    ids: Tensor  # [L] int64, PADDING where nothing is read
+    offsets: Tensor | None  # [bags + 1] int64; None: one lookup per bag
+    divisor: Tensor | None  # [bags, 1] float32; None: nothing is averaged
+    bags_per_feature: tuple[int, ...]
+    by_sample: bool
+    spans: tuple[tuple[int, int], ...] = ()  # of each feature's ids in the user's values
+    weights: Tensor | None = None  # [L] float32
+
+    @property
+    def num_bags(self) -> int:
+        return sum(self.bags_per_feature)
+
+    def bag_of(self) -> Tensor:
+        """The bag of each lookup, [L] int64."""
+        bags = torch.arange(self.num_bags, device=self.ids.device)
+        if self.offsets is None:
+            return bags
+        return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.ids.numel())
+
+
+def parse(features: Any, columns: tuple[str, ...], device: torch.device) -> Batch:
+    """Any accepted input as a `Batch`; says what is wrong with any other."""
+    if isinstance(features, Tensor):
+        return _parse_dense(features, columns, device)
+    if isinstance(features, tuple | list) and 2 <= len(features) <= 3:
+        indices, offsets, *rest = features
+        return _parse_jagged(columns, indices, offsets, rest[0] if rest else None, columns, device)
+    if all(callable(getattr(features, name, None)) for name in ("keys", "values", "offsets")):
+        keys = tuple(features.keys())
+        weights = raw_weights(features)
+        return _parse_jagged(keys, features.values(), features.offsets(), weights, columns, device)
+    raise TypeError(
+        "ids must be an int64 tensor [batch, features], a tuple (indices, offsets) or "
+        "(indices, offsets, weights), or an object with keys(), values() and offsets() "
+        f"such as hotrow.KeyedJaggedTensor; got {type(features).__name__}"
+    )
+
+
+def _parse_dense(values: Tensor, columns: tuple[str, ...], device: torch.device) -> Batch:
+    if values.dim() == 1 and len(columns) == 1:
+        values = values.unsqueeze(1)
+    if values.dim() != 2 or values.shape[1] != len(columns):
+        raise ValueError(
+            f"a dense input must have shape [batch, {len(columns)}], a column for each feature "
+            f"({_few(columns)}); got {list(values.shape)}"
+        )
+    return Batch(_int64(values, "ids", device), None, columns, values.shape[0])
+
+
+def _parse_jagged(
+    keys: tuple[str, ...],
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    columns: tuple[str, ...],
+    device: torch.device,
+) -> Batch:
+    values, offsets = _int64(values, "indices", device), _int64(offsets, "offsets", device)
+    if values.dim() != 1 or offsets.dim() != 1:
+        raise ValueError(
+            "indices and offsets must have one dimension each, got shapes "
+            f"{list(values.shape)} and {list(offsets.shape)}"
+        )
+    missing = [name for name in columns if name not in keys]
+    if missing:
+        raise ValueError(
+            f"the batch has no feature {missing[0]!r}, which a table of this collection reads; "
+            f"it has {_few(keys)}"
+        )
+    num_bags = offsets.numel() - 1
+    if num_bags < 0 or num_bags % len(keys):
+        raise ValueError(
+            f"offsets has {offsets.numel():,} entries; {len(keys)} features need a multiple of "
+            f"{len(keys)} bags and one entry more, the number of indices"
+        )
+    _check_offsets(offsets, values.numel())
+    if weights is not None:
+        _check_weights(weights, values)
+    return Batch(values, offsets, keys, num_bags // len(keys))
+
+
+def _check_offsets(offsets: Tensor, num_values: int) -> None:
+    # One small tensor and one read, so that a device would be asked once.
+    falls = offsets.diff() < 0
+    first_fall = falls.int().argmax() if falls.numel() else torch.zeros_like(offsets[0])
+    facts = torch.stack([offsets[0], offsets[-1], falls.any().long(), first_fall]).tolist()
+    first, last, falling, position = facts
+    if first != 0:
+        raise ValueError(f"offsets must start at 0, not {first}")
+    if falling:
+        raise ValueError(
+            f"offsets must not fall, but offsets[{position}] is {int(offsets[position])} and "
+            f"offsets[{position + 1}] is {int(offsets[position + 1])}"
+        )
+    if last != num_values:
+        raise ValueError(
+            f"offsets must end at the number of indices, {num_values}, but end at {last}; "
+            "nn.EmbeddingBag's short form leaves the last offset out: append it"
+        )
+
+
+def _check_weights(weights: Tensor, values: Tensor) -> None:
+    if weights.shape != values.shape:
+        raise ValueError(
+            f"weights must have one entry per index, {values.numel()}, "
+            f"got shape {list(weights.shape)}"
+        )
+    if weights.dtype != torch.float32:
+        raise TypeError(f"weights must be float32, not {weights.dtype}")
+
+
+def _int64(tensor: Any, what: str, device: torch.device) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}")
+    if tensor.device.type != device.type:
+        raise ValueError(
+            f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
+            "there, or iterate with hotrow.ahead, which does"
+        )
+    return tensor.long()
+
+
+def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
+    """The lookups a batch makes in one width group; raises on an id no table has."""
+    if batch.offsets is None:
+        return _dense_lookups(batch, group)
+    return _jagged_lookups(batch, group)
+
+
+def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+    values = batch.values
+    if len(group.features) < len(batch.keys):
+        values = values[:, [feature.column for feature in group.features]]
+    tables = [group.tables[feature.table] for feature in group.features]
+    limits = values.new_tensor([table.num_embeddings for table in tables])
+    bad = (values < 0) | (values >= limits)
+    if bool(bad.any()):
+        sample, column = divmod(int(bad.flatten().int().argmax()), len(tables))
+        _raise_bad_id(
+            group.features[column].name,
+            f"sample {sample}",
+            int(values[sample, column]),
+            tables[column],
+        )
+    ids = values + values.new_tensor([group.bases[f.table] for f in group.features])
+    paddings = [PADDING if table.padding_idx is None else table.padding_idx for table in tables]
+    padded = values == values.new_tensor(paddings)
+    if any(table.padding_idx is not None for table in tables):
+        ids = ids.masked_fill(padded, PADDING)
+    return Lookups(
+        ids=ids.flatten(),
+        offsets=None,
+        divisor=None,  # the mean of one vector is that vector
+        bags_per_feature=(batch.num_samples,) * len(tables),
+        by_sample=True,
+    )
+
+
+def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+    assert batch.offsets is not None
+    size = batch.num_samples
+    ends = batch.offsets[::size].tolist() if size else [0] * (len(batch.keys) + 1)
+    parts: list[Tensor] = []
+    lengths: list[Tensor] = []
+    spans: list[tuple[int, int]] = []
+    bags: list[int] = []
+    for feature in group.features:
+        place = batch.keys.index(feature.name)
+        low, high = ends[place], ends[place + 1]
+        table = group.tables[feature.table]
+        ids = _checked(batch.values[low:high], feature, table, low) + group.bases[feature.table]
+        if table.padding_idx is not None:
+            ids = ids.masked_fill(ids == group.bases[feature.table] + table.padding_idx, PADDING)
+        parts.append(ids)
+        each = batch.offsets[place * size : (place + 1) * size + 1].diff()
+        lengths.append(torch.ones_like(ids) if feature.pooling == "none" else each)
+        bags.append(lengths[-1].numel())
+        spans.append((low, high))
+    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    ids = torch.cat(parts)
+    return Lookups(
+        ids=ids,
+        offsets=offsets,
+        divisor=_divisor(ids, offsets, group, bags),
+        bags_per_feature=tuple(bags),
+        by_sample=False,
+        spans=tuple(spans),
+    )
+
+
+def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
+    """The per-sample weights of a group's lookups, differentiable; None if there are none."""
+    weights = raw_weights(features)
+    if weights is None:
+        return None
+    for feature in group.features:
+        if feature.pooling != "sum":
+            raise ValueError(
+                f"feature {feature.name!r} has pooling={feature.pooling!r}; per-sample weights "
+                "work with pooling='sum' only, as in torch.nn.EmbeddingBag"
+            )
+    parts = [weights[low:high] for low, high in x.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def raw_weights(features: Any) -> Tensor | None:
+    if isinstance(features, tuple | list):
+        return features[2] if len(features) == 3 else None
+    weights: Tensor | None = getattr(features, "weights_or_none", lambda: None)()
+    return weights
+
+
+def identity(features: Any) -> tuple[Any, ...]:
+    """What tells one batch of ids from another, without reading them.
+
+    Tensors are compared by memory, shape and version; whoever keeps an identity keeps the
+    features alive, so memory is not reused.
+    """
+    if isinstance(features, Tensor):
+        tensors: tuple[Tensor, ...] = (features,)
+    elif isinstance(features, tuple | list):
+        tensors = tuple(features[:2])
+    else:
+        tensors = (features.values(), features.offsets())
+    return tuple(
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, None if t.is_inference() else t._version)
+        for t in tensors
+    )
+
+
+def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: list[int]) -> Tensor | None:
+    """What a bag's sum is divided by: its lookups, padding left out, where the mean is asked."""
+    if all(feature.pooling != "mean" for feature in group.features):
+        return None
+    real = torch.nn.functional.pad((ids != PADDING).cumsum(0), (1, 0))
+    counts = real[offsets].diff().clamp_(min=1)
+    parts = [
+        part if feature.pooling == "mean" else torch.ones_like(part)
+        for part, feature in zip(counts.split(bags), group.features, strict=True)
+    ]
+    return torch.cat(parts).float().unsqueeze(1)
+
+
+def _checked(ids: Tensor, feature: Feature, table: EmbeddingBagConfig, first: int) -> Tensor:
+    bad = (ids < 0) | (ids >= table.num_embeddings)
+    if bool(bad.any()):
+        position = int(bad.int().argmax())
+        _raise_bad_id(feature.name, f"position {first + position}", int(ids[position]), table)
+    return ids
+
+
+def _raise_bad_id(feature: str, where: str, value: int, table: EmbeddingBagConfig) -> None:
+    raise ValueError(
+        f"feature {feature!r}, {where}: id {value} is outside table {table.name!r}, "
+        f"which has rows 0 to {table.num_embeddings - 1}"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,119 @@
+"""Bytes of fast memory: read from what users write, and shared out. Everything counts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int, *, total: int | None = None) -> int:
+    """4_000_000, "4GB", "1.5 GiB", or "10%" of `total` bytes."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        value = text
+    else:
+        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", str(text).lower())
+        unit = match and (match[2] or "b")
+        if not match or (unit != "%" and unit not in _UNITS) or (unit == "%" and total is None):
+            raise ValueError(
+                f"cannot read {text!r} as a number of bytes; write 4_000_000, '512MiB', '4GB' "
+                "(10**9), '4GiB' (2**30) or '10%' of the tables' bytes"
+            )
+        scale = (total or 0) / 100 if unit == "%" else _UNITS[str(unit)]
+        value = int(float(match[1].replace("_", "")) * scale)
+    if value <= 0:
+        raise ValueError(f"a budget must be above zero bytes, got {text!r}")
+    return value
+
+
+def show_bytes(value: float) -> str:
+    """1,234 B, 12.3 MiB, ... for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    return f"{value:,.2f} TiB"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one width group gets of the budget."""
+
+    slots: int
+    buffer_rows: int  # rows that may be on their way, or pass through when a batch has no slots
+    dense_map: bool  # four bytes for every row of the tables, or eight for every slot
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget shared out by hand, in slots instead of bytes: one `Share` per row width."""
+
+    shares: tuple[Share, ...]
+    window_bytes: int  # for the ids of batches known ahead
+
+
+# Per slot: its row (8), last use (4), next use (4), uses counted (4).
+SLOT_STATE_BYTES = 20
+HASH_BYTES = 8
+
+
+def slot_bytes(row_bytes: int) -> int:
+    """What a slot costs, the hashed map's part included; a dense map is only taken if smaller."""
+    return row_bytes + SLOT_STATE_BYTES + HASH_BYTES
+
+
+def choose_map(slots: int, num_rows: int) -> bool:
+    """Whether the dense row-to-slot map is the smaller one."""
+    return 4 * num_rows <= HASH_BYTES * slots
+
+
+_LEAST_ROWS = 32  # fewer slots, or a smaller buffer, would make every chunk a loop of its own
+
+
+def _least_bytes(row_bytes: int) -> int:
+    return _LEAST_ROWS * (slot_bytes(row_bytes) + row_bytes)
+
+
+def smallest_budget(row_bytes: list[int]) -> int:
+    """The smallest budget that holds a few rows of every width and a window of ids."""
+    return -(-sum(map(_least_bytes, row_bytes)) * 16 // 15) + 1
+
+
+def share_out(
+    budget_bytes: int,
+    *,
+    row_bytes: list[int],
+    num_rows: list[int],
+    parts: list[float],
+    buffer_part: float,
+) -> Budget:
+    """Slots, buffers and look-ahead ids for each width group within `budget_bytes`.
+
+    `parts` says how much of the bytes each group gets (it sums to one). Groups that reach all
+    their rows hand what is left to the others.
+    """
+    smallest = smallest_budget(row_bytes)
+    if budget_bytes < smallest:
+        raise ValueError(
+            f"the budget of {show_bytes(budget_bytes)} is too small; the smallest that works "
+            f"here is {show_bytes(smallest)} ({smallest:,} bytes)"
+        )
+    window_bytes = budget_bytes // 16
+    spare = float(budget_bytes - window_bytes - sum(map(_least_bytes, row_bytes)))
+    weight, shares = 1.0, {}
+    # Those that need the least of their part come first, so that what they leave reaches others.
+    for g in sorted(range(len(parts)), key=lambda g: num_rows[g] * row_bytes[g] / parts[g]):
+        least = _least_bytes(row_bytes[g])
+        mine = least + spare * min(1.0, parts[g] / max(weight, 1e-9))
+        buffer_rows = max(_LEAST_ROWS, min(int(mine * buffer_part) // row_bytes[g], num_rows[g]))
+        slots = int(mine - buffer_rows * row_bytes[g]) // slot_bytes(row_bytes[g])
+        slots = min(slots, num_rows[g])
+        shares[g] = Share(slots, buffer_rows, choose_map(slots, num_rows[g]))
+        used = slots * slot_bytes(row_bytes[g]) + buffer_rows * row_bytes[g]
+        spare -= max(0, used - least)
+        weight -= parts[g]
+    return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes)

@@ -1,0 +1,649 @@
+"""The seam to autograd: collections that look like torch modules, and the step in backward.
+
+Knows how gradients arrive; where rows are is the row groups' business.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hotrow import kernels
+from hotrow.batch import Batch, Lookups, identity, lookups_of, parse, weights_of
+from hotrow.budget import Budget, parse_bytes, share_out
+from hotrow.optim import RowOptimizer, RowRule
+from hotrow.profile import Profile, byte_parts, check_profile
+from hotrow.rows import RowGroup
+from hotrow.stages import Work, fill, plan
+from hotrow.strategy import Strategy, find_strategy
+from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
+from hotrow.traffic import TableTraffic, Traffic
+
+ON_NONFINITE = ("propagate", "error", "skip")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One batch as one collection knows it."""
+
+    features: Any  # kept, so that the memory behind `identity` stays theirs
+    identity: tuple[Any, ...]
+    batch: Batch
+    works: tuple[Work, ...]  # one per width group
+
+
+class Embedded:
+    """The vectors of one batch, by feature."""
+
+    def __init__(
+        self,
+        columns: tuple[str, ...],
+        vectors: Mapping[str, Tensor],
+        batch: Batch,
+        whole: Tensor | None,
+    ) -> None:
+        self._columns, self._vectors, self._batch = columns, vectors, batch
+        self._whole = whole  # all features side by side, where they already lie so
+
+    def keys(self) -> list[str]:
+        return list(self._columns)
+
+    def __getitem__(self, feature: str) -> Tensor:
+        """[batch, dim]; without pooling [lookups, dim]."""
+        if feature not in self._vectors:
+            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._columns)}")
+        return self._vectors[feature]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {name: self._vectors[name] for name in self._columns}
+
+    def values(self) -> Tensor:
+        """All features side by side, [batch, sum of dims]."""
+        if self._whole is not None:
+            return self._whole
+        vectors = [self._vectors[name] for name in self._columns]
+        if any(each.shape[0] != self._batch.num_samples for each in vectors):
+            raise ValueError(
+                "values() needs one vector per sample; features without pooling have one per "
+                "lookup: take them by name"
+            )
+        return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
+
+    def offsets(self, feature: str) -> Tensor:
+        """Where each sample's lookups begin among a feature's vectors, [batch + 1]."""
+        size, batch = self._batch.num_samples, self._batch
+        if batch.offsets is None:
+            return torch.arange(size + 1, device=batch.values.device)
+        place = batch.keys.index(feature)
+        mine = batch.offsets[place * size : (place + 1) * size + 1]
+        return mine - mine[0]
+
+
+class _Lookup(torch.autograd.Function):
+    """Bags to vectors; the way back hands gradients to the collection's pending step."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, weights: Tensor | None, work: Work, step: PendingStep
+    ) -> Tensor:
+        ctx.save_for_backward(*(() if weights is None else (weights,)))
+        ctx.set_materialize_grads(False)
+        ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
+        ctx.call = step.begin_call()  # type: ignore[attr-defined]
+        return work.group.lookup(work, replace(work.lookups, weights=weights))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads is None:
+            return None, None, None, None
+        weights = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        x = replace(ctx.work.lookups, weights=weights)
+        grads = grads.contiguous()
+        weight_grads = None
+        if ctx.needs_input_grad[1]:
+            weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
+        ctx.step.add(ctx.call, ctx.work, x, grads)
+        return None, weight_grads, None, None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """When a lookup ran, and the backward pass it was recomputed in, -1 for none."""
+
+    number: int
+    inside: int
+
+
+@dataclass(frozen=True)
+class _RowGrads:
+    """Gradients of one lookup, summed by row."""
+
+    call: _Call
+    work: Work
+    grads: Tensor  # [U, dim]
+
+
+class PendingStep:
+    """Gradients that wait for the end of `backward()`, which is one step.
+
+    They are kept by id, so it does not matter when, or in how many batches, they were made.
+    """
+
+    def __init__(
+        self, groups: Sequence[RowGroup], optimizer: RowOptimizer, on_nonfinite: str
+    ) -> None:
+        self._groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self.grad_scale: Any = None
+        self.accumulating = 0
+        self._waiting: list[_RowGrads] = []
+        self._pass = -1  # the backward pass that has promised to finish
+        self._calls = 0
+
+    def begin_call(self) -> _Call:
+        """A lookup runs; inside a backward pass it is a recomputation."""
+        self._calls += 1
+        inside = torch._C._current_graph_task_id()
+        if inside != -1:
+            # A checkpoint may run a backward pass of its own in here: the outer one is the step.
+            self._promise(inside)
+        return _Call(self._calls, inside)
+
+    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+        current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self._promise(current)
+        self._waiting.append(_RowGrads(call, work, work.group.row_grads(work, x, grads)))
+
+    def _promise(self, current: int) -> None:
+        if current == self._pass:
+            return
+        if not self.accumulating:
+            self._waiting.clear()  # left over from a backward pass that failed
+        self._pass = current
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._pass = -1
+        if not self.accumulating:
+            self.finish()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.accumulating += 1
+        try:
+            yield
+        except BaseException:
+            self._waiting.clear()
+            raise
+        finally:
+            self.accumulating -= 1
+        if not self.accumulating:
+            self.finish()
+
+    def finish(self) -> None:
+        """Update every row that has a gradient, once."""
+        waiting = sorted(self._waiting, key=lambda each: each.call.number)
+        self._waiting.clear()
+        if not waiting:
+            return
+        updates = [
+            (group, *_join(group, [each for each in waiting if each.work.group is group]))
+            for group in self._groups
+            if any(each.work.group is group for each in waiting)
+        ]
+        if self.grad_scale is not None:
+            scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
+            updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
+        if self._skip(updates):
+            return
+        self._optimizer.count_step()
+        for group, ids, grads, work in updates:
+            group.update(ids, grads, work)
+
+    def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
+        """Whether a gradient is not finite and the update is to be left out."""
+        scaler = hasattr(self.grad_scale, "get_scale")  # a GradScaler counts on it
+        if self._on_nonfinite == "propagate" and not scaler:
+            return False
+        for group, ids, grads, _ in updates:
+            finite = torch.isfinite(grads)
+            if bool(finite.all()):
+                continue
+            if self._on_nonfinite == "error":
+                bad = int((~finite).any(dim=1).int().argmax())
+                value = float(grads[bad][~finite[bad]][0])
+                raise FloatingPointError(
+                    f"update {int(self._optimizer.steps.max()) + 1}: the gradient of "
+                    f"{group.layout.describe(int(ids[bad]))} holds {value}; no row was changed. "
+                    "on_nonfinite='skip' leaves such updates out"
+                )
+            return True
+        return False
+
+
+def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
+    """Unique ids of one group, their summed gradients, and the batch if there is only one."""
+    if len(waiting) == 1:
+        only = waiting[0]
+        return only.work.ids.ids, only.grads, only.work
+    ops = kernels.for_device(group.device)
+    every = torch.cat([each.work.ids.ids for each in waiting])
+    ids = ops.sort_ids(every, group.layout.num_rows)
+    return ids.ids, ops.sum_pairs(torch.cat([each.grads for each in waiting]), ids), None
+
+
+class EmbeddingBagCollection(nn.Module):
+    """Embedding tables larger than fast memory, trained with `budget` bytes of it.
+
+    `budget` is "4GiB", "512MB", a number of bytes, or "10%" of the rows with their optimizer
+    state. `strategy` and its contract: see the README. Rows are updated in `backward()`, by
+    `optimizer`; `embedding.optimizer.param_groups` has the settings of each table.
+    """
+
+    _prefix = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer: RowRule,
+        budget: str | int | Budget | None = None,
+        *,
+        strategy: str | Strategy = "lookahead",
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        profile: Profile | None = None,
+        on_nonfinite: str = "propagate",
+    ) -> None:
+        super().__init__()
+        _refuse_replicas()
+        self.device = torch.device(device)
+        if self.device.type != "cpu":
+            raise ValueError(f"device {device!r} is not supported by this version; use 'cpu'")
+        if not isinstance(optimizer, RowRule):
+            raise TypeError(
+                "optimizer must be hotrow.SGD, Adagrad, RowWiseAdagrad, Adam or AdamW, got "
+                f"{type(optimizer).__name__}"
+            )
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
+        self.tables = tuple(tables)
+        self.strategy = find_strategy(strategy)
+        self.features = feature_order(self.tables)
+        layouts = group_by_width(self.tables)
+        if profile is not None:
+            check_profile(profile, self.tables)
+        self.optimizer = RowOptimizer(optimizer, self.tables, self.device)
+        self.optimizer.rows = weakref.proxy(self)  # a cycle would keep the memory for longer
+        row_bytes = [4 * (each.dim + optimizer.state_width(each.dim)) for each in layouts]
+        self.num_rows = sum(each.num_rows for each in layouts)
+        self.bytes_total = sum(
+            size * each.num_rows for size, each in zip(row_bytes, layouts, strict=True)
+        )
+        shared = self._share(budget, row_bytes, layouts, profile)
+        self.window_bytes = 0 if shared is None else shared.window_bytes
+        self.groups = [
+            RowGroup(
+                layout,
+                optimizer=self.optimizer,
+                strategy=self.strategy,
+                share=None if shared is None else shared.shares[g],
+                device=self.device,
+                seed=seed,
+                profile=profile,
+            )
+            for g, layout in enumerate(layouts)
+        ]
+        self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
+        self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
+        self._arrivals: deque[Arrival] = deque(maxlen=4)
+        self._ahead: weakref.ref[Any] | None = None
+        self._warned = False
+
+    def _share(
+        self,
+        budget: str | int | Budget | None,
+        row_bytes: list[int],
+        layouts: Sequence[WidthGroup],
+        profile: Profile | None,
+    ) -> Budget | None:
+        if self.strategy.everything:
+            return None
+        if isinstance(budget, Budget):
+            return budget
+        if budget is None:
+            raise ValueError(
+                f"strategy {self.strategy.name!r} needs a budget: the bytes of fast memory it may "
+                f"use, such as budget='10%' of the {self.bytes_total:,} bytes of rows"
+            )
+        total = parse_bytes(budget, total=self.bytes_total)
+        return share_out(
+            total,
+            row_bytes=row_bytes,
+            num_rows=[each.num_rows for each in layouts],
+            parts=byte_parts(layouts, row_bytes, total, profile),
+            buffer_part=self.strategy.buffer_part,
+        )
+
+    # -- lookup ------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Any) -> Embedded:
+        """Look up a batch; in training mode `backward()` will update its rows."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self._evaluate(features)
+        arrival = self._find(features) or self._unplanned(features)
+        vectors = []
+        for work in arrival.works:
+            weights = weights_of(features, work.lookups, work.group.layout)
+            vectors.append(_Lookup.apply(self._anchor, weights, work, self._step))  # type: ignore[no-untyped-call]
+        return self._embedded(arrival.batch, vectors, [w.lookups for w in arrival.works])
+
+    def _evaluate(self, features: Any) -> Embedded:
+        """Read rows where they are; no map, hold or counter changes."""
+        batch = parse(features, self.features, self.device)
+        lookups, vectors = [], []
+        with torch.no_grad():
+            for group in self.groups:
+                x = lookups_of(batch, group.layout)
+                x = replace(x, weights=weights_of(features, x, group.layout))
+                lookups.append(x)
+                vectors.append(group.read(x))
+        return self._embedded(batch, vectors, lookups)
+
+    def _embedded(
+        self, batch: Batch, vectors: Sequence[Tensor], lookups: Sequence[Lookups]
+    ) -> Embedded:
+        named: dict[str, Tensor] = {}
+        for group, found, x in zip(self.groups, vectors, lookups, strict=True):
+            names = [feature.name for feature in group.layout.features]
+            if x.by_sample:
+                parts = found.view(batch.num_samples, len(names), group.dim).unbind(1)
+            else:
+                parts = found.split(x.bags_per_feature)
+            named.update(zip(names, parts, strict=True))
+        whole = None
+        if len(vectors) == 1 and lookups[0].by_sample:
+            whole = vectors[0].view(batch.num_samples, -1)
+        return Embedded(self.features, named, batch, whole)
+
+    def _find(self, features: Any) -> Arrival | None:
+        if not self._arrivals:
+            return None
+        try:
+            wanted = identity(features)
+        except (AttributeError, TypeError):
+            return None  # not ids at all; parsing says so in the user's words
+        return next((each for each in self._arrivals if each.identity == wanted), None)
+
+    def _unplanned(self, features: Any) -> Arrival:
+        """Ids nobody announced: planned on the spot, or read directly if others are planned."""
+        _refuse_replicas()
+        arrival = self.prepare(features)
+        running = self._ahead is not None and self._ahead() is not None
+        if running and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "these ids are not the ones hotrow.ahead planned for this batch: they are another "
+                "tensor, or were changed in place since. They are looked up directly, which is "
+                "right but slower; let ids= return the very tensors the model looks up",
+                stacklevel=4,
+            )
+        for work in arrival.works:
+            if running and not work.group.everything:
+                work.group.count_direct(work)
+            else:
+                plan(work)
+                fill(work)
+        return arrival
+
+    # -- what hotrow.ahead asks for ----------------------------------------------------
+
+    def prepare(self, features: Any) -> Arrival:
+        """Check a batch of ids and sort it; nothing moves."""
+        batch = parse(features, self.features, self.device)
+        works = []
+        for group in self.groups:
+            x = lookups_of(batch, group.layout)
+            weights_of(features, x, group.layout)  # refuses what cannot be weighted
+            works.append(group.work(x))
+        return Arrival(features, identity(features), batch, tuple(works))
+
+    def expect(self, arrival: Arrival) -> None:
+        for work in arrival.works:
+            work.group.expect(work)
+
+    def arrive(self, arrival: Arrival) -> None:
+        """The batch that `forward` will see next."""
+        self._arrivals.append(arrival)
+
+    def enter(self, stream: Any) -> None:
+        running = None if self._ahead is None else self._ahead()
+        if running is not None and running is not stream:
+            raise RuntimeError(
+                "another hotrow.ahead iterator is running on this collection; two would move "
+                "each other's rows. Finish the first one's loop, or call its close()"
+            )
+        _refuse_replicas()
+        self._ahead = weakref.ref(stream)
+
+    def leave(self, stream: Any) -> None:
+        self._ahead = None
+        self._arrivals.clear()
+        for group in self.groups:
+            if not group.everything:
+                group.planner.window.clear()
+
+    def useful_depth(self) -> int:
+        """How many batches ahead are worth knowing, within the budget's bytes for ids."""
+        planners = [group.planner for group in self.groups if not group.everything]
+        if not planners:
+            return 0
+        bytes_per_batch = 8 * sum(planner.largest_batch for planner in planners)
+        affordable = self.window_bytes // max(1, bytes_per_batch)
+        return int(min(affordable, max(planner.useful_depth() for planner in planners)))
+
+    # -- training ----------------------------------------------------------------------
+
+    def accumulate(self) -> Any:
+        """`with embedding.accumulate():` joins all backward passes inside into one step."""
+        return self._step.accumulate()
+
+    @property
+    def grad_scale(self) -> Any:
+        """What losses were multiplied by: a number, a tensor or the torch GradScaler itself.
+
+        Gradients are divided by it. With a GradScaler, an update that is not finite is skipped,
+        as the scaler does for the dense part.
+        """
+        return self._step.grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Any) -> None:
+        self._step.grad_scale = scale
+
+    # -- rows in and out ---------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Bring slow memory up to date with fast memory."""
+        for group in self.groups:
+            group.flush()
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table with their state, in chunks: (first row, [n, dim + state])."""
+        group, base, size = self._place(table)
+        for first in range(0, size, group.chunk_rows):
+            ids = torch.arange(first, min(first + group.chunk_rows, size)) + base
+            yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
+
+    def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        """The weights of a table in chunks: (first row, [n, dim])."""
+        dim = self._place(table)[0].dim
+        for first, rows in self.rows(table):
+            yield first, rows[:, :dim].clone()
+
+    def load_weights(self, table: str, first: int, weights: Tensor) -> None:
+        """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
+        group, _, size = self._place(table)
+        if weights.dim() != 2 or weights.shape[1] != group.dim or first + len(weights) > size:
+            raise ValueError(
+                f"table {table!r} has {size:,} rows of {group.dim} weights; "
+                f"{list(weights.shape)} from row {first:,} on do not fit"
+            )
+        self._load(table, first, weights, slice(0, group.dim))
+
+    def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
+        group, base, _ = self._place(table)
+        for chunk in torch.arange(len(values)).split(group.chunk_rows):
+            ids = chunk + first + base
+            rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+            rows[:, columns] = values[chunk].to(rows)
+            group.scatter(ids, rows)
+
+    def _place(self, table: str) -> tuple[RowGroup, int, int]:
+        for group in self.groups:
+            for config, base in zip(group.layout.tables, group.layout.bases, strict=True):
+                if config.name == table:
+                    return group, base, config.num_embeddings
+        raise KeyError(f"no table {table!r}; there are {', '.join(t.name for t in self.tables)}")
+
+    def copy_state(self, table: str) -> dict[str, Tensor]:
+        """The optimizer state of a table's rows, a tensor for each piece."""
+        group, _, size = self._place(table)
+        state = {
+            name: torch.empty(size, columns.stop - columns.start)
+            for name, columns in group.state.items()
+        }
+        for first, rows in self.rows(table):
+            for name, columns in group.state.items():
+                state[name][first : first + len(rows)] = rows[:, columns]
+        return state
+
+    def check_state(self, table: str, state: Mapping[str, Any]) -> None:
+        group, _, size = self._place(table)
+        for name, columns in group.state.items():
+            shape = (size, columns.stop - columns.start)
+            if name not in state or state[name].shape != shape:
+                got = list(state[name].shape) if name in state else "nothing"
+                raise ValueError(
+                    f"optimizer state {name!r} of table {table!r} must have shape "
+                    f"{list(shape)}, got {got}"
+                )
+
+    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
+        for name, columns in self._place(table)[0].state.items():
+            self._load(table, 0, state[name], columns)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for table in self.tables:
+            copy = torch.empty(table.num_embeddings, table.embedding_dim)
+            for first, weights in self.weights(table.name):
+                copy[first : first + len(weights)] = weights
+            destination[f"{prefix}{self._prefix}.{table.name}.weight"] = copy
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = {f"{prefix}{self._prefix}.{table.name}.weight": table for table in self.tables}
+        for key, table in names.items():
+            shape = (table.num_embeddings, table.embedding_dim)
+            if key not in state_dict:
+                missing_keys.append(key)
+            elif tuple(state_dict[key].shape) != shape:
+                error_msgs.append(
+                    f"{key}: its shape is {list(state_dict[key].shape)}, the table's {list(shape)}"
+                )
+            else:
+                self.load_weights(table.name, 0, state_dict[key])
+        unexpected_keys.extend(
+            key for key in state_dict if key.startswith(prefix) and key not in names
+        )
+
+    # -- what it is, and what it did ---------------------------------------------------
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that fit fast memory."""
+        return sum(len(group.slots) - 1 for group in self.groups)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of fast memory by part."""
+        parts: dict[str, int] = {}
+        for group in self.groups:
+            for name, size in group.memory().items():
+                parts[name] = parts.get(name, 0) + size
+        if self.window_bytes:
+            parts["look-ahead ids"] = self.window_bytes
+        return parts
+
+    def traffic(self) -> Traffic:
+        """What was looked up and moved so far, in training."""
+        per_table = {
+            table.name: TableTraffic(lookups, unique, fetched, evicted, group.width * 4)
+            for group in self.groups
+            for table, (lookups, unique, fetched, evicted) in zip(
+                group.layout.tables, group.traffic.tolist(), strict=True
+            )
+        }
+        return Traffic(
+            per_table={table.name: per_table[table.name] for table in self.tables},
+            chunked_batches=max(group.direct_batches for group in self.groups),
+        )
+
+    def check(self) -> None:
+        """Prove the maps consistent; for tests and long runs."""
+        for group in self.groups:
+            group.check()
+
+    def extra_repr(self) -> str:
+        return (
+            f"tables={[table.name for table in self.tables]}, rows={self.num_rows:,}, "
+            f"slots={self.num_slots:,}, strategy={self.strategy.name!r}"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError(
+            "a collection cannot be copied: its tables may fill the machine's memory, and the "
+            "copy would train on its own. Build a second one, or pass weights by state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a collection cannot be pickled; save state_dict() or stream weights(table)"
+        )
+
+
+class EmbeddingCollection(EmbeddingBagCollection):
+    """One vector per lookup, without pooling: what sequence models need."""
+
+    _prefix = "embeddings"
+
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
+        super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+def _refuse_replicas() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"a process group of {size} ranks is running; each rank would train its own "
+                "copy of the rows and they would silently diverge. This version trains on one "
+                "device: run one process"
+            )

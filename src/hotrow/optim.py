@@ -1,0 +1,236 @@
+"""Optimizers on rows: what one update does to the rows it touches, and their settings.
+
+A row is updated at most once per step, from the sum of its gradients; rows without a gradient
+never change (decay and moments are lazy). Formulas and defaults are torch.optim's. Only single,
+correctly rounded operations are used: see kernels/reference.py for why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hotrow.kernels.reference import row_sum
+from hotrow.tables import EmbeddingBagConfig
+
+Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """How rows are updated. Its fields are the settings of every table's param group."""
+
+    lr: float
+    state_names: ClassVar[tuple[str, ...]] = ()
+    row_wise: ClassVar[bool] = False  # one state value per row instead of one per weight
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(each, int | float) and 0 <= each < 1e30 for each in values):
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name} must be a number of at least 0, "
+                    f"not {value!r}"
+                )
+
+    def state_width(self, dim: int) -> int:
+        return len(self.state_names) * (1 if self.row_wise else dim)
+
+    def state_columns(self, dim: int) -> dict[str, slice]:
+        """Where each piece of state lies in a row."""
+        width = 1 if self.row_wise else dim
+        return {
+            name: slice(dim + i * width, dim + (i + 1) * width)
+            for i, name in enumerate(self.state_names)
+        }
+
+    def start_of_state(self) -> float:
+        return 0.0
+
+    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+        """What the update needs per table, computed in float64 from settings and step, [T]."""
+        raise NotImplementedError
+
+    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
+        """Change rows in place: weight and grad [U, dim]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SGD(RowRule):
+    """torch.optim.SGD without momentum; `weight_decay` acts on the rows of the batch."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+        return {"lr": setting["lr"], "decay": setting["weight_decay"]}
+
+    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
+        weight.sub_((grad + weight * s["decay"]).mul_(s["lr"]))
+
+
+@dataclass(frozen=True)
+class Adagrad(RowRule):
+    """torch.optim.Adagrad on sparse gradients."""
+
+    lr: float = 1e-2
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def start_of_state(self) -> float:
+        return self.initial_accumulator_value
+
+    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+        return {"lr": setting["lr"], "eps": setting["eps"]}
+
+    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
+        (total,) = state
+        total.add_(self._square(grad))
+        weight.sub_((grad * s["lr"]).div_(total.sqrt().add_(s["eps"])))
+
+    def _square(self, grad: Tensor) -> Tensor:
+        return grad * grad
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one accumulator per row, fed by the mean of the squared gradient."""
+
+    row_wise: ClassVar[bool] = True
+
+    def _square(self, grad: Tensor) -> Tensor:
+        return row_sum(grad * grad).div_(grad.shape[1])
+
+
+@dataclass(frozen=True)
+class Adam(RowRule):
+    """torch.optim.SparseAdam: moments of untouched rows rest; the step counts every update."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+        beta1, beta2 = setting["betas.0"], setting["betas.1"]
+        root = (1 - beta2**step).sqrt()
+        return {
+            "keep1": 1 - beta1,
+            "keep2": 1 - beta2,
+            "size": setting["lr"] * root / (1 - beta1**step),
+            "eps": setting["eps"],
+        }
+
+    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
+        mean, square = state
+        mean.add_((grad - mean).mul_(s["keep1"]))
+        square.add_((grad * grad).sub_(square).mul_(s["keep2"]))
+        weight.sub_((mean * s["size"]).div_(square.sqrt().add_(s["eps"])))
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """torch.optim.AdamW on the rows of the batch: decay and moments of the others rest."""
+
+    weight_decay: float = 1e-2
+
+    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+        root = (1 - setting["betas.1"] ** step).sqrt()
+        return {
+            **super().scalars(setting, step),
+            # torch.optim.AdamW corrects the second moment before eps is added, SparseAdam after:
+            # multiplying numerator and denominator by the root brings one to the other.
+            "eps": setting["eps"] * root,
+            "shrink": 1 - setting["lr"] * setting["weight_decay"],
+        }
+
+    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
+        weight.mul_(s["shrink"])
+        super().update(weight, grad, state, s)
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """The settings of each table in torch's form, so that torch's schedulers drive them.
+
+    Rows are updated in `backward()`; `step()` and `zero_grad()` have nothing left to do.
+    """
+
+    def __init__(
+        self, rule: RowRule, tables: Sequence[EmbeddingBagConfig], device: torch.device
+    ) -> None:
+        defaults = {field.name: getattr(rule, field.name) for field in fields(rule)}
+        # Empty stand-ins: torch wants a parameter in each group, and rows are none.
+        groups = [{"params": [torch.empty(0)], "name": table.name} for table in tables]
+        super().__init__(groups, defaults)
+        self.rule = rule
+        self.names = [table.name for table in tables]
+        self.steps = torch.zeros(len(tables), dtype=torch.int64, device=device)  # updates so far
+        self.rows: Any = None  # set by the collection that owns the rows
+
+    def scalars(self, names: Sequence[str]) -> Scalars:
+        """What the rule needs for an update of some tables, [T] float64 each."""
+        places = [self.names.index(name) for name in names]
+        table: dict[str, list[float]] = {}
+        for group in (self.param_groups[place] for place in places):
+            for field in fields(self.rule):
+                value = group[field.name]
+                parts = value if isinstance(value, tuple | list) else [value]
+                for i, each in enumerate(parts):
+                    key = f"{field.name}.{i}" if len(parts) > 1 else field.name
+                    table.setdefault(key, []).append(float(each))
+        device = self.steps.device
+        setting = {
+            key: torch.tensor(values, dtype=torch.float64, device=device)
+            for key, values in table.items()
+        }
+        return self.rule.scalars(setting, self.steps[places])
+
+    def count_step(self) -> None:
+        """One more update, for every table alike, also those without a lookup."""
+        self.steps += 1
+        self._opt_called = True  # what torch's schedulers look for before they move
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing: the rows were updated in `backward()`."""
+        return None if closure is None else closure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Row state of every table, copied; large tables are better streamed by the collection's `rows()`."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        state = {
+            name: {"step": int(step), **self.rows.copy_state(name)}
+            for name, step in zip(self.names, self.steps, strict=True)
+        }
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        named = {group["name"]: group for group in state_dict["param_groups"]}
+        missing = [name for name in self.names if name not in named]
+        if missing:
+            raise ValueError(f"the optimizer's state has no table {missing[0]!r}")
+        for name in self.names:
+            self.rows.check_state(name, state_dict["state"][name])
+        for place, group in enumerate(self.param_groups):
+            name = group["name"]
+            group.update({k: v for k, v in named[name].items() if k != "params"})
+            self.steps[place] = int(state_dict["state"][name]["step"])
+            self.rows.load_state(name, state_dict["state"][name])
+
+
+def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:
+    """Per-table scalars as columns that fit rows: [U, 1], or [1, 1] when all tables agree."""
+    columns = {}
+    for key, values in scalars.items():
+        column = values.float().unsqueeze(1)
+        columns[key] = column[:1] if table_of_row is None else column[table_of_row]
+    return columns

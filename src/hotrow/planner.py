@@ -1,0 +1,253 @@
+"""What each batch needs: its slots, the rows to fetch, the rows to evict.
+
+Sees ids only, never a row's bytes, so it is also a simulator. The maps it changes describe the
+future: a row planned in is a hit for the next batch, before its bytes have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hotrow.evict import NEVER, Eviction, SlotFacts
+from hotrow.kernels.reference import Moves, SortedIds
+from hotrow.scratchpad import FREE, Scratchpad
+
+OLDEST = -(2**30)  # last use of a slot nobody has used
+PINNED = 2**31 - 1  # last use of a pinned slot: a hold that never ends
+_LAST_NUMBER = 2**30  # batch numbers are 32-bit per slot; renumbered long before they overflow
+_BULK_PART = 8  # one ranking picks victims for at least this part of the slots
+
+
+class TimedStage(Protocol):
+    """A stage as the hold sees it: when it runs, and what it does to rows."""
+
+    @property
+    def cycle(self) -> int: ...
+
+    @property
+    def collects(self) -> bool: ...
+
+    @property
+    def inserts(self) -> bool: ...
+
+    @property
+    def trains(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Rows used by the `past` batches before and the `future` batches after may not leave.
+
+    With C, I and T the cycles after planning in which rows are collected, inserted and trained:
+    a leaving row's last update must end before it is collected (past = T - C), and a batch that
+    fetches it again must collect it after it was written back (future = I - C).
+    """
+
+    past: int
+    future: int
+
+    @classmethod
+    def from_stages(cls, stages: Sequence[TimedStage]) -> Hold:
+        collect = min(stage.cycle for stage in stages if stage.collects)
+        insert = max(stage.cycle for stage in stages if stage.inserts)
+        train = max(stage.cycle for stage in stages if stage.trains)
+        return cls(past=train - collect, future=insert - collect)
+
+    @property
+    def batches(self) -> int:
+        """How many batches' rows must fit together."""
+        return self.past + 1 + self.future
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that was decided for one batch."""
+
+    number: int
+    row_slots: Tensor  # [U + 1] int64: the slot of each unique id, then the padding slot
+    moves: Moves
+
+
+class Planner:
+    """Decides for the slots of one scratchpad, batch after batch."""
+
+    def __init__(
+        self,
+        pad: Scratchpad,
+        *,
+        hold: Hold,
+        eviction: Eviction,
+        refetch: bool = False,
+        max_moves: int | None = None,
+    ) -> None:
+        """`refetch`: a row that is neither pinned nor held is fetched for every batch anew."""
+        self.pad, self.hold, self.eviction = pad, hold, eviction
+        self.refetch = refetch
+        self.max_moves = pad.num_slots if max_moves is None else max_moves
+        self.number = 0  # of the next batch to be planned
+        self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
+        shape, device = (pad.num_slots,), pad.slots.device
+        self.last_use = torch.full(shape, OLDEST, dtype=torch.int32, device=device)
+        self.next_use = torch.full(shape, NEVER, dtype=torch.int32, device=device)
+        self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
+        self.largest_batch = 0
+        self._mean_missing = 0.0
+        self._queue = self._queue_use = self.pinned_slots
+
+    def expect(self, ids: SortedIds) -> None:
+        """A batch that will be planned after those already expected."""
+        self.window.append(ids.ids)
+
+    def plan(self, ids: SortedIds) -> Plan | None:
+        """Decide for the next batch; None, and nothing changed, if its rows do not fit."""
+        if self.window and self.window[0] is ids.ids:
+            self.window.popleft()
+        self._renumber()
+        self.largest_batch = max(self.largest_batch, ids.ids.numel())
+        slots = self.pad.map.lookup(ids.ids)
+        hit = slots != FREE
+        hits, missing = slots[hit], ids.ids[~hit]
+        before = self.last_use[hits]
+        self._use(hits, self.number)
+        self._hold_future()
+        victims = self._take_victims(missing.numel())
+        if victims is None:
+            self.last_use[hits] = before
+            self._unpin_some(missing.numel())
+            return None
+        leaving = self.pad.replace(victims, missing)
+        self._use(victims, self.number, fresh=True)
+        self.uses[hits] += 1
+        slots[~hit] = victims
+        moves = Moves(victims, leaving, missing)
+        if self.refetch:
+            moves = self._with_refetched(moves, hits[before < self.number - self.hold.past])
+        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
+        self.number += 1
+        null = slots.new_tensor([self.pad.null_slot])
+        return Plan(self.number - 1, torch.cat([slots, null]), moves)
+
+    def useful_depth(self) -> int:
+        """Batches until all slots have been replaced: to know more would change no choice."""
+        return 2 + int(self.pad.num_slots / max(1.0, self._mean_missing))
+
+    def _use(self, slots: Tensor, number: int, *, fresh: bool = False) -> None:
+        if fresh:
+            self.uses[slots] = 1
+            self.last_use[slots] = number
+        else:
+            self.last_use[slots] = self.last_use[slots].clamp(min=number)
+
+    def _hold_future(self) -> None:
+        for ahead in range(min(self.hold.future, len(self.window))):
+            slots = self.pad.map.lookup(self.window[ahead])
+            self._use(slots[slots != FREE], self.number + 1 + ahead)
+
+    def _with_refetched(self, moves: Moves, again: Tensor) -> Moves:
+        rows = self.pad.row_of_slot[again]
+        return Moves(
+            torch.cat([moves.slots, again]),
+            torch.cat([moves.leaving, rows]),
+            torch.cat([moves.entering, rows]),
+        )
+
+    def _take_victims(self, count: int) -> Tensor | None:
+        if count > self.max_moves:
+            return None
+        if not self.eviction.in_bulk:
+            self._queue = self._queue[:0]
+        victims = self._pop(count)
+        if victims is None:
+            self._rank(count)
+            victims = self._pop(count)
+        return victims
+
+    def _pop(self, count: int) -> Tensor | None:
+        """The next victims of the last ranking that nobody has used since."""
+        unused = (self.last_use[self._queue] == self._queue_use[: self._queue.numel()]).nonzero()
+        if unused.shape[0] < count:
+            return None
+        chosen = unused[:count, 0]
+        victims = self._queue[chosen]
+        after = int(chosen[-1]) + 1 if count else 0
+        self._queue, self._queue_use = self._queue[after:], self._queue_use[after:]
+        return victims
+
+    def _rank(self, count: int) -> None:
+        """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
+        if self.eviction.looks_ahead:
+            self._find_next_uses()
+        keys = self.eviction.key(SlotFacts(self.last_use, self.next_use, self.uses))
+        may_leave = self.last_use < self.number - self.hold.past
+        last = torch.iinfo(torch.int64).max
+        keys = keys.masked_fill(~may_leave, last)
+        bulk = self.pad.num_slots // _BULK_PART if self.eviction.in_bulk else 0
+        keys, slots = torch.topk(keys, min(max(count, bulk), keys.numel()), largest=False)
+        self._queue = slots[keys != last]
+        self._queue_use = self.last_use[self._queue]
+
+    def _find_next_uses(self) -> None:
+        self.next_use.fill_(NEVER)
+        # From the farthest batch to the nearest, so that the nearest has the last word.
+        for ahead in reversed(range(len(self.window))):
+            slots = self.pad.map.lookup(self.window[ahead])
+            self.next_use[slots[slots != FREE]] = self.number + 1 + ahead
+
+    def _renumber(self) -> None:
+        if self.number + len(self.window) < _LAST_NUMBER:
+            return
+        shift = self.number - self.hold.batches
+        free = self.last_use != PINNED
+        self.last_use[free] = (self.last_use[free] - shift).clamp(min=OLDEST)
+        self._queue = self._queue[:0]
+        self.number -= shift
+
+    # -- pinned slots ------------------------------------------------------------------
+
+    @property
+    def room_for_pins(self) -> int:
+        """How many slots could be pinned and still leave the largest hold twice its room."""
+        return max(0, self.pad.num_slots - 2 * self.hold.batches * self.largest_batch)
+
+    def pin(self, slots: Tensor) -> None:
+        """Keep these slots' rows, hottest first, until the next re-pin; others are let go."""
+        self._release(self.pinned_slots)
+        self.pinned_slots = slots
+        self.last_use[slots] = PINNED
+
+    def pin_most_used(self, part: float) -> None:
+        """Re-pin by the uses counted while running; older uses count half next time."""
+        self._release(self.pinned_slots)
+        self.pinned_slots = self.pinned_slots[:0]
+        count = min(int(part * self.pad.num_slots), self.room_for_pins)
+        if count > 0:
+            uses, slots = self.uses.topk(count)
+            self.pin(slots[uses > 1])
+        self.uses >>= 1
+
+    def _unpin_some(self, count: int) -> None:
+        """Make room after a batch that did not fit: the coldest pinned slots go first."""
+        keep = max(0, self.pinned_slots.numel() - 2 * max(1, count))
+        self._release(self.pinned_slots[keep:])
+        self.pinned_slots = self.pinned_slots[:keep]
+
+    def _release(self, slots: Tensor) -> None:
+        # A pinned slot's true last use is not known: as if used by the newest batch.
+        self.last_use[slots] = self.number - 1
+
+    # ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Prove the state consistent; for tests and long runs."""
+        self.pad.check()
+        assert bool((self.last_use[self.pinned_slots] == PINNED).all()), "a pin was lost"
+        assert int((self.last_use == PINNED).sum()) == self.pinned_slots.numel(), "a stray pin"
+        free = self.pad.row_of_slot == FREE
+        assert bool((self.last_use[free] == OLDEST).all()), "a free slot was used"

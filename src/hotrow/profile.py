@@ -1,0 +1,139 @@
+"""Which rows are hot: counts given by the user, or a guess where there are none.
+
+Sees tables and counts, never rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hotrow.tables import EmbeddingBagConfig, WidthGroup
+
+# Accesses per row of a table: a count for every row, or (row numbers, their counts).
+Counts = Tensor | tuple[Tensor, Tensor]
+Profile = Mapping[str, Counts]
+
+_GUESSED_SKEW = 1.05  # Zipf exponent consistent with published skew of the Criteo data
+
+
+def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> None:
+    """Refuse a profile that does not belong to these tables."""
+    sizes = {table.name: table.num_embeddings for table in tables}
+    for name, counts in profile.items():
+        if name not in sizes:
+            raise ValueError(f"the profile names table {name!r}; there are {', '.join(sizes)}")
+        if isinstance(counts, Tensor):
+            if counts.shape != (sizes[name],):
+                raise ValueError(
+                    f"profile of table {name!r}: {list(counts.shape)} counts for "
+                    f"{sizes[name]:,} rows"
+                )
+            continue
+        rows, uses = counts
+        if rows.shape != uses.shape or (rows.numel() and int(rows.max()) >= sizes[name]):
+            raise ValueError(
+                f"profile of table {name!r}: row numbers and counts must be of one length, "
+                f"below {sizes[name]:,}"
+            )
+
+
+def hottest(profile: Profile, group: WidthGroup, limit: int) -> Tensor:
+    """The ids of the `limit` most used rows of a group, hottest first; rows never used are out."""
+    ids, uses = [], []
+    for table, base in zip(group.tables, group.bases, strict=True):
+        rows, counts = _sparse(profile.get(table.name))
+        ids.append(rows + base)
+        uses.append(counts)
+    every_id, every_use = torch.cat(ids), torch.cat(uses)
+    order = torch.sort(every_use, descending=True, stable=True)[1][:limit]
+    return every_id[order]
+
+
+def small_tables(group: WidthGroup, limit: int) -> Tensor:
+    """The ids of whole small tables, smallest first, `limit` rows at the most."""
+    ids: list[Tensor] = []
+    for position in sorted(range(len(group.tables)), key=lambda t: group.tables[t].num_embeddings):
+        size = group.tables[position].num_embeddings
+        if size > limit:
+            break
+        limit -= size
+        ids.append(torch.arange(size) + group.bases[position])
+    return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+
+
+def _sparse(counts: Counts | None) -> tuple[Tensor, Tensor]:
+    if counts is None:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+    if isinstance(counts, Tensor):
+        rows = counts.nonzero().squeeze(1)
+        return rows, counts[rows].double()
+    rows, uses = counts
+    return rows[uses > 0].long(), uses[uses > 0].double()
+
+
+def byte_parts(
+    groups: Sequence[WidthGroup],
+    row_bytes: Sequence[int],
+    budget_bytes: int,
+    profile: Profile | None,
+) -> list[float]:
+    """How much of the budget each group gets, so that a byte brings the most expected hits."""
+    if len(groups) == 1:
+        return [1.0]
+    rows = (
+        _rows_worth_keeping_guessed(groups, row_bytes, budget_bytes)
+        if profile is None
+        else _rows_worth_keeping(groups, row_bytes, budget_bytes, profile)
+    )
+    # Never starve a group: what has no expected hit still passes through its slots.
+    bytes_ = [max(1.0, n) * size for n, size in zip(rows, row_bytes, strict=True)]
+    parts = [each / sum(bytes_) for each in bytes_]
+    floor = 0.05 / len(parts)
+    parts = [max(floor, part) for part in parts]
+    return [part / sum(parts) for part in parts]
+
+
+def _rows_worth_keeping(
+    groups: Sequence[WidthGroup], row_bytes: Sequence[int], budget_bytes: int, profile: Profile
+) -> list[float]:
+    gains, sizes, owners = [], [], []
+    for g, (group, size) in enumerate(zip(groups, row_bytes, strict=True)):
+        for table in group.tables:
+            uses = _sparse(profile.get(table.name))[1]
+            gains.append(uses / size)
+            sizes.append(torch.full_like(uses, float(size)))
+            owners.append(torch.full_like(uses, g, dtype=torch.int64))
+    order = torch.sort(torch.cat(gains), descending=True)[1]
+    kept = order[torch.cat(sizes)[order].cumsum(0) <= budget_bytes]
+    return torch.bincount(torch.cat(owners)[kept], minlength=len(groups)).double().tolist()
+
+
+def _rows_worth_keeping_guessed(
+    groups: Sequence[WidthGroup], row_bytes: Sequence[int], budget_bytes: int
+) -> list[float]:
+    """As if every table were accessed by a Zipf law, once per feature and sample."""
+
+    def rows_at(gain: float) -> list[float]:
+        return [
+            sum(_ranks_above(gain * size, table) for table in group.tables)
+            for group, size in zip(groups, row_bytes, strict=True)
+        ]
+
+    low, high = -60.0, 1.0  # log of the smallest worthwhile gain per byte
+    for _ in range(60):
+        middle = (low + high) / 2
+        cost = sum(n * s for n, s in zip(rows_at(math.exp(middle)), row_bytes, strict=True))
+        low, high = (middle, high) if cost > budget_bytes else (low, middle)
+    return rows_at(math.exp(high))
+
+
+def _ranks_above(rate: float, table: EmbeddingBagConfig) -> float:
+    """How many rows of a table are expected to be used at least `rate` times per sample."""
+    n, s = table.num_embeddings, _GUESSED_SKEW
+    mass = 1 + (1 - n ** (1 - s)) / (s - 1)  # of the ranks 1..n, by the integral
+    top = len(table.feature_names) / mass
+    return min(float(n), (top / rate) ** (1 / s)) if rate < top else 0.0

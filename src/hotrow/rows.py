@@ -1,0 +1,417 @@
+"""All that belongs to the rows of one width: store, scratchpad, planner, traffic.
+
+The planned way moves rows ahead of training. The direct way needs no plan: it finds each row
+where it is now, in its slot or in the store, and passes through a bounded buffer. Evaluation,
+batches larger than the slots and late gradients take it, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hotrow import kernels
+from hotrow.batch import Lookups
+from hotrow.budget import SLOT_STATE_BYTES, Share
+from hotrow.kernels.reference import Moves, SortedIds
+from hotrow.optim import RowOptimizer, per_row
+from hotrow.planner import Plan, Planner
+from hotrow.profile import Profile, hottest, small_tables
+from hotrow.scratchpad import FREE, Scratchpad
+from hotrow.stages import Work
+from hotrow.store import Store, host_rows, initialise
+from hotrow.strategy import Strategy
+from hotrow.tables import WidthGroup
+
+_RELEARN = 512  # plans between two re-pins, once the counts have settled
+
+
+class RowGroup:
+    """Rows of one width."""
+
+    def __init__(
+        self,
+        layout: WidthGroup,
+        *,
+        optimizer: RowOptimizer,
+        strategy: Strategy,
+        share: Share | None,
+        device: torch.device,
+        seed: int,
+        profile: Profile | None,
+    ) -> None:
+        """`share` is None when every row lives in fast memory."""
+        self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
+        self.device, self.profile = device, profile
+        self.kernels = kernels.for_device(device)
+        self.dim = layout.dim
+        self.width = layout.dim + optimizer.rule.state_width(layout.dim)
+        self.state = optimizer.rule.state_columns(layout.dim)
+        self.everything = share is None
+        if share is None:
+            # The last row stays zero: padding reads it.
+            rows = torch.zeros(layout.num_rows + 1, self.width, device=device)
+            self.slots = rows
+            self.store = Store(rows[:-1])
+        else:
+            self.store = Store(host_rows(layout.num_rows, self.width))
+            self._make_scratchpad(share)
+        start = optimizer.rule.start_of_state()
+        columns = [start] * (self.width - self.dim)
+        initialise(self.store.rows, layout, columns, seed)
+        # Per table: lookups, unique rows, rows fetched, rows evicted.
+        self.traffic = torch.zeros(len(layout.tables), 4, dtype=torch.int64, device=device)
+        self.direct_batches = 0
+        self.newest_collected = -1  # number of the last plan whose victims were read
+        self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
+        self.in_transit: list[Work] = []  # collected, and not inserted
+
+    def _make_scratchpad(self, share: Share) -> None:
+        self.pad = Scratchpad(
+            share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
+        )
+        self.slots = self.pad.slots
+        self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
+        stages, hold = self.strategy.timed_stages, self.strategy.hold
+        self._past = hold.past
+        staged = not any(stage.collects and stage.inserts for stage in stages)
+        self.planner = Planner(
+            self.pad,
+            hold=hold,
+            eviction=self.strategy.eviction,
+            refetch=self.strategy.refetch,
+            # Staged rows travel through the buffer: half of it for each direction.
+            max_moves=share.buffer_rows // 2 if staged else None,
+        )
+
+    # -- the planned way ---------------------------------------------------------------
+
+    def work(self, lookups: Lookups) -> Work:
+        return Work(self, lookups, self.kernels.sort_ids(lookups.ids, self.layout.num_rows))
+
+    def expect(self, work: Work) -> None:
+        """A batch is known that will be planned later."""
+        if not self.everything:
+            self.planner.expect(work.ids)
+
+    def plan(self, work: Work) -> bool:
+        """Plan a batch; False if it has to go the direct way."""
+        if self.everything:
+            null = work.ids.ids.new_tensor([self.layout.num_rows])
+            work.plan = Plan(0, torch.cat([work.ids.ids, null]), _NO_MOVES)
+            work.collected = work.inserted = True
+            self._count(work.ids)
+            return True
+        if self.planner.number == 0:
+            self._pin_hot_rows(work.ids.ids.numel())
+        self._relearn()
+        work.plan = self.planner.plan(work.ids)
+        if work.plan is None:
+            self.count_direct(work)
+            return False
+        self.uncollected.append(work)
+        moves = work.plan.moves
+        self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
+        return True
+
+    def fill(self, work: Work) -> None:
+        assert work.plan is not None
+        self.kernels.fill(self.slots, self.store.rows, work.plan.moves)
+        self._mark_collected(work)
+        work.inserted = True
+
+    def collect(self, work: Work) -> None:
+        assert work.plan is not None
+        moves = work.plan.moves
+        leaving = moves.leaving >= 0
+        work.outgoing = self.slots.index_select(0, moves.slots[leaving])
+        entering = torch.empty(moves.entering.numel(), self.width)
+        work.incoming = self.store.read(moves.entering, out=entering)
+        self._mark_collected(work)
+        self.in_transit.append(work)
+
+    def insert(self, work: Work) -> None:
+        assert work.plan is not None
+        assert work.incoming is not None
+        assert work.outgoing is not None
+        moves = work.plan.moves
+        self.store.write(moves.leaving[moves.leaving >= 0], work.outgoing)
+        self.slots.index_copy_(0, moves.slots, work.incoming)
+        work.incoming = work.outgoing = None
+        work.inserted = True
+        self.in_transit.remove(work)
+
+    def _mark_collected(self, work: Work) -> None:
+        assert work.plan is not None
+        self.uncollected.remove(work)
+        work.collected = True
+        self.newest_collected = work.plan.number
+
+    def slots_hold(self, work: Work) -> bool:
+        """Whether a batch's rows are in the slots that were planned for it."""
+        if work.plan is None or not work.inserted:
+            return False
+        return self.everything or self.newest_collected <= work.plan.number + self._past
+
+    # -- hot rows ----------------------------------------------------------------------
+
+    def _pin_hot_rows(self, batch_rows: int) -> None:
+        """Fetch and pin what is known to be hot, once the size of a batch is known."""
+        if not self.strategy.pinned_part:
+            return
+        self.planner.largest_batch = batch_rows
+        part = int(self.strategy.pinned_part * self.pad.num_slots)
+        room = min(part, self.planner.room_for_pins)
+        if self.profile is not None:
+            hot = hottest(self.profile, self.layout, room)
+        else:
+            hot = small_tables(self.layout, room // 2)
+        if not hot.numel():
+            return
+        work = Work(self, _NO_LOOKUPS, self.kernels.sort_ids(hot, self.layout.num_rows))
+        limit, self.planner.max_moves = self.planner.max_moves, self.pad.num_slots
+        work.plan = self.planner.plan(work.ids)
+        self.planner.max_moves = limit
+        assert work.plan is not None, "an empty scratchpad has room for its pins"
+        self.uncollected.append(work)
+        self.fill(work)
+        self.planner.pin(work.plan.row_slots[work.ids.inverse])
+
+    def _relearn(self) -> None:
+        """Without a profile, hot rows are those used most while training."""
+        number = self.planner.number
+        settled = number % _RELEARN == 0 or number in (16, 32, 64, 128, 256)
+        if self.strategy.pinned_part and self.profile is None and number and settled:
+            self.planner.pin_most_used(self.strategy.pinned_part)
+
+    # -- the direct way ----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Finish what is between collect and insert: no row may be nowhere."""
+        for work in list(self.in_transit):
+            self.insert(work)
+
+    def locate(self, ids: Tensor) -> Tensor:
+        """The slot that holds each row's newest bytes now, -1 if the store does."""
+        slots = self.pad.map.lookup(ids)
+        # The maps describe the future: take back what was planned and not yet done.
+        for work in reversed(self.uncollected):
+            assert work.plan is not None
+            moves = work.plan.moves
+            if moves.slots.numel():
+                slots = torch.where(_places(ids, moves.entering) >= 0, FREE, slots)
+                leaving = _places(ids, moves.leaving)
+                slots = torch.where(leaving >= 0, moves.slots[leaving], slots)
+        return slots
+
+    def gather(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Copy the newest bytes of rows, each given once, into `out`."""
+        if self.everything:
+            return self.store.read(ids, out=out)
+        self.settle()
+        slots = self.locate(ids)
+        here = slots != FREE
+        out[here] = self.slots.index_select(0, slots[here])
+        out[~here] = self.store.rows.index_select(0, ids[~here])
+        return out
+
+    def scatter(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace rows, each given once, wherever they are now."""
+        if self.everything:
+            self.store.write(ids, rows)
+            return
+        self.settle()
+        slots = self.locate(ids)
+        here = slots != FREE
+        self.slots.index_copy_(0, slots[here], rows[here])
+        self.store.write(ids[~here], rows[~here])
+
+    def flush(self) -> None:
+        """Bring the store up to date."""
+        if self.everything:
+            return
+        self.settle()
+        rows = self.pad.row_of_slot.clone()
+        for work in reversed(self.uncollected):
+            assert work.plan is not None
+            rows[work.plan.moves.slots] = work.plan.moves.leaving
+        taken = (rows != FREE).nonzero().squeeze(1)
+        for part in taken.split(self.chunk_rows):
+            self.store.write(rows[part], self.slots.index_select(0, part))
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that pass through the buffer at once."""
+        return 1 << 16 if self.everything else self.buffer.shape[0] - 1
+
+    # -- lookup and update -------------------------------------------------------------
+
+    def lookup(self, work: Work, x: Lookups) -> Tensor:
+        """One vector per bag, [bags, dim], by the plan while it holds. `x` has the weights."""
+        if not self.slots_hold(work):
+            return self.read(x)
+        assert work.plan is not None
+        return self._pool(self.slots, work.plan.row_slots, work.ids.inverse, x)
+
+    def read(self, x: Lookups) -> Tensor:
+        """One vector per bag, [bags, dim], the direct way."""
+        pieces = [
+            self._pool(rows, index, ids.inverse, part)
+            for part, ids, rows, index in self._pass_through(x)
+        ]
+        return torch.cat(pieces) if pieces else torch.zeros(0, self.dim, device=self.device)
+
+    def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
+        if rows.shape[1] == self.dim:
+            return self.kernels.pool(rows, index[inverse], x.offsets, x.weights, x.divisor)
+        vectors = self.kernels.take(rows, index, self.dim)
+        return self.kernels.pool(vectors, inverse, x.offsets, x.weights, x.divisor)
+
+    def _pass_through(self, x: Lookups) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
+        """Bags in chunks whose rows fit the buffer: lookups, ids, rows, place of each id."""
+        for part in _chunks(x, self.chunk_rows, self.layout):
+            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
+            count = ids.ids.numel()
+            rows = self._buffer(count + 1)
+            self.gather(ids.ids, out=rows[:count])
+            rows[count].zero_()  # what padding reads
+            yield part, ids, rows, torch.arange(count + 1, device=self.device)
+
+    def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
+        """Gradients of the per-sample weights, from the rows before their update, [L]."""
+        if self.slots_hold(work):
+            assert work.plan is not None
+            vectors = self.kernels.take(self.slots, work.plan.row_slots, self.dim)
+            return self.kernels.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
+        pieces, first = [], 0
+        for part, ids, rows, index in self._pass_through(x):
+            mine = grads[first : first + part.num_bags]
+            vectors = self.kernels.take(rows, index, self.dim)
+            pieces.append(self.kernels.weight_grads(vectors, ids.inverse, part.bag_of(), mine))
+            first += part.num_bags
+        return torch.cat(pieces) if pieces else grads.new_zeros(0)
+
+    def row_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
+        """The gradient of each unique row of a batch, [U, dim]."""
+        if x.divisor is not None:
+            grads = grads / x.divisor
+        return self.kernels.sum_by_row(grads, x.bag_of(), x.weights, work.ids)
+
+    def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
+        """One optimizer step on unique rows; `work` if all of them are one batch's."""
+        columns = self._scalars(ids)
+        planned = work.plan if work is not None and self.slots_hold(work) else None
+        for first in range(0, ids.numel(), self.chunk_rows):
+            part = slice(first, first + self.chunk_rows)
+            mine = {key: each[part] if len(each) > 1 else each for key, each in columns.items()}
+            rows = self._buffer(ids[part].numel())
+            if planned is None:
+                self.gather(ids[part], out=rows)
+            else:
+                torch.index_select(self.slots, 0, planned.row_slots[:-1][part], out=rows)
+            self._step(rows, grads[part], mine)
+            if planned is None:
+                self.scatter(ids[part], rows)
+            else:
+                self.slots.index_copy_(0, planned.row_slots[:-1][part], rows)
+
+    def _buffer(self, count: int) -> Tensor:
+        if self.everything:
+            return torch.empty(count, self.width, device=self.device)
+        return self.buffer[:count]
+
+    def _scalars(self, ids: Tensor) -> dict[str, Tensor]:
+        scalars = self.optimizer.scalars([table.name for table in self.layout.tables])
+        alike = all(bool((values == values[0]).all()) for values in scalars.values())
+        return per_row(scalars, None if alike else self.layout.table_of(ids))
+
+    def _step(self, rows: Tensor, grads: Tensor, columns: dict[str, Tensor]) -> None:
+        state = [rows[:, place] for place in self.state.values()]
+        self.optimizer.rule.update(rows[:, : self.dim], grads, state, columns)
+
+    # -- counting ----------------------------------------------------------------------
+
+    def count_direct(self, work: Work) -> None:
+        """A batch goes the direct way: rows outside the slots are read and written there."""
+        self.direct_batches += 1
+        outside = work.ids.ids[self.locate(work.ids.ids) == FREE]
+        self._count(work.ids, fetched=outside, evicted=outside)
+
+    def _count(
+        self, ids: SortedIds, *, fetched: Tensor | None = None, evicted: Tensor | None = None
+    ) -> None:
+        bases = ids.ids.new_tensor([*self.layout.bases, self.layout.num_rows])
+        edges = torch.searchsorted(ids.ids, bases)
+        self.traffic[:, 0] += ids.starts[edges].diff()
+        self.traffic[:, 1] += edges.diff()
+        for column, moved in ((2, fetched), (3, evicted)):
+            if moved is not None:
+                tables = self.layout.table_of(moved[moved >= 0])
+                self.traffic[:, column] += torch.bincount(tables, minlength=len(self.traffic))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of fast memory by part."""
+        if self.everything:
+            return {"rows": self.slots.numel() * 4}
+        return {
+            "slots": self.pad.num_slots * self.width * 4,
+            "slot state": self.pad.num_slots * SLOT_STATE_BYTES,
+            "row-to-slot map": self.pad.map.num_bytes,
+            "buffer": self.buffer.numel() * 4,
+        }
+
+    def check(self) -> None:
+        if not self.everything:
+            self.planner.check()
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+_NO_MOVES = Moves(_NONE, _NONE, _NONE)
+_NO_LOOKUPS = Lookups(_NONE, None, None, (), by_sample=True)
+
+
+def _places(ids: Tensor, keys: Tensor) -> Tensor:
+    """Where each id stands among distinct `keys`, -1 if it does not."""
+    ordered, order = keys.sort()
+    place = torch.searchsorted(ordered, ids).clamp_(max=ordered.numel() - 1)
+    return torch.where(ordered[place] == ids, order[place], -1)
+
+
+def _chunks(x: Lookups, limit: int, layout: WidthGroup) -> Iterator[Lookups]:
+    """Whole bags, at most `limit` lookups at a time."""
+    if x.offsets is None:
+        for part in x.ids.split(limit) if x.num_bags else ():
+            yield replace(x, ids=part, bags_per_feature=(part.numel(),))
+        return
+    low = 0
+    while low < x.num_bags:
+        end = int(torch.searchsorted(x.offsets, x.offsets[low] + limit, right=True)) - 1
+        if end == low:
+            raise ValueError(_bag_too_large(x, low, limit, layout))
+        lookups = slice(int(x.offsets[low]), int(x.offsets[end]))
+        yield Lookups(
+            ids=x.ids[lookups],
+            offsets=x.offsets[low : end + 1] - x.offsets[low],
+            weights=None if x.weights is None else x.weights[lookups],
+            divisor=None if x.divisor is None else x.divisor[low:end],
+            bags_per_feature=(end - low,),
+            by_sample=x.by_sample,
+        )
+        low = end
+
+
+def _bag_too_large(x: Lookups, bag: int, limit: int, layout: WidthGroup) -> str:
+    assert x.offsets is not None
+    size = int(x.offsets[bag + 1] - x.offsets[bag])
+    feature, before = 0, 0
+    while bag >= before + x.bags_per_feature[feature]:
+        before += x.bags_per_feature[feature]
+        feature += 1
+    return (
+        f"feature {layout.features[feature].name!r}: one sample looks up {size:,} rows, but only "
+        f"{limit:,} rows of its width fit the buffer that the budget pays for; a budget "
+        f"{size / limit:.1f} times as large is the smallest that works"
+    )

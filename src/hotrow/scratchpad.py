@@ -1,0 +1,151 @@
+"""Slots in fast memory, and which row each of them holds.
+
+Knows nothing about batches or strategies. The maps describe the plan: a planned row is mapped
+before its bytes have arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+FREE = -1
+
+
+class RowMap(Protocol):
+    """Row to slot. `lookup` gives -1 for a row without one."""
+
+    def lookup(self, ids: Tensor) -> Tensor: ...
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None: ...
+
+    def remove(self, ids: Tensor) -> None: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class DenseMap:
+    """Four bytes for every row of the tables."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._slots = torch.full((num_rows,), FREE, dtype=torch.int32, device=device)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return self._slots.index_select(0, ids).long()
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        self._slots.index_copy_(0, ids, slots.int())
+
+    def remove(self, ids: Tensor) -> None:
+        self._slots.index_fill_(0, ids, FREE)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.numel() * 4
+
+
+class HashMap:
+    """Eight bytes for every slot: open addressing at half load, keys read from slot -> row.
+
+    Deleting leaves a tombstone; when those pass a tenth of the places, everything is rebuilt
+    from slot -> row. Every step below handles all ids at once: a loop turn is one probe.
+    """
+
+    EMPTY, TOMBSTONE = -1, -2
+
+    def __init__(self, row_of_slot: Tensor) -> None:
+        self._row_of_slot = row_of_slot
+        self._size = max(8, 2 * row_of_slot.numel())
+        device = row_of_slot.device
+        self._places = torch.full((self._size,), self.EMPTY, dtype=torch.int32, device=device)
+        self._tombstones = 0
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return self._find(ids)[1]
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Place and slot of each id, -1 where it is absent."""
+        places = torch.full_like(ids, -1)
+        slots = torch.full_like(ids, FREE)
+        open_ = torch.arange(ids.numel(), device=ids.device)
+        probe = self._home(ids)
+        while open_.numel():
+            found = self._places[probe].long()
+            hit = (found >= 0) & (self._row_of_slot[found.clamp(min=0)] == ids[open_])
+            places[open_[hit]], slots[open_[hit]] = probe[hit], found[hit]
+            onward = ~hit & (found != self.EMPTY)
+            open_, probe = open_[onward], (probe[onward] + 1) % self._size
+        return places, slots
+
+    def insert(self, ids: Tensor, slots: Tensor) -> None:
+        """Map absent ids; slot -> row must already say so."""
+        if self._tombstones > self._size // 10:
+            self._rebuild()  # reads slot -> row, the new ids included
+            return
+        self._place(ids, slots)
+
+    def _place(self, ids: Tensor, slots: Tensor) -> None:
+        probe, slots = self._home(ids), slots.int()
+        while slots.numel():
+            empty = self._places[probe] == self.EMPTY
+            # Several ids may want one place: the one that is found there has won.
+            self._places[probe[empty]] = slots[empty]
+            lost = self._places[probe] != slots
+            slots, probe = slots[lost], (probe[lost] + 1) % self._size
+
+    def remove(self, ids: Tensor) -> None:
+        """Unmap present ids; slot -> row must still say so."""
+        places, _ = self._find(ids)
+        self._places[places] = self.TOMBSTONE
+        self._tombstones += ids.numel()
+
+    def _rebuild(self) -> None:
+        self._places.fill_(self.EMPTY)
+        self._tombstones = 0
+        slots = (self._row_of_slot != FREE).nonzero().squeeze(1)
+        self._place(self._row_of_slot[slots], slots)
+
+    def _home(self, ids: Tensor) -> Tensor:
+        x = ids ^ (ids >> 32)
+        for factor in (0x7FEB352D, 0x846CA68B):
+            x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
+        return (x ^ (x >> 16)) * self._size >> 32
+
+    @property
+    def num_bytes(self) -> int:
+        return self._size * 4
+
+
+class Scratchpad:
+    """`num_slots` slots and one more that always reads zero, for padding."""
+
+    def __init__(
+        self, num_slots: int, width: int, num_rows: int, device: torch.device, *, dense_map: bool
+    ) -> None:
+        self.num_slots = num_slots
+        self.slots = torch.zeros(num_slots + 1, width, device=device)
+        self.row_of_slot = torch.full((num_slots,), FREE, dtype=torch.int64, device=device)
+        self.map: RowMap = DenseMap(num_rows, device) if dense_map else HashMap(self.row_of_slot)
+
+    @property
+    def null_slot(self) -> int:
+        return self.num_slots
+
+    def replace(self, slots: Tensor, ids: Tensor) -> Tensor:
+        """Give `slots` to `ids`; returns the ids that had them, -1 for none."""
+        leaving = self.row_of_slot[slots]
+        self.map.remove(leaving[leaving != FREE])
+        self.row_of_slot[slots] = ids
+        self.map.insert(ids, slots)
+        return leaving
+
+    def check(self) -> None:
+        """Prove that the two maps say the same."""
+        taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
+        rows = self.row_of_slot[taken]
+        assert rows.unique().numel() == rows.numel(), "a row has two slots"
+        assert torch.equal(self.map.lookup(rows), taken), "row -> slot and slot -> row disagree"
+        assert not self.slots[self.null_slot].any(), "the padding slot was written to"

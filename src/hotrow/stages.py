@@ -1,0 +1,92 @@
+"""What happens to one batch's rows between planning and training, one function per stage.
+
+Stages look like ordinary code and know nothing about streams or other batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hotrow.batch import Lookups
+    from hotrow.kernels.reference import SortedIds
+    from hotrow.planner import Plan
+    from hotrow.rows import RowGroup
+
+
+class Work:
+    """One batch's lookups in one width group, on their way to training."""
+
+    def __init__(self, group: RowGroup, lookups: Lookups, ids: SortedIds) -> None:
+        self.group, self.lookups, self.ids = group, lookups, ids
+        self.plan: Plan | None = None  # None: not planned yet, or too large for the slots
+        self.incoming: Tensor | None = None  # rows on their way, between collect and insert
+        self.outgoing: Tensor | None = None
+        self.collected = False
+        self.inserted = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the way, and how many cycles after planning it is taken."""
+
+    name: str
+    cycle: int
+    run: Callable[[Work], None]
+    collects: bool = False
+    inserts: bool = False
+    trains: bool = False
+
+
+def plan(work: Work) -> None:
+    work.group.plan(work)
+
+
+def fill(work: Work) -> None:
+    """Write leaving rows back and fetch entering ones, at once."""
+    if work.plan is not None and not work.collected:
+        work.group.fill(work)
+
+
+def collect(work: Work) -> None:
+    """Gather entering rows from the store and leaving rows from the slots."""
+    if work.plan is not None and not work.collected:
+        work.group.collect(work)
+
+
+def exchange(work: Work) -> None:
+    """Both gathers change sides; where one memory serves both, they already have."""
+
+
+def insert(work: Work) -> None:
+    """Put entering rows into their slots and leaving rows into the store."""
+    if work.plan is not None and not work.inserted:
+        work.group.insert(work)
+
+
+def train(work: Work) -> None:
+    """The user's part: lookup, loss, backward, update."""
+
+
+# Planning runs two cycles before the fill, so that nobody waits for a plan's counts.
+FUSED = (
+    Stage("plan", 0, plan),
+    Stage("fill", 2, fill, collects=True, inserts=True),
+    Stage("train", 3, train, trains=True),
+)
+FIVE = (
+    Stage("plan", 0, plan),
+    Stage("collect", 1, collect, collects=True),
+    Stage("exchange", 2, exchange),
+    Stage("insert", 3, insert, inserts=True),
+    Stage("train", 4, train, trains=True),
+)
+
+
+def sequential(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The same stages, all in one cycle: nothing overlaps, nothing needs to be held."""
+    return tuple(replace(stage, cycle=0) for stage in stages)

@@ -1,0 +1,116 @@
+"""All rows, in slow memory. Knows ids and bytes; never decides anything.
+
+A row is its weights followed by its optimizer state. The mapping is kept out of forked children
+(a forked data loader would otherwise copy or pin every page of it).
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.tables import Constant, Init, Normal, Uniform, WidthGroup
+
+_CHUNK_FLOATS = 1 << 20
+
+
+class Store:
+    """Two verbs over rows that lie somewhere: `read` and `write`."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows  # [num_rows, width] float32
+
+    def read(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Copy the rows of `ids` into `out`."""
+        return torch.index_select(self.rows, 0, ids, out=out)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace the rows of `ids`, each given once."""
+        self.rows.index_copy_(0, ids, rows)
+
+
+def host_rows(num_rows: int, width: int) -> Tensor:
+    """Rows in a mapping of their own, untouched and all zero."""
+    memory = mmap.mmap(-1, max(1, num_rows * width * 4))
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.float32, count=num_rows * width).view(-1, width)
+
+
+def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -> None:
+    """Start every row as a function of (seed, id), chunk by chunk on all cores.
+
+    `state` holds the starting value of each state column.
+    """
+    step = max(1, _CHUNK_FLOATS // rows.shape[1])
+    jobs = [
+        (position, first, min(first + step, table.num_embeddings))
+        for position, table in enumerate(group.tables)
+        for first in range(0, table.num_embeddings, step)
+    ]
+
+    def start(job: tuple[int, int, int]) -> None:
+        position, first, last = job
+        table, base = group.tables[position], group.bases[position]
+        chunk = start_weights(table.start, group.dim, first, last, base=base, seed=seed)
+        if table.padding_idx is not None and first <= table.padding_idx < last:
+            chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
+        rows[base + first : base + last, : group.dim] = chunk.to(rows.device)
+        for column, value in enumerate(state, start=group.dim):
+            rows[base + first : base + last, column] = value
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(start, jobs):
+            pass
+
+
+def start_weights(
+    init: Init, dim: int, first: int, last: int, *, base: int = 0, seed: int = 0
+) -> Tensor:
+    """Starting weights of the rows first..last-1 of a table whose ids begin at `base`."""
+    if isinstance(init, Constant):
+        return torch.full((last - first, dim), init.value)
+    ids = np.arange(base + first, base + last, dtype=np.uint64)
+    if isinstance(init, Uniform):
+        unit = _unit_floats(ids, dim, seed, stream=0)
+        return torch.from_numpy(init.low + unit * np.float32(init.high - init.low)).float()
+    if isinstance(init, Normal):
+        radius = np.sqrt(-2 * np.log1p(-_unit_floats(ids, dim, seed, stream=1)))
+        angle = np.float32(2 * np.pi) * _unit_floats(ids, dim, seed, stream=2)
+        return torch.from_numpy(init.mean + init.std * radius * np.cos(angle)).float()
+    chunk = init(torch.arange(first, last))
+    if not isinstance(chunk, Tensor) or chunk.shape != (last - first, dim):
+        raise ValueError(
+            f"init must return a tensor of shape [{last - first}, {dim}] for that many row "
+            f"numbers, got {getattr(chunk, 'shape', type(chunk).__name__)}"
+        )
+    return chunk.float()
+
+
+def _unit_floats(ids: np.ndarray, dim: int, seed: int, stream: int) -> np.ndarray:
+    """Uniform floats in [0, 1), [n, dim], hashed from (seed, stream, dim, id, column)."""
+    key = _mix64(ids ^ np.uint64(_seed64(seed, stream, dim)))
+    low = key.astype(np.uint32)[:, None]
+    stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
+    x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return (x >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def _seed64(seed: int, stream: int, dim: int) -> int:
+    words = np.random.SeedSequence([seed, stream, dim]).generate_state(1, np.uint64)
+    return int(words[0])

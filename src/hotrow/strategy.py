@@ -1,0 +1,97 @@
+"""Strategies: settings of the one mechanism, as frozen records with names.
+
+To add one: write its record in STRATEGIES, and a row in the equality test.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hotrow.evict import EVICTIONS, Eviction
+from hotrow.planner import Hold
+from hotrow.stages import FIVE, FUSED, Stage, sequential
+
+
+def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
+    """The order in which the stages of one cycle run; any order gives the same bits."""
+    return stages
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How fast memory is used. `contract` is what a run promises next to all-fast."""
+
+    name: str
+    summary: str
+    contract: str = "exact"
+    everything: bool = False  # every row lives in fast memory
+    pinned_part: float = 0.0  # of the slots, for hot rows
+    eviction: Eviction = EVICTIONS["least-recent"]
+    refetch: bool = False  # rows that are not pinned are fetched for every batch
+    look_ahead: int | None = 0  # batches known before they are needed; None: as many as pay
+    stages: tuple[Stage, ...] = FUSED
+    overlapped: bool = False
+    order: Callable[[Sequence[Stage], int], Sequence[Stage]] = as_listed
+
+    @property
+    def timed_stages(self) -> tuple[Stage, ...]:
+        return self.stages if self.overlapped else sequential(self.stages)
+
+    @property
+    def hold(self) -> Hold:
+        return Hold.from_stages(self.timed_stages)
+
+    @property
+    def buffer_part(self) -> float:
+        """Of the budget: rows on their way between collect and insert, or passing through."""
+        fused = any(stage.collects and stage.inserts for stage in self.stages)
+        return 1 / 16 if fused else 1 / 4
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("all-fast", "every row in fast memory: the upper bound", everything=True),
+        Strategy("uncached", "every row fetched for every batch: the lower bound", refetch=True),
+        Strategy(
+            "static", "the hottest rows pinned, the others fetched", pinned_part=1.0, refetch=True
+        ),
+        Strategy("lru", "rows stay until others are more recent"),
+        Strategy(
+            "scratchpipe",
+            "rows arrive before they are needed, in five overlapped stages",
+            look_ahead=2,
+            stages=FIVE,
+            overlapped=True,
+        ),
+        Strategy(
+            "lookahead",
+            "rows arrive before they are needed and leave when they are not needed for longest",
+            pinned_part=0.5,
+            eviction=EVICTIONS["farthest-next-use"],
+            look_ahead=None,
+            overlapped=True,
+        ),
+    )
+}
+
+# They order, split or drop samples, which a module called from a user's loop cannot do.
+_NEED_TRAINER = ("fae", "hotline", "slipstream", "random-drop")
+
+
+def find_strategy(strategy: str | Strategy) -> Strategy:
+    """A strategy by its name."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
+    if strategy.lstrip("+") in _NEED_TRAINER:
+        raise ValueError(
+            f"strategy {strategy!r} orders, splits or drops samples, so it cannot run inside a "
+            f"module; the strategies for a collection are {', '.join(STRATEGIES)}"
+        )
+    near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"there is no strategy {strategy!r}{hint}; known are {', '.join(STRATEGIES)}")
