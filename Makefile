@@ -1,0 +1,29 @@
+# Every target makes or refreshes .venv by itself; it needs Python 3.11 or later, and pip.
+#   make train                          the built-in job, on generated data
+#   make train ARGS="run.toml --json"   your own
+#   make test ARGS="-k planner"         some of the tests
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: train test check
+.DELETE_ON_ERROR:
+
+train: $(STAMP)
+	$(VENV)/bin/hotrow train $(ARGS)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("hotrow needs Python 3.11 or later; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

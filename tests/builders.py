@@ -1,0 +1,357 @@
+"""Tiny inputs for tests: tables, batches, models, and plain PyTorch twins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hotrow
+from hotrow.evict import EVICTIONS
+from hotrow.planner import Hold
+from hotrow.stages import FIVE, FUSED
+from hotrow.strategy import STRATEGIES, Strategy
+
+RULES = {
+    "sgd": hotrow.SGD(lr=0.1, weight_decay=0.01),
+    "adagrad": hotrow.Adagrad(lr=0.1),
+    "row-wise": hotrow.RowWiseAdagrad(lr=0.1),
+    "adam": hotrow.Adam(lr=0.01),
+    "adamw": hotrow.AdamW(lr=0.01, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables and a stream of batches for them."""
+
+    tables: list[hotrow.EmbeddingBagConfig]
+    make: Callable[[torch.Generator], Any]  # one batch of ids
+    # Each batch's features as {feature: (indices, offsets, weights or None)}, for the oracle.
+    weighted: bool = False
+
+    def batches(self, count: int, seed: int = 0) -> list[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return [self.make(generator) for _ in range(count)]
+
+
+def skewed(generator: torch.Generator, rows: int, count: int) -> Tensor:
+    """Ids with a few hot ones among them, so that batches share rows."""
+    return (torch.rand(count, generator=generator) ** 2.5 * rows).long()
+
+
+def _dense(tables: Sequence[hotrow.EmbeddingBagConfig]) -> Callable[[torch.Generator], Tensor]:
+    rows = [table.num_embeddings for table in tables for _ in table.feature_names]
+
+    def make(generator: torch.Generator) -> Tensor:
+        size = int(torch.randint(2, 9, (), generator=generator))
+        return torch.stack([skewed(generator, n, size) for n in rows], dim=1)
+
+    return make
+
+
+def _jagged(
+    tables: Sequence[hotrow.EmbeddingBagConfig], *, most: int, weighted: bool = False
+) -> Callable[[torch.Generator], hotrow.KeyedJaggedTensor]:
+    names = [name for table in tables for name in table.feature_names]
+    rows = [table.num_embeddings for table in tables for _ in table.feature_names]
+
+    def make(generator: torch.Generator) -> hotrow.KeyedJaggedTensor:
+        size = int(torch.randint(2, 7, (), generator=generator))
+        lengths = torch.randint(0, most, (len(names), size), generator=generator)
+        values = [
+            skewed(generator, n, int(each.sum())) for n, each in zip(rows, lengths, strict=True)
+        ]
+        ids = torch.cat(values)
+        weights = torch.rand(ids.numel(), generator=generator) if weighted else None
+        return hotrow.KeyedJaggedTensor(names, ids, lengths=lengths.flatten(), weights=weights)
+
+    return make
+
+
+def _case(
+    *tables: hotrow.EmbeddingBagConfig, most: int | None = None, weighted: bool = False
+) -> Case:
+    listed = list(tables)
+    if most is None:
+        return Case(listed, _dense(listed))
+    return Case(listed, _jagged(listed, most=most, weighted=weighted), weighted)
+
+
+Table = hotrow.EmbeddingBagConfig
+CASES = {
+    "one-hot": _case(Table("a", 60, 4, ["f"]), Table("b", 40, 4, ["g"])),
+    "multi-hot": _case(Table("a", 80, 5, ["f"]), Table("b", 30, 5, ["g"]), most=6, weighted=True),
+    "mean": _case(Table("a", 80, 4, ["f"], pooling="mean"), Table("b", 30, 4, ["g"]), most=6),
+    "unpooled": _case(
+        Table("a", 70, 3, ["f"], pooling="none", padding_idx=0),
+        Table("b", 30, 3, ["g"], pooling="none", padding_idx=2),
+        most=5,
+    ),
+    "shared": _case(Table("a", 60, 4, ["f", "g", "h"]), Table("b", 20, 4, ["i"])),
+    "two-widths": _case(Table("a", 60, 4, ["f"]), Table("b", 50, 6, ["g"]), most=5),
+}
+
+
+def readout(out: hotrow.Embedded, scale: float = 1.0) -> Tensor:
+    """A loss in which every vector counts differently."""
+    total = torch.zeros(())
+    for place, name in enumerate(out.keys()):
+        vectors = out[name]
+        slope = torch.linspace(-1, 1, vectors.shape[1]) + 0.3 * place
+        total = total + (vectors * slope).tanh().sum() + vectors.square().sum() * 0.1
+    return total * scale
+
+
+# -- strategies under test ---------------------------------------------------------------
+
+
+def shuffled(stages: Sequence[Any], cycle: int) -> Sequence[Any]:
+    generator = torch.Generator().manual_seed(cycle)
+    return [stages[i] for i in torch.randperm(len(stages), generator=generator)]
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sequential": {"overlapped": False},
+    "fused": {"overlapped": True, "stages": FUSED},
+    "five": {"overlapped": True, "stages": FIVE},
+    "fused-shuffled": {"overlapped": True, "stages": FUSED, "order": shuffled},
+    "five-shuffled": {"overlapped": True, "stages": FIVE, "order": shuffled},
+}
+
+
+def variant(name: str, schedule: str = "", victims: str = "own") -> Strategy:
+    strategy = STRATEGIES[name]
+    if schedule:
+        strategy = replace(strategy, **SCHEDULES[schedule])
+    if victims != "own":
+        strategy = replace(strategy, eviction=EVICTIONS[victims])
+    return strategy
+
+
+def unique_rows(case: Case, batches: Sequence[Any]) -> list[list[set[int]]]:
+    """The ids of each batch, per width group."""
+    scout = hotrow.EmbeddingBagCollection(case.tables, hotrow.SGD(), strategy="all-fast")
+    works = [scout.prepare(batch).works for batch in batches]
+    return [[set(w[g].ids.ids.tolist()) for w in works] for g in range(len(scout.groups))]
+
+
+def tight_budget(
+    case: Case, batches: Sequence[Any], hold: Hold, *, part: float = 1.0, dense_map: bool = True
+) -> hotrow.Budget:
+    """As many slots as the hold needs at its worst, or a part of the largest batch."""
+    shares = []
+    for ids in unique_rows(case, batches):
+        need = max(
+            len(set().union(*ids[max(0, i - hold.past) : i + 1 + hold.future]))
+            for i in range(len(ids))
+        )
+        if part < 1:
+            need = int(part * max(map(len, ids)))
+        shares.append(hotrow.Share(max(1, need), buffer_rows=64, dense_map=dense_map))
+    return hotrow.Budget(tuple(shares), window_bytes=1 << 20)
+
+
+# -- running ---------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    losses: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def same_bits(self, other: Outcome) -> bool:
+        """Every loss, weight and state value equal to the bit."""
+        return (
+            len(self.losses) == len(other.losses)
+            and all(map(torch.equal, self.losses, other.losses))
+            and self.weights.keys() == other.weights.keys()
+            and all(torch.equal(self.weights[k], other.weights[k]) for k in self.weights)
+            and self.state.keys() == other.state.keys()
+            and all(torch.equal(self.state[k], other.state[k]) for k in self.state)
+        )
+
+
+def outcome(embedding: hotrow.EmbeddingBagCollection, losses: list[Tensor]) -> Outcome:
+    embedding.check()
+    state = {
+        f"{table}.{name}": torch.as_tensor(value)
+        for table, pieces in embedding.optimizer.state_dict()["state"].items()
+        for name, value in pieces.items()
+    }
+    return Outcome(losses, dict(embedding.state_dict()), state)
+
+
+def train(
+    embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any], **options: Any
+) -> Outcome:
+    """The plainest loop there is."""
+    losses = []
+    for batch in hotrow.ahead(batches, embedding, **options):
+        loss = readout(embedding(batch))
+        loss.backward()
+        losses.append(loss.detach())
+    return outcome(embedding, losses)
+
+
+def build(
+    case: Case, rule: str = "sgd", strategy: str | Strategy = "all-fast", **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        case.tables, RULES[rule], strategy=strategy, seed=3, **options
+    )
+
+
+def pairwise(axes: dict[str, Sequence[str]]) -> Iterator[dict[str, str]]:
+    """Few combinations in which any two values of two axes meet, greedily."""
+    names = list(axes)
+    open_ = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in axes[a]
+        for y in axes[b]
+    }
+    generator = torch.Generator().manual_seed(0)
+
+    def pairs(choice: dict[str, str]) -> set[Any]:
+        return {
+            ((a, choice[a]), (b, choice[b])) for a, b in itertools.combinations(names, 2)
+        } & open_
+
+    while open_:
+        tries = [
+            {n: axes[n][int(torch.randint(len(axes[n]), (), generator=generator))] for n in names}
+            for _ in range(60)
+        ]
+        forced = next(iter(sorted(open_)))
+        tries = [{**each, **dict(forced)} for each in tries]
+        best = max(tries, key=lambda each: len(pairs(each)))
+        open_ -= pairs(best)
+        yield best
+
+
+# -- plain PyTorch twin ----------------------------------------------------------------
+
+
+class PlainTables(nn.Module):
+    """The same tables as whole tensors, looked up by torch's own functions."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.tables = list(embedding.tables)
+        self.weight = nn.ParameterDict(
+            {
+                key.split(".")[1]: nn.Parameter(value.clone())
+                for key, value in embedding.state_dict().items()
+            }
+        )
+        self.touched: dict[str, Tensor] = {}
+
+    def forward(self, features: Any) -> hotrow.Embedded:
+        columns = tuple(name for table in self.tables for name in table.feature_names)
+        if isinstance(features, Tensor):
+            size = features.shape[0]
+            parts = {n: (features[:, i], torch.arange(size + 1)) for i, n in enumerate(columns)}
+            weights: dict[str, Any] = dict.fromkeys(columns)
+        else:
+            offsets, values = features.offsets(), features.values()
+            size = (offsets.numel() - 1) // len(columns)
+            parts, weights = {}, {}
+            for i, name in enumerate(features.keys()):
+                mine = offsets[i * size : (i + 1) * size + 1]
+                parts[name] = (values[mine[0] : mine[-1]], mine - mine[0])
+                every = features.weights_or_none()
+                weights[name] = None if every is None else every[mine[0] : mine[-1]]
+        vectors = {}
+        for table in self.tables:
+            for name in table.feature_names:
+                ids, offsets = parts[name]
+                vectors[name] = self._lookup(table, ids, offsets, weights[name])
+        batch = hotrow.batch.Batch(torch.empty(0), None, columns, size)
+        return hotrow.Embedded(columns, vectors, batch, None)
+
+    def _lookup(self, table: Any, ids: Tensor, offsets: Tensor, weights: Any) -> Tensor:
+        weight = self.weight[table.name]
+        seen = self.touched.setdefault(table.name, torch.zeros(len(weight), dtype=torch.bool))
+        seen[ids] = True
+        if table.padding_idx is not None:
+            seen[table.padding_idx] = False
+        if table.pooling == "none":
+            return functional.embedding(ids, weight, padding_idx=table.padding_idx)
+        return functional.embedding_bag(
+            ids, weight, offsets, mode=table.pooling, per_sample_weights=weights,
+            include_last_offset=True, padding_idx=table.padding_idx,
+        )  # fmt: skip
+
+
+class PlainRows:
+    """Reference updates of touched rows, from dense gradients; torch.optim where it can."""
+
+    def __init__(self, tables: PlainTables, rule: Any) -> None:
+        self.tables, self.rule, self.step_count = tables, rule, 0
+        params = list(tables.weight.values())
+        self.torch: Any = None
+        if type(rule) is hotrow.SGD and rule.weight_decay == 0:
+            self.torch = torch.optim.SGD(params, lr=rule.lr)
+        elif type(rule) is hotrow.Adagrad:
+            self.torch = torch.optim.Adagrad(params, lr=rule.lr)
+        elif type(rule) is hotrow.Adam:
+            self.torch = torch.optim.SparseAdam(params, lr=rule.lr)
+        self.state = {
+            name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in tables.weight.items()
+        }
+
+    def step(self) -> None:
+        self.step_count += 1
+        for name, weight in self.tables.weight.items():
+            rows = self.tables.touched.pop(name).nonzero().squeeze(1)
+            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            if isinstance(self.torch, torch.optim.SparseAdam):
+                weight.grad = torch.sparse_coo_tensor(
+                    rows[None], grad[rows], weight.shape, check_invariants=True
+                ).coalesce()
+            elif self.torch is None:
+                with torch.no_grad():
+                    self._update(name, weight, grad[rows], rows)
+                weight.grad = None
+        if self.torch is not None:
+            self.torch.step()
+            self.torch.zero_grad()
+
+    def _update(self, name: str, weight: Tensor, grad: Tensor, rows: Tensor) -> None:
+        rule, (first, second) = self.rule, self.state[name]
+        if isinstance(rule, hotrow.SGD):
+            weight[rows] -= rule.lr * (grad + rule.weight_decay * weight[rows])
+        elif isinstance(rule, hotrow.RowWiseAdagrad):
+            first[rows] += grad.square().mean(1, keepdim=True)
+            weight[rows] -= rule.lr * grad / (first[rows].sqrt() + rule.eps)
+        else:
+            beta1, beta2 = rule.betas
+            weight[rows] *= 1 - rule.lr * rule.weight_decay
+            first[rows] = beta1 * first[rows] + (1 - beta1) * grad
+            second[rows] = beta2 * second[rows] + (1 - beta2) * grad.square()
+            mean = first[rows] / (1 - beta1**self.step_count)
+            root = (second[rows] / (1 - beta2**self.step_count)).sqrt()
+            weight[rows] -= rule.lr * mean / (root + rule.eps)
+
+
+def train_plain(embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any]) -> PlainTables:
+    """Train a plain twin from the collection's present weights."""
+    plain = PlainTables(embedding)
+    rows = PlainRows(plain, embedding.optimizer.rule)
+    for batch in batches:
+        readout(plain(batch)).backward()
+        rows.step()
+    return plain
+
+
+def assert_close(embedding: hotrow.EmbeddingBagCollection, plain: PlainTables) -> None:
+    for key, weight in embedding.state_dict().items():
+        twin = plain.weight[key.split(".")[1]].data
+        torch.testing.assert_close(weight, twin, rtol=2e-4, atol=2e-5)
