@@ -157,12 +157,19 @@ class _Reader:
     def admit(self) -> _Read | None:
         """The next batch to plan; reads on, so that what the plan must know is known."""
         least = 1 + self._strategy.hold.future
-        # Training starts with two batches, and does not wait for the window to fill: two are
-        # read for each one that leaves until it has.
-        wanted = max(least, self._wanted() if self.yielded else min(2, self._wanted()))
-        for _ in range(max(2, least - len(self._known))):
+        if self.yielded:
+            # Two are read for each one that leaves, until the window is full.
+            wanted = max(least, self._wanted())
+            news = max(2, least - len(self._known))
+        else:
+            # Training starts with as few batches as can overlap, and does not wait for more.
+            wanted = max(least, min(2, self._wanted()))
+            news = wanted - self._count
+        for _ in range(news):
             if len(self._known) < wanted and not self._exhausted:
                 self._read()
+        if len(self._known) < least and not self._exhausted:
+            return None
         return self._known.popleft() if self._known else None
 
     def _wanted(self) -> int:

@@ -106,7 +106,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads is None:
             return None, None, None, None
-        weights = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
+        weights = saved[0] if saved else None
         x = replace(ctx.work.lookups, weights=weights)
         grads = grads.contiguous()
         weight_grads = None
@@ -304,7 +305,7 @@ class EmbeddingBagCollection(nn.Module):
         ]
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
-        self._arrivals: deque[Arrival] = deque(maxlen=4)
+        self._arrivals: deque[Arrival] = deque(maxlen=64)
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
 
