@@ -77,8 +77,8 @@ def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
     assert result.same_bits(all_fast(choice["case"], choice["rule"]))
     if choice["budget"] == "chunked":
         assert chunked > 0
-    if choice["budget"] == "tight":
-        assert chunked == 0
+    if choice["budget"] == "tight" and not variant(choice["strategy"].split()[0]).pinned_part:
+        assert chunked == 0  # pins may have taken room from the first batches
 
 
 def test_the_combinations_cover_every_strategy_with_every_schedule_and_victim() -> None:

@@ -66,7 +66,8 @@ class Ahead:
     def __next__(self) -> Any:
         if self._running is None:
             self._start()
-        assert self._running is not None and self._reader is not None
+        assert self._running is not None
+        assert self._reader is not None
         try:
             ticket = next(self._running)
         except BaseException:

@@ -202,7 +202,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
     def state_dict(self) -> dict[str, Any]:
-        """Row state of every table, copied; large tables are better streamed by the collection's `rows()`."""
+        """Settings, steps, and a copy of all row state; large tables stream theirs by `rows()`."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups

@@ -7,7 +7,7 @@ future: a row planned in is a hit for the next batch, before its bytes have arri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,8 @@ from hotrow.scratchpad import FREE, Scratchpad
 OLDEST = -(2**30)  # last use of a slot nobody has used
 PINNED = 2**31 - 1  # last use of a pinned slot: a hold that never ends
 _LAST_NUMBER = 2**30  # batch numbers are 32-bit per slot; renumbered long before they overflow
+_RELEARN = 512  # batches between two re-pins, once the counts have settled
+_EARLY_RELEARN = (16, 32, 64, 128, 256)
 _BULK_PART = 8  # one ranking picks victims for at least this part of the slots
 
 
@@ -74,6 +76,15 @@ class Plan:
     moves: Moves
 
 
+@dataclass(frozen=True)
+class Pins:
+    """Which part of the slots is for hot rows, and which rows are known to be hot beforehand."""
+
+    part: float
+    hottest: Callable[[int], Tensor]  # at most so many ids, hottest first
+    learned: bool = False  # re-pin by the uses counted while running
+
+
 class Planner:
     """Decides for the slots of one scratchpad, batch after batch."""
 
@@ -85,10 +96,11 @@ class Planner:
         eviction: Eviction,
         refetch: bool = False,
         max_moves: int | None = None,
+        pins: Pins | None = None,
     ) -> None:
         """`refetch`: a row that is neither pinned nor held is fetched for every batch anew."""
         self.pad, self.hold, self.eviction = pad, hold, eviction
-        self.refetch = refetch
+        self.refetch, self.pins = refetch, pins
         self.max_moves = pad.num_slots if max_moves is None else max_moves
         self.number = 0  # of the next batch to be planned
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
@@ -99,10 +111,16 @@ class Planner:
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
         self.largest_batch = 0
         self._mean_missing = 0.0
-        self._queue = self._queue_use = self.pinned_slots
+        self._queue = self._queue_use = self._queue_next = self.pinned_slots
 
     def expect(self, ids: SortedIds) -> None:
         """A batch that will be planned after those already expected."""
+        if self.eviction.looks_ahead:
+            # A ranking may be some batches old: what was of no use then may be now.
+            slots = self.pad.map.lookup(ids.ids)
+            slots = slots[slots != FREE]
+            known = self.next_use.index_select(0, slots)
+            self.next_use[slots] = known.clamp(max=self.number + len(self.window))
         self.window.append(ids.ids)
 
     def plan(self, ids: SortedIds) -> Plan | None:
@@ -128,7 +146,11 @@ class Planner:
         slots[~hit] = victims
         moves = Moves(victims, leaving, missing)
         if self.refetch:
-            moves = self._with_refetched(moves, hits[before < self.number - self.hold.past])
+            again = hits[before < self.number - self.hold.past]
+            rows = self.pad.row_of_slot[again]
+            moves = _joined(moves, Moves(again, rows, rows))
+        if self.pins is not None:
+            moves = self._repin(self.pins, moves)
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
         null = slots.new_tensor([self.pad.null_slot])
@@ -150,19 +172,11 @@ class Planner:
             slots = self.pad.map.lookup(self.window[ahead])
             self._use(slots[slots != FREE], self.number + 1 + ahead)
 
-    def _with_refetched(self, moves: Moves, again: Tensor) -> Moves:
-        rows = self.pad.row_of_slot[again]
-        return Moves(
-            torch.cat([moves.slots, again]),
-            torch.cat([moves.leaving, rows]),
-            torch.cat([moves.entering, rows]),
-        )
-
     def _take_victims(self, count: int) -> Tensor | None:
         if count > self.max_moves:
             return None
         if not self.eviction.in_bulk:
-            self._queue = self._queue[:0]
+            self._drop(self._queue.numel())
         victims = self._pop(count)
         if victims is None:
             self._rank(count)
@@ -170,15 +184,21 @@ class Planner:
         return victims
 
     def _pop(self, count: int) -> Tensor | None:
-        """The next victims of the last ranking that nobody has used since."""
-        unused = (self.last_use[self._queue] == self._queue_use[: self._queue.numel()]).nonzero()
-        if unused.shape[0] < count:
+        """The next victims of the last ranking that are still what they were then."""
+        unused = self.last_use.index_select(0, self._queue) == self._queue_use
+        if self.eviction.looks_ahead:
+            unused &= self.next_use.index_select(0, self._queue) == self._queue_next
+        places = unused.nonzero().squeeze(1)
+        if places.numel() < count:
             return None
-        chosen = unused[:count, 0]
+        chosen = places[:count]
         victims = self._queue[chosen]
-        after = int(chosen[-1]) + 1 if count else 0
-        self._queue, self._queue_use = self._queue[after:], self._queue_use[after:]
+        self._drop(int(chosen[-1]) + 1 if count else 0)
         return victims
+
+    def _drop(self, count: int) -> None:
+        self._queue = self._queue[count:]
+        self._queue_use, self._queue_next = self._queue_use[count:], self._queue_next[count:]
 
     def _rank(self, count: int) -> None:
         """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
@@ -192,13 +212,18 @@ class Planner:
         keys, slots = torch.topk(keys, min(max(count, bulk), keys.numel()), largest=False)
         self._queue = slots[keys != last]
         self._queue_use = self.last_use[self._queue]
+        self._queue_next = self.next_use[self._queue]
 
     def _find_next_uses(self) -> None:
         self.next_use.fill_(NEVER)
-        # From the farthest batch to the nearest, so that the nearest has the last word.
-        for ahead in reversed(range(len(self.window))):
-            slots = self.pad.map.lookup(self.window[ahead])
-            self.next_use[slots[slots != FREE]] = self.number + 1 + ahead
+        if not self.window:
+            return
+        slots = self.pad.map.lookup(torch.cat(list(self.window)))
+        sizes = torch.tensor([ids.numel() for ids in self.window], device=slots.device)
+        batch = torch.arange(len(self.window), dtype=torch.int32, device=slots.device)
+        number = torch.repeat_interleave(batch + (self.number + 1), sizes)
+        here = (slots != FREE).nonzero().squeeze(1)
+        self.next_use.scatter_reduce_(0, slots[here], number[here], "amin")
 
     def _renumber(self) -> None:
         if self.number + len(self.window) < _LAST_NUMBER:
@@ -206,15 +231,16 @@ class Planner:
         shift = self.number - self.hold.batches
         free = self.last_use != PINNED
         self.last_use[free] = (self.last_use[free] - shift).clamp(min=OLDEST)
-        self._queue = self._queue[:0]
+        self._drop(self._queue.numel())
+        self.next_use.fill_(NEVER)  # found anew with the next ranking
         self.number -= shift
 
     # -- pinned slots ------------------------------------------------------------------
 
     @property
     def room_for_pins(self) -> int:
-        """How many slots could be pinned and still leave the largest hold twice its room."""
-        return max(0, self.pad.num_slots - 2 * self.hold.batches * self.largest_batch)
+        """How many slots could be pinned and still leave room for the largest hold."""
+        return max(0, self.pad.num_slots - self.hold.batches * self.largest_batch)
 
     def pin(self, slots: Tensor) -> None:
         """Keep these slots' rows, hottest first, until the next re-pin; others are let go."""
@@ -224,13 +250,30 @@ class Planner:
 
     def pin_most_used(self, part: float) -> None:
         """Re-pin by the uses counted while running; older uses count half next time."""
-        self._release(self.pinned_slots)
-        self.pinned_slots = self.pinned_slots[:0]
         count = min(int(part * self.pad.num_slots), self.room_for_pins)
-        if count > 0:
-            uses, slots = self.uses.topk(count)
-            self.pin(slots[uses > 1])
+        uses, slots = self.uses.topk(count)
+        self.pin(slots[uses > 1])
         self.uses >>= 1
+
+    def _repin(self, pins: Pins, moves: Moves) -> Moves:
+        """With the first batch fetch and pin what is known to be hot; later, what was learned."""
+        number = self.number
+        if number == 0:
+            return _joined(moves, self._pin_hottest(pins))
+        if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
+            self.pin_most_used(pins.part)
+        return moves
+
+    def _pin_hottest(self, pins: Pins) -> Moves:
+        count = min(int(pins.part * self.pad.num_slots), self.room_for_pins)
+        hot = pins.hottest(count).to(self.last_use.device)
+        absent = hot[self.pad.map.lookup(hot) == FREE]
+        free = (self.pad.row_of_slot == FREE).nonzero().squeeze(1)[: absent.numel()]
+        absent = absent[: free.numel()]
+        leaving = self.pad.replace(free, absent)
+        slots = self.pad.map.lookup(hot)
+        self.pin(slots[slots != FREE])
+        return Moves(free, leaving, absent)
 
     def _unpin_some(self, count: int) -> None:
         """Make room after a batch that did not fit: the coldest pinned slots go first."""
@@ -240,7 +283,7 @@ class Planner:
 
     def _release(self, slots: Tensor) -> None:
         # A pinned slot's true last use is not known: as if used by the newest batch.
-        self.last_use[slots] = self.number - 1
+        self.last_use[slots] = self.number
 
     # ----------------------------------------------------------------------------------
 
@@ -251,3 +294,11 @@ class Planner:
         assert int((self.last_use == PINNED).sum()) == self.pinned_slots.numel(), "a stray pin"
         free = self.pad.row_of_slot == FREE
         assert bool((self.last_use[free] == OLDEST).all()), "a free slot was used"
+
+
+def _joined(first: Moves, second: Moves) -> Moves:
+    return Moves(
+        torch.cat([first.slots, second.slots]),
+        torch.cat([first.leaving, second.leaving]),
+        torch.cat([first.entering, second.entering]),
+    )

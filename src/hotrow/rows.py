@@ -18,15 +18,13 @@ from hotrow.batch import Lookups
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.kernels.reference import Moves, SortedIds
 from hotrow.optim import RowOptimizer, per_row
-from hotrow.planner import Plan, Planner
+from hotrow.planner import Pins, Plan, Planner
 from hotrow.profile import Profile, hottest, small_tables
 from hotrow.scratchpad import FREE, Scratchpad
 from hotrow.stages import Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
-
-_RELEARN = 512  # plans between two re-pins, once the counts have settled
 
 
 class RowGroup:
@@ -85,7 +83,14 @@ class RowGroup:
             refetch=self.strategy.refetch,
             # Staged rows travel through the buffer: half of it for each direction.
             max_moves=share.buffer_rows // 2 if staged else None,
+            pins=self._pins() if self.strategy.pinned_part else None,
         )
+
+    def _pins(self) -> Pins:
+        layout, profile, part = self.layout, self.profile, self.strategy.pinned_part
+        if profile is not None:
+            return Pins(part, lambda count: hottest(profile, layout, count))
+        return Pins(part, lambda count: small_tables(layout, count // 2), learned=True)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -105,9 +110,6 @@ class RowGroup:
             work.collected = work.inserted = True
             self._count(work.ids)
             return True
-        if self.planner.number == 0:
-            self._pin_hot_rows(work.ids.ids.numel())
-        self._relearn()
         work.plan = self.planner.plan(work.ids)
         if work.plan is None:
             self.count_direct(work)
@@ -155,37 +157,6 @@ class RowGroup:
         if work.plan is None or not work.inserted:
             return False
         return self.everything or self.newest_collected <= work.plan.number + self._past
-
-    # -- hot rows ----------------------------------------------------------------------
-
-    def _pin_hot_rows(self, batch_rows: int) -> None:
-        """Fetch and pin what is known to be hot, once the size of a batch is known."""
-        if not self.strategy.pinned_part:
-            return
-        self.planner.largest_batch = batch_rows
-        part = int(self.strategy.pinned_part * self.pad.num_slots)
-        room = min(part, self.planner.room_for_pins)
-        if self.profile is not None:
-            hot = hottest(self.profile, self.layout, room)
-        else:
-            hot = small_tables(self.layout, room // 2)
-        if not hot.numel():
-            return
-        work = Work(self, _NO_LOOKUPS, self.kernels.sort_ids(hot, self.layout.num_rows))
-        limit, self.planner.max_moves = self.planner.max_moves, self.pad.num_slots
-        work.plan = self.planner.plan(work.ids)
-        self.planner.max_moves = limit
-        assert work.plan is not None, "an empty scratchpad has room for its pins"
-        self.uncollected.append(work)
-        self.fill(work)
-        self.planner.pin(work.plan.row_slots[work.ids.inverse])
-
-    def _relearn(self) -> None:
-        """Without a profile, hot rows are those used most while training."""
-        number = self.planner.number
-        settled = number % _RELEARN == 0 or number in (16, 32, 64, 128, 256)
-        if self.strategy.pinned_part and self.profile is None and number and settled:
-            self.planner.pin_most_used(self.strategy.pinned_part)
 
     # -- the direct way ----------------------------------------------------------------
 
@@ -370,7 +341,6 @@ class RowGroup:
 
 _NONE = torch.empty(0, dtype=torch.int64)
 _NO_MOVES = Moves(_NONE, _NONE, _NONE)
-_NO_LOOKUPS = Lookups(_NONE, None, None, (), by_sample=True)
 
 
 def _places(ids: Tensor, keys: Tensor) -> Tensor:

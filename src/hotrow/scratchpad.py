@@ -6,6 +6,7 @@ before its bytes have arrived.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -51,14 +52,15 @@ class HashMap:
     """Eight bytes for every slot: open addressing at half load, keys read from slot -> row.
 
     Deleting leaves a tombstone; when those pass a tenth of the places, everything is rebuilt
-    from slot -> row. Every step below handles all ids at once: a loop turn is one probe.
+    from slot -> row. Every step below handles all ids at once: a loop turn is one probe. The
+    number of places is prime, so that any stride visits all of them.
     """
 
     EMPTY, TOMBSTONE = -1, -2
 
     def __init__(self, row_of_slot: Tensor) -> None:
         self._row_of_slot = row_of_slot
-        self._size = max(8, 2 * row_of_slot.numel())
+        self._size = _prime_from(2 * row_of_slot.numel())
         device = row_of_slot.device
         self._places = torch.full((self._size,), self.EMPTY, dtype=torch.int32, device=device)
         self._tombstones = 0
@@ -71,13 +73,16 @@ class HashMap:
         places = torch.full_like(ids, -1)
         slots = torch.full_like(ids, FREE)
         open_ = torch.arange(ids.numel(), device=ids.device)
-        probe = self._home(ids)
+        probe, stride = self._probes(ids)
         while open_.numel():
-            found = self._places[probe].long()
-            hit = (found >= 0) & (self._row_of_slot[found.clamp(min=0)] == ids[open_])
-            places[open_[hit]], slots[open_[hit]] = probe[hit], found[hit]
-            onward = ~hit & (found != self.EMPTY)
-            open_, probe = open_[onward], (probe[onward] + 1) % self._size
+            found = self._places.index_select(0, probe).long()
+            row = self._row_of_slot.index_select(0, found.clamp(min=0))
+            hit = (row == ids) & (found >= 0)
+            places[open_] = torch.where(hit, probe, -1)
+            slots[open_] = torch.where(hit, found, FREE)
+            onward = (~hit & (found != self.EMPTY)).nonzero().squeeze(1)
+            open_, ids, stride = open_[onward], ids[onward], stride[onward]
+            probe = (probe[onward] + stride) % self._size
         return places, slots
 
     def insert(self, ids: Tensor, slots: Tensor) -> None:
@@ -88,13 +93,15 @@ class HashMap:
         self._place(ids, slots)
 
     def _place(self, ids: Tensor, slots: Tensor) -> None:
-        probe, slots = self._home(ids), slots.int()
+        probe, stride = self._probes(ids)
+        slots = slots.int()
         while slots.numel():
-            empty = self._places[probe] == self.EMPTY
+            empty = self._places.index_select(0, probe) == self.EMPTY
             # Several ids may want one place: the one that is found there has won.
             self._places[probe[empty]] = slots[empty]
-            lost = self._places[probe] != slots
-            slots, probe = slots[lost], (probe[lost] + 1) % self._size
+            lost = (self._places.index_select(0, probe) != slots).nonzero().squeeze(1)
+            slots, stride = slots[lost], stride[lost]
+            probe = (probe[lost] + stride) % self._size
 
     def remove(self, ids: Tensor) -> None:
         """Unmap present ids; slot -> row must still say so."""
@@ -108,15 +115,24 @@ class HashMap:
         slots = (self._row_of_slot != FREE).nonzero().squeeze(1)
         self._place(self._row_of_slot[slots], slots)
 
-    def _home(self, ids: Tensor) -> Tensor:
+    def _probes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where to look first, and how far to go on from there."""
         x = ids ^ (ids >> 32)
         for factor in (0x7FEB352D, 0x846CA68B):
             x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
-        return (x ^ (x >> 16)) * self._size >> 32
+        x ^= x >> 16
+        return x * self._size >> 32, 1 + ids % (self._size - 1)
 
     @property
     def num_bytes(self) -> int:
         return self._size * 4
+
+
+def _prime_from(number: int) -> int:
+    candidate = max(5, number | 1)
+    while any(candidate % divisor == 0 for divisor in range(3, math.isqrt(candidate) + 1, 2)):
+        candidate += 2
+    return candidate
 
 
 class Scratchpad:
