@@ -1,9 +1,13 @@
-"""Settings every test shares: Triton's interpreter without a GPU, one thread per worker, a fixed seed."""
+"""What every test shares: Triton's interpreter where there is no GPU, one thread per worker, a
+fixed seed, and poisoned new memory."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; no test module has been loaded yet.
@@ -11,7 +15,9 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: more threads than cores makes small operations many times slower.
+    # The variable is for the processes that tests start.
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +25,26 @@ def seed() -> int:
     """Seeds torch before every test, so that a test alone and in company sees the same numbers."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills new memory, which is often zero by luck, so that reading it before writing shows."""
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+
+
+def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        tensor = make(*args, **options)
+        with torch.no_grad():
+            if tensor.is_floating_point():
+                return tensor.fill_(torch.nan)
+            if tensor.dtype in (torch.int32, torch.int64):
+                return tensor.fill_(torch.iinfo(tensor.dtype).min)
+        return tensor
+
+    return poisoned
 
 
 @pytest.fixture

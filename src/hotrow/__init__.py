@@ -7,6 +7,8 @@ from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollecti
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
+from hotrow.traffic import TableTraffic, Traffic
+from hotrow.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,9 @@ __all__ = [
     "RowWiseAdagrad",
     "Share",
     "Strategy",
+    "TableTraffic",
+    "Traffic",
+    "Trainer",
     "Uniform",
     "ahead",
 ]

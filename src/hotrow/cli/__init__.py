@@ -1,0 +1,78 @@
+"""The `hotrow` command. Every module here without a leading underscore is one subcommand.
+
+A subcommand is the function named like its module; adding a file adds a command.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from hotrow import __version__
+from hotrow.cli._exits import INTERRUPTED, USER_ERROR
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m hotrow`."""
+    make_app()()
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="hotrow",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        # A traceback full of tensors helps nobody; Python's own is shown for what is a bug.
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+        if not name.startswith("_"):
+            command = getattr(import_module(f"{__name__}.{name}"), name)
+            app.command(name)(_in_plain_words(command))
+    return app
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hotrow {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Train recommendation models whose embedding tables exceed fast memory.
+
+    **hotrow train** runs a built-in job on generated data in under a minute.
+
+    **hotrow doctor** says what this machine has and what will be used.
+
+    **hotrow COMMAND --help** teaches one command, with examples.
+    """
+
+
+def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
+    """Mistakes of users end in one sentence and exit code 2; anything else is a bug and shows."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(USER_ERROR) from error
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped

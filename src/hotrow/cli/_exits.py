@@ -1,0 +1,5 @@
+"""Exit codes of the command line, next to 0 for success."""
+
+UNEQUAL = 1  # a run that promises equality is not equal: a bug worth a report
+USER_ERROR = 2
+INTERRUPTED = 130  # what shells report for a command that Ctrl-C has ended

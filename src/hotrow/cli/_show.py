@@ -1,0 +1,156 @@
+"""What people see of a run, and what machines read instead: two objects with the same verbs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hotrow.budget import show_bytes
+from hotrow.cli._tally import Tally
+from hotrow.records import RunRecord, to_dict, to_json
+from hotrow.run.job import Job
+
+Advance = Callable[[Tally], None]
+
+
+class Show(Protocol):
+    def start(self, job: Job, folder: Path) -> None: ...
+    def progress(self, title: str, *, steps: int) -> Any: ...
+    def differs(self, what: list[str]) -> None: ...
+    def end(self, record: RunRecord, folder: Path) -> None: ...
+
+
+class Screen:
+    """Tables and a progress bar."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+
+    def start(self, job: Job, folder: Path) -> None:
+        config, embedding = job.config, job.embedding
+        self._console.print(
+            f"[bold]{folder}[/]: {config.model.kind}, {len(embedding.tables)} tables, "
+            f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
+            f"state), strategy {embedding.strategy.name}"
+        )
+        self._console.print(_memory_table(embedding.memory(), all_rows=embedding.bytes_total))
+
+    @contextmanager
+    def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+        )
+        task = bar.add_task(title, total=steps, facts="")
+
+        def advance(tally: Tally) -> None:
+            bar.update(task, completed=len(tally.losses), facts=_facts(tally))
+
+        with bar:
+            yield advance
+
+    def differs(self, what: list[str]) -> None:
+        self._console.print(f"[red]not equal to all-fast:[/] {', '.join(what)}")
+
+    def end(self, record: RunRecord, folder: Path) -> None:
+        table = Table(show_header=False, box=None, padding=(0, 2))
+        for key, value in _summary(record).items():
+            table.add_row(key, value)
+        self._console.print(table)
+        self._console.print(f"written to {folder}")
+
+
+class JsonLines:
+    """One JSON object per line; progress at most once a second."""
+
+    def start(self, job: Job, folder: Path) -> None:
+        embedding = job.embedding
+        self._write(
+            "start",
+            folder=str(folder),
+            steps=job.config.total_steps,
+            strategy=embedding.strategy.name,
+            rows=embedding.num_rows,
+            slots=embedding.num_slots,
+            bytes_total=embedding.bytes_total,
+            memory=embedding.memory(),
+        )
+
+    @contextmanager
+    def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
+        last = -math.inf
+
+        def advance(tally: Tally) -> None:
+            nonlocal last
+            if monotonic() - last >= 1 or len(tally.losses) == steps:
+                last = monotonic()
+                self._write(
+                    "progress",
+                    stage=title,
+                    step=len(tally.losses),
+                    samples_per_second=tally.samples_per_second,
+                    loss=tally.losses[-1],
+                    auc=tally.auc,
+                    hit_rate=tally.hit_rate,
+                )
+
+        yield advance
+
+    def differs(self, what: list[str]) -> None:
+        self._write("differs", what=what)
+
+    def end(self, record: RunRecord, folder: Path) -> None:
+        self._write("end", folder=str(folder), **to_dict(record))
+
+    def _write(self, event: str, **facts: Any) -> None:
+        typer.echo(to_json({"event": event, **facts}))
+
+
+def _facts(tally: Tally) -> str:
+    # Short, because a bar must still fit into 80 columns beside it.
+    auc = "" if math.isnan(tally.auc) else f" AUC {tally.auc:.3f}"
+    speed, loss = tally.samples_per_second, tally.losses[-1]
+    return f"{speed:,.0f} samples/s loss {loss:.3f}{auc} hits {tally.hit_rate:.1%}"
+
+
+def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:
+    table = Table(box=None, padding=(0, 2), title="fast memory", title_justify="left")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    table.add_column("of all rows", justify="right")
+    for part, size in (*memory.items(), ("total", sum(memory.values()))):
+        table.add_row(part, show_bytes(size), f"{size / all_rows:.2%}")
+    return table
+
+
+def _summary(record: RunRecord) -> dict[str, str]:
+    found = record.summary
+    equality = {
+        None: "not compared",
+        True: f"yes, to the bit: rows, row state, dense weights, {found.steps:,} losses",
+        False: "NO",
+    }
+    return {
+        "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
+        "AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
+        "log-loss": "not evaluated" if math.isnan(found.log_loss) else f"{found.log_loss:.4f}",
+        "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
+        "rows in fast memory": f"{found.fast_rows_share:.2%}",
+        "moved": show_bytes(found.bytes_moved),
+        "speed": f"{found.samples_per_second:,.0f} samples/s",
+        "equal to all-fast": equality[found.equal_to_all_fast],
+    }

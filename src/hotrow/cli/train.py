@@ -1,0 +1,185 @@
+"""`hotrow train`: one run, from its settings to its records."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Annotated, Any, Self
+
+import torch
+import typer
+
+from hotrow.cli._exits import INTERRUPTED, UNEQUAL
+from hotrow.cli._show import JsonLines, Screen, Show
+from hotrow.cli._tally import Tally
+from hotrow.records import RunRecord, RunWriter, environment, now
+from hotrow.run.config import load
+from hotrow.run.job import Job, all_fast, build, differences
+
+
+def train(
+    file: Annotated[
+        Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
+    ] = False,
+    runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
+        "runs"
+    ),
+) -> None:
+    """Train a model and leave its records in runs/NAME.
+
+    Without a file it trains a small DLRM on generated clicks in under a minute, then trains it
+    again with every row in fast memory and compares all bits.
+
+    **Examples**
+
+    - `hotrow train`
+
+    - `hotrow train --set embedding.budget=2% --set embedding.strategy=lru`
+
+    - `hotrow train run.toml --set training.steps=200 --json`
+
+    **run.toml**, every key optional:
+
+    ```
+    [run]
+    name = "first"
+    [data]
+    rows = [1_000_000, 50_000, 100]
+    skew = 1.1
+    samples = 1_000_000
+    [model]
+    embedding_dim = 32
+    [embedding]
+    budget = "10%"
+    strategy = "lookahead"
+    [embedding.optimizer]
+    name = "row-wise-adagrad"
+    lr = 0.02
+    [training]
+    epochs = 1
+    eval_every = 500
+    ```
+
+    Ctrl-C ends the run after the step under way; its records are kept, and the exit code is 130.
+    """
+    config = load(file, overrides=settings or ())
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    job = build(config)
+    show: Show = JsonLines() if as_json else Screen()
+    with RunWriter(runs, name=config.run.name) as run, StopAfterStep() as stop:
+        show.start(job, run.folder)
+        record = _run(job, run, show, stop)
+        show.end(record, run.folder)
+    if stop.asked:
+        raise typer.Exit(INTERRUPTED)
+    if record.summary.equal_to_all_fast is False:
+        raise typer.Exit(UNEQUAL)
+
+
+class StopAfterStep:
+    """The first Ctrl-C asks for an end after the step under way, the second one ends at once."""
+
+    asked = False
+
+    def __enter__(self) -> Self:
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:  # Python lets no other thread decide about signals
+            self._before: Any = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        typer.echo("stopping after this step; Ctrl-C again stops at once", err=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_main:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord:
+    """Trains, evaluates and compares; whatever happens, the record says how far it came."""
+    tally, started = Tally(), now()
+    outcome, is_equal = "failed", None
+    try:
+        _train(job, tally, run, show, stop)
+        if not stop.asked:
+            tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
+            if job.config.training.check_equality:
+                is_equal = _is_equal_to_all_fast(job, tally.losses, show, stop)
+        outcome = "interrupted" if stop.asked else "finished"
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    finally:
+        record = _record(job, tally, run.name, started, outcome, is_equal)
+        run.finish(record)
+    return record
+
+
+def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterStep) -> None:
+    every, steps = job.config.training.eval_every, job.config.total_steps
+    with show.progress("training", steps=steps) as advance:
+        for record in job.trainer.run(job.batches()):
+            tally.add(record)
+            run.step(record)
+            if every and record.step % every == 0 and record.step < steps:
+                tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
+            advance(tally)
+            if stop.asked:
+                break
+
+
+def _is_equal_to_all_fast(
+    job: Job, losses: list[float], show: Show, stop: StopAfterStep
+) -> bool | None:
+    """Trains the same job with every row in fast memory and compares all bits of both."""
+    reference, tally = build(all_fast(job.config)), Tally()
+    with show.progress("all-fast", steps=len(losses)) as advance:
+        for record in reference.trainer.run(reference.batches()):
+            tally.add(record)
+            advance(tally)
+            if stop.asked:
+                return None
+    # As text, in which a NaN equals a NaN and floats are written to their last bit.
+    unlike = [] if repr(losses) == repr(tally.losses) else ["losses"]
+    unlike += differences(job, reference)
+    if unlike:
+        show.differs(unlike)
+    return not unlike
+
+
+def _record(
+    job: Job, tally: Tally, name: str, started: str, outcome: str, is_equal: bool | None
+) -> RunRecord:
+    embedding = job.embedding
+    return RunRecord(
+        name=name,
+        started=started,
+        outcome=outcome,
+        settings=asdict(job.config),
+        environment=environment(device=job.config.run.device, threads=torch.get_num_threads()),
+        memory=embedding.memory(),
+        summary=tally.summary(
+            fast_rows_share=embedding.num_slots / embedding.num_rows,
+            equal_to_all_fast=is_equal,
+        ),
+        evaluations=tuple(tally.evaluations),
+    )

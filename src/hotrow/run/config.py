@@ -1,0 +1,231 @@
+"""A run as one frozen tree of settings, read from a TOML file. Builds nothing, opens nothing else.
+
+    config = load("run.toml", overrides=["embedding.budget=5%", "training.steps=200"])
+
+Every mistake is a ValueError that names the file, the section and the key, in the user's words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.budget import parse_bytes
+from hotrow.data import SyntheticConfig
+from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
+from hotrow.run import toml
+from hotrow.strategy import find_strategy
+
+ROW_RULES: dict[str, type[RowRule]] = {
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "row-wise-adagrad": RowWiseAdagrad,
+    "adam": Adam,
+    "adamw": AdamW,
+}
+DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+# What the job without a file adds to the defaults: a proof at the end, an AUC on the way, and one
+# thread, so that neither its time nor its bits depend on what else the machine has to do.
+BUILT_IN: dict[str, Any] = {
+    "run": {"threads": 1},
+    "training": {"check_equality": True, "eval_every": 64},
+}
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """`[run]`: the folder under runs/, the seed of all initial weights, and where it runs."""
+
+    name: str = "default"
+    seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None  # torch's own choice if left out; it can change the last bits
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
+            raise ValueError(
+                f"name becomes a folder under runs/, so it may hold letters, digits, '.', '-' "
+                f"and '_', not {self.name!r}"
+            )
+        _at_least(0, seed=self.seed)
+        _at_least(1, threads=self.threads)
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(
+                f'device must be "cpu", "cuda" or "cuda:1", not {self.device!r}'
+            ) from None
+
+
+@dataclass(frozen=True)
+class DataSection(SyntheticConfig):
+    """`[data]`: generated clicks, and how many of them make one epoch."""
+
+    kind: str = "synthetic"
+    rows: tuple[int, ...] = (200_000, 100_000, 50_000, 20_000, 5_000, 1_000, 100, 10)
+    samples: int = 524_288
+    eval_batches: int = 8
+
+    def __post_init__(self) -> None:
+        _one_of(("synthetic",), kind=self.kind)
+        super().__post_init__()
+        _at_least(1, eval_batches=self.eval_batches)
+        if self.samples < self.batch_size:
+            raise ValueError(
+                f"samples must fill one batch of {self.batch_size:,} at least, got {self.samples:,}"
+            )
+
+    @property
+    def clicks(self) -> SyntheticConfig:
+        """The generator's part of the section."""
+        names = [each.name for each in fields(SyntheticConfig)]
+        return SyntheticConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.samples // self.batch_size
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """`[model]`: the hidden widths of the dense layers below and above the interaction."""
+
+    kind: str = "dlrm"
+    embedding_dim: int = 16
+    bottom: tuple[int, ...] = (64,)
+    top: tuple[int, ...] = (64, 32)
+
+    def __post_init__(self) -> None:
+        _one_of(("dlrm",), kind=self.kind)
+        _at_least(1, embedding_dim=self.embedding_dim)
+        for name in ("bottom", "top"):
+            for width in getattr(self, name):
+                _at_least(1, **{name: width})
+
+
+@dataclass(frozen=True)
+class RowOptimizerSection:
+    """`[embedding.optimizer]`: how rows are updated. What is left out keeps torch's default."""
+
+    name: str = "row-wise-adagrad"
+    lr: float = 0.05
+    weight_decay: float | None = None
+    eps: float | None = None
+    betas: tuple[float, float] | None = None
+    initial_accumulator_value: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of(ROW_RULES, name=self.name)
+        takes = {each.name for each in fields(ROW_RULES[self.name])}
+        for option in self.options:
+            if option not in takes:
+                raise ValueError(f"{self.name} takes {', '.join(sorted(takes))}, but not {option}")
+        self.rule()  # refuses values out of range
+
+    @property
+    def options(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {key: each for key, each in values.items() if key != "name" and each is not None}
+
+    def rule(self) -> RowRule:
+        return ROW_RULES[self.name](**self.options)
+
+
+@dataclass(frozen=True)
+class EmbeddingSection:
+    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead."""
+
+    strategy: str = "lookahead"
+    budget: str | int = "10%"
+    depth: str | int = "auto"
+    optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
+
+    def __post_init__(self) -> None:
+        find_strategy(self.strategy)
+        parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
+        if isinstance(self.depth, str) and self.depth != "auto":
+            raise ValueError(f'depth must be "auto" or a number of batches, not {self.depth!r}')
+        if isinstance(self.depth, int):
+            _at_least(0, depth=self.depth)
+
+
+@dataclass(frozen=True)
+class DenseOptimizerSection:
+    """`[training.optimizer]`: the dense layers' torch optimizer."""
+
+    name: str = "adagrad"
+    lr: float = 0.02
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of(DENSE_OPTIMIZERS, name=self.name)
+        _at_least(0, lr=self.lr, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """`[training]`: how long, how often to evaluate, and whether to prove equality at the end."""
+
+    epochs: int = 1
+    steps: int | None = None  # instead of whole epochs
+    eval_every: int | None = None
+    check_equality: bool = False
+    optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
+
+    def __post_init__(self) -> None:
+        _at_least(1, steps=self.steps, epochs=self.epochs, eval_every=self.eval_every)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. Every key has a default, so an empty file is a run, too."""
+
+    run: RunSection = field(default_factory=RunSection)
+    data: DataSection = field(default_factory=DataSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+
+    @property
+    def total_steps(self) -> int:
+        return self.training.steps or self.training.epochs * self.data.batches_per_epoch
+
+
+def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:
+    """Reads a TOML file, then applies `section.key=value` overrides; no file: the built-in job."""
+    found = deepcopy(BUILT_IN) if path is None else toml.read(Path(path))
+    where = str(path or "settings")
+    for text in overrides:
+        toml.override(RunConfig, found, text)
+        where = f"{path or 'settings'} with --set"
+    return toml.build(RunConfig, found, where=where, section="")
+
+
+def _one_of(names: Iterable[str], **values: str) -> None:
+    names = list(names)
+    for key, value in values.items():
+        if value not in names:
+            near = difflib.get_close_matches(value, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{key} must be one of {', '.join(names)}, not {value!r}{hint}")
+
+
+def _at_least(limit: float, **values: float | None) -> None:
+    for key, value in values.items():
+        if value is not None and not limit <= value < math.inf:
+            raise ValueError(f"{key} must be a number of at least {limit}, got {value}")

@@ -1,0 +1,43 @@
+"""The ids a run would look up, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hotrow.data import SyntheticClicks
+from hotrow.run.config import DataSection
+
+
+class Trace:
+    """Batches of ids in one space for all tables of a run."""
+
+    def __init__(self, data: DataSection) -> None:
+        self._rows = data.rows
+        self._bases = torch.tensor([0, *data.rows]).cumsum(0)
+        self._clicks = SyntheticClicks(data.clicks)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._bases[-1])
+
+    def batches(self, count: int) -> Iterator[Tensor]:
+        """The ids of the first `count` batches, [lookups] each."""
+        for batch in self._clicks.batches(0, count):
+            if isinstance(batch.sparse, Tensor):
+                yield (batch.sparse + self._bases[:-1]).flatten()
+            else:
+                lookups = batch.sparse.lengths().view(len(self._rows), -1).sum(1)
+                yield batch.sparse.values() + self._bases[:-1].repeat_interleave(lookups)
+
+    def hottest(self, count: int) -> Tensor:
+        """The `count` ids that are looked up most often in truth, hottest first."""
+        ids, uses = [], []
+        for table, rows in enumerate(self._rows):
+            most = min(count, rows)
+            ids.append(self._clicks.hottest(table, most) + self._bases[table])
+            uses.append(self._clicks.expected_counts(table, most))
+        order = torch.sort(torch.cat(uses), descending=True, stable=True)[1][:count]
+        return torch.cat(ids)[order]

@@ -1,0 +1,201 @@
+"""`hotrow train` leaves records that are true, and says in one sentence what is wrong."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import hotrow.cli.train
+from hotrow import STRATEGIES
+from hotrow.cli import make_app
+from hotrow.records import RunWriter, StepRecord, read_run, read_steps
+from hotrow.run.job import Job
+from hotrow.trainer import Trainer
+
+SMALL = """
+[run]
+name = "small"
+[data]
+rows = [400, 60, 5]
+batch_size = 16
+samples = 160
+eval_batches = 4
+[model]
+embedding_dim = 4
+bottom = [8]
+top = [8]
+[embedding]
+budget = "60%"
+[training]
+eval_every = 4
+check_equality = true
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with run.toml in it, and no run yet."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(SMALL)
+    return tmp_path
+
+
+def train(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["train", *arguments])
+
+
+def events(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_a_run_ends_with_a_true_summary() -> None:
+    result = train("run.toml")
+    assert result.exit_code == 0, result.output
+    found = read_run("runs/small").summary
+    assert found.equal_to_all_fast is True
+    assert f"{found.auc:.4f}" in result.stdout
+    assert f"{found.hit_rate:.2%} of {found.lookups:,} lookups" in result.stdout
+    assert "finished after 10 steps, 160 samples" in result.stdout
+    assert "yes, to the bit" in result.stdout
+
+
+def test_the_start_says_where_fast_memory_goes() -> None:
+    result = train("run.toml")
+    for part in read_run("runs/small").memory:
+        assert part in result.stdout
+
+
+def test_records_are_written_for_every_step_and_evaluation() -> None:
+    train("run.toml")
+    run = read_run("runs/small")
+    steps = list(read_steps("runs/small"))
+    assert [step.step for step in steps] == list(range(1, 11))
+    assert [each.step for each in run.evaluations] == [4, 8, 10]
+    assert run.outcome == "finished"
+    assert run.settings["embedding"]["budget"] == "60%"
+    assert run.environment["versions"]["torch"]
+    moved = sum(step.bytes_fetched + step.bytes_evicted for step in steps)
+    assert run.summary.bytes_moved == moved
+    assert run.summary.loss == steps[-1].loss
+    assert run.summary.auc == run.evaluations[-1].auc
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_equals_all_fast(strategy: str) -> None:
+    result = train("run.toml", "--set", f"embedding.strategy={strategy}", "--json")
+    assert result.exit_code == 0, result.output
+    assert events(result)[-1]["summary"]["equal_to_all_fast"] is True
+
+
+def test_json_gives_the_same_facts_and_no_bar() -> None:
+    result = train("run.toml", "--json")
+    first, *middle, last = events(result)
+    assert first["event"] == "start"
+    assert first["steps"] == 10
+    assert {each["event"] for each in middle} == {"progress"}
+    assert {"samples_per_second", "loss", "auc", "hit_rate"} <= middle[0].keys()
+    assert last["event"] == "end"
+    assert last["memory"] == first["memory"]
+    assert last["summary"]["auc"] == read_run("runs/small").summary.auc
+
+
+def test_the_built_in_job_needs_no_file() -> None:
+    result = train("--set", "training.steps=3", "--json")
+    assert result.exit_code == 0, result.output
+    assert read_run("runs/default").summary.equal_to_all_fast is True
+
+
+def test_an_earlier_run_is_kept() -> None:
+    first, second = train("run.toml", "--json"), train("run.toml", "--json")
+    assert events(first)[-1]["folder"] == "runs/small"
+    assert events(second)[-1]["folder"] == "runs/small-2"
+    assert events(second)[-1]["name"] == "small-2"
+    one, two = read_run("runs/small").summary, read_run("runs/small-2").summary
+    assert (one.loss, one.auc) == (two.loss, two.auc)
+
+
+def test_runs_go_where_they_are_asked_to(folder: Path) -> None:
+    train("run.toml", "--runs", "elsewhere/deep")
+    assert (folder / "elsewhere" / "deep" / "small" / "run.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.toml"], "error: cannot read missing.toml: No such file or directory"),
+        (
+            ["run.toml", "--set", "training.step=3"],
+            "error: --set training.step=3: unknown key 'step' in [training]; did you mean 'steps'?",
+        ),
+        (["run.toml", "--set", "embedding.budget=64"], "the smallest that works"),
+        (["run.toml", "--set", "run.device=cuda"], "device"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, folder: Path
+) -> None:
+    result = train(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (folder / "runs").exists()
+
+
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, after_step: int, times: int = 1) -> None:
+    write = RunWriter.step
+
+    def step(self: RunWriter, record: StepRecord) -> None:
+        write(self, record)
+        if record.step == after_step:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunWriter, "step", step)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    press_ctrl_c(monkeypatch, after_step=3, times=times)
+    result = train("run.toml")
+    assert result.exit_code == 130
+    assert len(list(read_steps("runs/small"))) == 3
+    run = read_run("runs/small")
+    assert run.outcome == "interrupted"
+    assert run.summary.steps == 3
+    assert run.summary.equal_to_all_fast is None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    press_ctrl_c(monkeypatch, after_step=3)
+    result = train("run.toml")
+    assert "stopping after this step" in result.stderr
+    assert "interrupted after 3 steps, 48 samples" in result.stdout
+    assert "not compared" in result.stdout
+
+
+def test_a_run_that_fails_says_so_in_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Trainer[Any], batches: object) -> None:
+        raise ValueError("the disk is full of water")
+
+    monkeypatch.setattr(Trainer, "evaluate", fail)
+    result = train("run.toml")
+    assert result.exit_code == 2
+    assert "error: the disk is full of water" in result.stderr
+    assert read_run("runs/small").outcome == "failed"
+    assert read_run("runs/small").summary.steps == 4
+
+
+def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(left: Job, right: Job) -> list[str]:
+        return ["rows of table cat_0"]
+
+    monkeypatch.setattr(hotrow.cli.train, "differences", differ)
+    result = train("run.toml")
+    assert result.exit_code == 1
+    assert "not equal to all-fast: rows of table cat_0" in result.stdout
+    assert read_run("runs/small").summary.equal_to_all_fast is False

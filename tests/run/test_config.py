@@ -1,0 +1,179 @@
+"""One TOML file describes a run, and every mistake in it is named."""
+
+from pathlib import Path
+
+import pytest
+
+from hotrow.optim import AdamW
+from hotrow.run.config import RunConfig, load
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.toml"
+
+
+def refused(path: Path | None = None, *overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the callers check the message
+        load(path, overrides=overrides)
+    return str(caught.value)
+
+
+def test_without_a_file_the_built_in_job_proves_equality() -> None:
+    config = load()
+    assert config.training.check_equality
+    assert config.embedding.strategy == "lookahead"
+
+
+def test_an_empty_file_gives_the_defaults(file: Path) -> None:
+    file.write_text("")
+    assert load(file) == RunConfig()
+
+
+def test_a_file_sets_every_kind_of_value(file: Path) -> None:
+    file.write_text(
+        """
+        [run]
+        name = "night-1"
+        [data]
+        rows = [1000, 50]
+        skew = [1, 0.5]
+        batch_size = 10
+        samples = 95
+        [embedding]
+        budget = 4_000_000
+        depth = 3
+        [embedding.optimizer]
+        name = "adamw"
+        betas = [0.8, 0.9]
+        [training]
+        epochs = 2
+        """
+    )
+    config = load(file)
+    assert config.run.name == "night-1"
+    assert config.data.rows == (1000, 50)
+    assert config.data.skew == (1.0, 0.5)
+    assert config.embedding.budget == 4_000_000
+    assert config.embedding.depth == 3
+    assert config.embedding.optimizer.rule() == AdamW(lr=0.05, betas=(0.8, 0.9))
+    assert config.total_steps == 18  # nine whole batches in an epoch
+
+
+def test_steps_replace_epochs() -> None:
+    assert load(overrides=["training.epochs=5", "training.steps=7"]).total_steps == 7
+
+
+def test_overrides_win_over_the_file(file: Path) -> None:
+    file.write_text("[embedding]\nstrategy = 'lru'\nbudget = '5%'")
+    config = load(file, overrides=["embedding.strategy=static", "run.seed = 3"])
+    assert (config.embedding.strategy, config.embedding.budget) == ("static", "5%")
+    assert config.run.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("embedding.budget=10%", lambda c: c.embedding.budget == "10%"),
+        ("embedding.budget=1_000_000", lambda c: c.embedding.budget == 1_000_000),
+        ("run.name=2026", lambda c: c.run.name == "2026"),
+        ("run.name='quoted'", lambda c: c.run.name == "quoted"),
+        ("data.rows=[10, 20]", lambda c: c.data.rows == (10, 20)),
+        ("data.skew=1", lambda c: c.data.skew == 1.0),
+        ("training.check_equality=false", lambda c: not c.training.check_equality),
+        ("embedding.optimizer.lr=1e-3", lambda c: c.embedding.optimizer.lr == 1e-3),
+    ],
+)
+def test_an_override_is_read_as_its_key_asks(override: str, read: object) -> None:
+    assert callable(read)
+    assert read(load(overrides=[override]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trainin]\nsteps = 1", "unknown section [trainin]; did you mean [training]?"),
+        ("[training]\nstep = 1", "unknown key 'step' in [training]; did you mean 'steps'?"),
+        (
+            "[embedding.optimiser]\nlr = 1.0",
+            "unknown key 'optimiser' in [embedding]; did you mean 'optimizer'?",
+        ),
+        (
+            "[run]\nzzz = 1",
+            "unknown key 'zzz' in [run]; there are name, seed, device, threads",
+        ),
+        ("steps = 1", "unknown section [steps]; there are [run], [data], [model]"),
+        ("training = 1", "[training] is a section, not a value"),
+        ("[training]\nsteps = '9'", "training.steps must be a whole number, not '9'"),
+        ("[training]\nsteps = true", "training.steps must be a whole number, not True"),
+        ("[training]\ncheck_equality = 1", "training.check_equality must be true or false, not 1"),
+        ("[training]\nsteps = 0", "[training] steps must be a number of at least 1, got 0"),
+        ("[data]\nrows = 7", "data.rows must be a list of whole numbers, not 7"),
+        (
+            "[data]\nskew = 'high'",
+            "data.skew must be a number or a list of numbers, not 'high'",
+        ),
+        ("[data]\nskew = -1.0", "[data] skew must be at least 0, got -1.0"),
+        ("[data]\nsamples = 3", "[data] samples must fill one batch of 2,048 at least, got 3"),
+        ("[data]\nkind = 'criteo'", "[data] kind must be one of synthetic, not 'criteo'"),
+        ("[model]\nbottom = [64, 0]", "[model] bottom must be a number of at least 1, got 0"),
+        ("[embedding]\nbudget = '4 gigs'", "[embedding] cannot read '4 gigs' as a number of bytes"),
+        (
+            "[embedding]\nstrategy = 'lookahed'",
+            "no strategy 'lookahed' (did you mean 'lookahead'?)",
+        ),
+        (
+            "[embedding]\ndepth = 'deep'",
+            "depth must be \"auto\" or a number of batches, not 'deep'",
+        ),
+        (
+            "[embedding.optimizer]\nname = 'sgd'\neps = 0.1",
+            "[embedding.optimizer] sgd takes lr, weight_decay, but not eps",
+        ),
+        ("[embedding.optimizer]\nlr = -1.0", "lr must be a number of at least 0, not -1.0"),
+        ("[training.optimizer]\nlr = inf", "lr must be a number of at least 0, got inf"),
+        (
+            "[embedding.optimizer]\nbetas = [0.9]",
+            "embedding.optimizer.betas must be a list of 2 numbers, not [0.9]",
+        ),
+        ("[run]\nname = 'a/b'", "[run] name becomes a folder under runs/"),
+        ("[run", "is not valid TOML"),
+    ],
+)
+def test_a_mistake_names_the_file_and_what_is_wrong(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    error = refused(file)
+    assert error.startswith(str(file))
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training", "write section.key=value, such as training.steps=200"),
+        ("=3", "write section.key=value"),
+        ("trainin.steps=3", "unknown section [trainin]; did you mean [training]?"),
+        ("training.stepps=3", "unknown key 'stepps' in [training]; did you mean 'steps'?"),
+        ("training=3", "[training] is a section; name one of its keys"),
+        ("run.name.first=3", "run.name is a value, not a section"),
+        ("training.steps=many", "the value must be a whole number, not 'many'"),
+    ],
+)
+def test_a_wrong_override_is_quoted(override: str, message: str) -> None:
+    error = refused(None, override)
+    assert error.startswith(f"--set {override}: ")
+    assert message in error
+
+
+def test_an_override_into_a_section_that_is_a_value_is_refused(file: Path) -> None:
+    file.write_text("training = 1")
+    assert "[training] is a section, not a value" in refused(file, "training.steps=3")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert refused(tmp_path / "no.toml").endswith("no.toml: No such file or directory")
+
+
+def test_a_file_that_is_no_text_is_named(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00")
+    assert refused(file).endswith("is not UTF-8 text")

@@ -1,0 +1,249 @@
+"""The trainer's loop gives the bits of a loop written by hand, and evaluation changes none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotrow
+from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
+from hotrow.records import EvalRecord
+from hotrow.trainer import Trainer
+
+CLICKS = SyntheticClicks(SyntheticConfig(rows=(300, 40), batch_size=16, num_dense=3))
+BATCHES = list(CLICKS.batches(0, 12))
+HELD_OUT = list(CLICKS.batches(12, 16))
+
+
+class Model(nn.Module):
+    def __init__(self, strategy: str = "lookahead") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            [
+                hotrow.EmbeddingBagConfig("a", 300, 4, ["a"]),
+                hotrow.EmbeddingBagConfig("b", 40, 4, ["b"]),
+            ],
+            hotrow.Adagrad(lr=0.1),
+            budget="60%",
+            strategy=strategy,
+        )
+        # Both need care in evaluation: one changes its buffers, the other draws random numbers.
+        self.norm = nn.BatchNorm1d(11)
+        self.drop = nn.Dropout(0.1)
+        self.top = nn.Linear(11, 1)
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        vectors = self.embedding(batch.sparse).values()
+        joined = self.norm(torch.cat([batch.dense, vectors], dim=1))
+        logits: Tensor = self.top(self.drop(joined)).squeeze(1)
+        return logits
+
+    def bits(self) -> list[Tensor]:
+        dense = [*self.norm.state_dict().values(), *self.top.state_dict().values()]
+        rows = [torch.cat([chunk for _, chunk in self.embedding.rows(name)]) for name in "ab"]
+        return dense + rows
+
+
+def make_trainer(strategy: str = "lookahead", **options: Any) -> Trainer[ClickBatch]:
+    model = Model(strategy)
+    loss_fn = options.pop("loss_fn", F.binary_cross_entropy_with_logits)
+    return Trainer(
+        model,
+        loss_fn,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch.sparse,
+        **options,
+    )
+
+
+def run(trainer: Trainer[ClickBatch], batches: list[ClickBatch] = BATCHES) -> list[float]:
+    torch.manual_seed(1)  # for the dropout
+    return [record.loss for record in trainer.run(batches)]
+
+
+def bits(trainer: Trainer[ClickBatch]) -> list[Tensor]:
+    assert isinstance(trainer.model, Model)
+    return trainer.model.bits()
+
+
+def all_equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_run_gives_the_bits_of_a_loop_written_by_hand() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_hand = []
+    torch.manual_seed(1)
+    for batch in hotrow.ahead(BATCHES, model, ids=lambda b: b.sparse):
+        loss = F.binary_cross_entropy_with_logits(model(batch), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        by_hand.append(loss.item())
+    trainer = make_trainer()
+    assert run(trainer) == by_hand
+    assert all_equal(bits(trainer), model.bits())
+
+
+def test_every_step_leaves_a_record() -> None:
+    trainer = make_trainer()
+    records = list(trainer.run(BATCHES))
+    assert [record.step for record in records] == list(range(1, 13))
+    assert all(record.samples == 16 and record.seconds > 0 for record in records)
+
+
+def test_records_add_up_to_the_traffic_of_the_collection() -> None:
+    trainer = make_trainer()
+    records = list(trainer.run(BATCHES))
+    assert isinstance(trainer.model, Model)
+    traffic = trainer.model.embedding.traffic()
+    assert traffic.lookups == 12 * 32
+    for name in ("lookups", "unique_rows", "fetched_rows", "evicted_rows", "bytes_fetched"):
+        assert sum(getattr(record, name) for record in records) == getattr(traffic, name)
+
+
+def test_losses_per_sample_are_averaged() -> None:
+    def per_sample(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+
+    mean, each = make_trainer(), make_trainer(loss_fn=per_sample)
+    assert run(mean) == run(each)
+
+
+def test_leaving_the_loop_and_coming_back_changes_no_bit() -> None:
+    whole, halves = make_trainer(), make_trainer()
+    expected = run(whole)
+    losses = []
+    torch.manual_seed(1)
+    for record in halves.run(BATCHES):
+        losses.append(record.loss)
+        if record.step == 5:
+            break
+    losses += [record.loss for record in halves.run(BATCHES[5:])]
+    assert halves.step == 12
+    assert losses == expected
+    assert all_equal(bits(whole), bits(halves))
+
+
+@pytest.mark.parametrize("strategy", hotrow.STRATEGIES)
+def test_evaluation_between_steps_changes_no_bit(strategy: str) -> None:
+    plain, evaluated = make_trainer(strategy), make_trainer(strategy)
+    expected = run(plain)
+    torch.manual_seed(1)
+    losses = []
+    for record in evaluated.run(BATCHES):
+        losses.append(record.loss)
+        evaluated.evaluate(HELD_OUT)
+    assert losses == expected
+    assert all_equal(bits(plain), bits(evaluated))
+    assert _traffic(plain) == _traffic(evaluated)
+
+
+def _traffic(trainer: Trainer[ClickBatch]) -> object:
+    assert isinstance(trainer.model, Model)
+    return trainer.model.embedding.traffic()
+
+
+def test_evaluation_gives_every_module_its_own_mode_back() -> None:
+    trainer = make_trainer()
+    assert isinstance(trainer.model, Model)
+    trainer.model.norm.eval()
+    trainer.evaluate(HELD_OUT)
+    assert trainer.model.training
+    assert trainer.model.drop.training
+    assert not trainer.model.norm.training
+
+
+def test_training_brings_the_log_loss_down() -> None:
+    trainer = make_trainer()
+    before = trainer.evaluate(BATCHES)
+    for _ in range(5):
+        list(trainer.run(BATCHES))
+    after = trainer.evaluate(BATCHES)
+    assert (before.step, after.step) == (0, 60)
+    assert after.samples == 192
+    assert after.log_loss < before.log_loss
+    assert after.auc > before.auc
+
+
+class Given(nn.Module):
+    """Predicts what it is told."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return batch[0]
+
+
+def quality(scores: list[float], labels: list[float]) -> EvalRecord:
+    trainer: Trainer[tuple[Tensor, Tensor]] = Trainer(
+        Given(),
+        F.binary_cross_entropy_with_logits,
+        dense_optimizer=None,
+        ids=lambda batch: batch[0],
+        labels=lambda batch: batch[1],
+    )
+    return trainer.evaluate([(torch.tensor(scores), torch.tensor(labels))])
+
+
+def test_auc_is_the_share_of_pairs_in_the_right_order() -> None:
+    found = quality([0.1, 0.4, 0.35, 0.8], [0.0, 0.0, 1.0, 1.0])
+    assert found.auc == 0.75
+    expected = F.binary_cross_entropy_with_logits(
+        torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+    )
+    assert found.log_loss == pytest.approx(expected.item())
+
+
+def test_large_logits_are_still_ranked() -> None:
+    assert quality([30.0, 20.0], [1.0, 0.0]).auc == 1.0
+
+
+def test_auc_of_one_class_alone_is_nan() -> None:
+    found = quality([0.1, 0.4], [1.0, 1.0])
+    assert found.auc != found.auc
+    assert found.log_loss > 0
+
+
+def test_evaluating_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is nothing to evaluate"):
+        make_trainer().evaluate([])
+
+
+def test_training_on_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="the loader yielded no batch"):
+        next(iter(make_trainer().run([])))
+
+
+def test_the_caller_gets_its_choice_of_algorithms_back() -> None:
+    trainer = make_trainer()
+    for record in trainer.run(BATCHES):
+        assert torch.are_deterministic_algorithms_enabled()
+        if record.step == 2:
+            break
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_deterministic_algorithms_can_be_left_to_the_caller() -> None:
+    for _ in make_trainer(deterministic=False).run(BATCHES[:2]):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_ctrl_c_leaves_every_finished_step_whole() -> None:
+    def interrupted() -> Iterator[ClickBatch]:
+        yield from BATCHES[:7]
+        raise KeyboardInterrupt
+
+    trainer, reference = make_trainer("lru"), make_trainer("all-fast")
+    torch.manual_seed(1)
+    with pytest.raises(KeyboardInterrupt):
+        list(trainer.run(interrupted()))
+    assert trainer.step == 7
+    assert isinstance(trainer.model, Model)
+    trainer.model.embedding.check()
+    run(reference, BATCHES[:7])
+    assert all_equal(bits(trainer), bits(reference))
