@@ -198,7 +198,9 @@ def _check_offsets(offsets: Tensor, num_values: int) -> None:
         )
 
 
-def _check_weights(weights: Tensor, values: Tensor) -> None:
+def _check_weights(weights: Any, values: Tensor) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"weights must be a tensor, got {type(weights).__name__}")
     if weights.shape != values.shape:
         raise ValueError(
             f"weights must have one entry per index, {values.numel()}, "

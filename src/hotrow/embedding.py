@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -266,6 +267,7 @@ class EmbeddingBagCollection(nn.Module):
     ) -> None:
         super().__init__()
         _refuse_replicas()
+        _leave_out_of_graphs()
         self.device = torch.device(device)
         if self.device.type != "cpu":
             raise ValueError(f"device {device!r} is not supported by this version; use 'cpu'")
@@ -336,7 +338,6 @@ class EmbeddingBagCollection(nn.Module):
 
     # -- lookup ------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Any) -> Embedded:
         """Look up a batch; in training mode `backward()` will update its rows."""
         if not (self.training and torch.is_grad_enabled()):
@@ -373,7 +374,7 @@ class EmbeddingBagCollection(nn.Module):
             named.update(zip(names, parts, strict=True))
         whole = None
         if len(vectors) == 1 and lookups[0].by_sample:
-            whole = vectors[0].view(batch.num_samples, -1)
+            whole = vectors[0].view(batch.num_samples, len(self.features) * self.groups[0].dim)
         return Embedded(self.features, named, batch, whole)
 
     def _find(self, features: Any) -> Arrival | None:
@@ -636,6 +637,13 @@ class EmbeddingCollection(EmbeddingBagCollection):
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+@cache
+def _leave_out_of_graphs() -> None:
+    """torch.compile runs lookups as they are. Not at import: it would double the time of that."""
+    untraced = torch.compiler.disable(EmbeddingBagCollection.forward)
+    EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]
 
 
 def _refuse_replicas() -> None:

@@ -118,6 +118,13 @@ class Adam(RowRule):
     eps: float = 1e-8
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            raise ValueError(
+                f"{type(self).__name__}: betas must be two numbers below 1, not {self.betas}"
+            )
+
     def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
         beta1, beta2 = setting["betas.0"], setting["betas.1"]
         root = (1 - beta2**step).sqrt()

@@ -102,7 +102,8 @@ class Planner:
         self.pad, self.hold, self.eviction = pad, hold, eviction
         self.refetch, self.pins = refetch, pins
         self.max_moves = pad.num_slots if max_moves is None else max_moves
-        self.number = 0  # of the next batch to be planned
+        self.number = 0  # of the next batch to be planned, counted from the last renumbering
+        self._origin = 0
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
         shape, device = (pad.num_slots,), pad.slots.device
         self.last_use = torch.full(shape, OLDEST, dtype=torch.int32, device=device)
@@ -132,13 +133,16 @@ class Planner:
         slots = self.pad.map.lookup(ids.ids)
         hit = slots != FREE
         hits, missing = slots[hit], ids.ids[~hit]
-        before = self.last_use[hits]
+        upcoming = self._known_to_be_used()
+        held = torch.cat([hits, *upcoming])
+        before = self.last_use[held]
         self._use(hits, self.number)
-        self._hold_future()
+        for ahead, soon in enumerate(upcoming, start=1):
+            self._use(soon, self.number + ahead)
         victims = self._take_victims(missing.numel())
         if victims is None:
-            self.last_use[hits] = before
-            self._unpin_some(missing.numel())
+            self.last_use[held] = before
+            self._make_room(missing.numel())
             return None
         leaving = self.pad.replace(victims, missing)
         self._use(victims, self.number, fresh=True)
@@ -146,15 +150,15 @@ class Planner:
         slots[~hit] = victims
         moves = Moves(victims, leaving, missing)
         if self.refetch:
-            again = hits[before < self.number - self.hold.past]
+            again = hits[before[: hits.numel()] < self.number - self.hold.past]
             rows = self.pad.row_of_slot[again]
             moves = _joined(moves, Moves(again, rows, rows))
-        if self.pins is not None:
-            moves = self._repin(self.pins, moves)
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
+        if self.pins is not None:
+            moves = self._repin(self.pins, moves)
         null = slots.new_tensor([self.pad.null_slot])
-        return Plan(self.number - 1, torch.cat([slots, null]), moves)
+        return Plan(self._origin + self.number - 1, torch.cat([slots, null]), moves)
 
     def useful_depth(self) -> int:
         """Batches until all slots have been replaced: to know more would change no choice."""
@@ -167,10 +171,11 @@ class Planner:
         else:
             self.last_use[slots] = self.last_use[slots].clamp(min=number)
 
-    def _hold_future(self) -> None:
-        for ahead in range(min(self.hold.future, len(self.window))):
-            slots = self.pad.map.lookup(self.window[ahead])
-            self._use(slots[slots != FREE], self.number + 1 + ahead)
+    def _known_to_be_used(self) -> list[Tensor]:
+        """The slots of the next batches, as many as the hold looks at."""
+        count = min(self.hold.future, len(self.window))
+        slots = [self.pad.map.lookup(self.window[ahead]) for ahead in range(count)]
+        return [each[each != FREE] for each in slots]
 
     def _take_victims(self, count: int) -> Tensor | None:
         if count > self.max_moves:
@@ -234,6 +239,7 @@ class Planner:
         self._drop(self._queue.numel())
         self.next_use.fill_(NEVER)  # found anew with the next ranking
         self.number -= shift
+        self._origin += shift
 
     # -- pinned slots ------------------------------------------------------------------
 
@@ -258,7 +264,7 @@ class Planner:
     def _repin(self, pins: Pins, moves: Moves) -> Moves:
         """With the first batch fetch and pin what is known to be hot; later, what was learned."""
         number = self.number
-        if number == 0:
+        if number == 1 and self._origin == 0:
             return _joined(moves, self._pin_hottest(pins))
         if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
             self.pin_most_used(pins.part)
@@ -275,15 +281,20 @@ class Planner:
         self.pin(slots[slots != FREE])
         return Moves(free, leaving, absent)
 
-    def _unpin_some(self, count: int) -> None:
-        """Make room after a batch that did not fit: the coldest pinned slots go first."""
+    def _make_room(self, count: int) -> None:
+        """After a batch that did not fit: the coldest pins give way, and no batch is in flight.
+
+        Such a batch goes the direct way, alone; when the next one is planned it has been trained,
+        and all before it. Numbers left out in between say so.
+        """
         keep = max(0, self.pinned_slots.numel() - 2 * max(1, count))
         self._release(self.pinned_slots[keep:])
         self.pinned_slots = self.pinned_slots[:keep]
+        self.number += self.hold.past
 
     def _release(self, slots: Tensor) -> None:
         # A pinned slot's true last use is not known: as if used by the newest batch.
-        self.last_use[slots] = self.number
+        self.last_use[slots] = self.number - 1
 
     # ----------------------------------------------------------------------------------
 

@@ -33,12 +33,23 @@ def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> Non
                     f"{sizes[name]:,} rows"
                 )
             continue
-        rows, uses = counts
-        if rows.shape != uses.shape or (rows.numel() and int(rows.max()) >= sizes[name]):
+        if not _names_rows(counts, sizes[name]):
             raise ValueError(
-                f"profile of table {name!r}: row numbers and counts must be of one length, "
-                f"below {sizes[name]:,}"
+                f"profile of table {name!r}: give a count for each of its {sizes[name]:,} rows, "
+                "or two tensors of one length: different row numbers, and their counts"
             )
+
+
+def _names_rows(counts: object, size: int) -> bool:
+    if not isinstance(counts, tuple | list) or len(counts) != 2:
+        return False
+    rows, uses = counts
+    if not isinstance(rows, Tensor) or not isinstance(uses, Tensor) or rows.shape != uses.shape:
+        return False
+    if rows.dim() != 1 or rows.is_floating_point():
+        return False
+    inside = bool(((rows >= 0) & (rows < size)).all())
+    return inside and rows.unique().numel() == rows.numel()
 
 
 def hottest(profile: Profile, group: WidthGroup, limit: int) -> Tensor:

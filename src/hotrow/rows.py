@@ -132,6 +132,9 @@ class RowGroup:
         work.outgoing = self.slots.index_select(0, moves.slots[leaving])
         entering = torch.empty(moves.entering.numel(), self.width)
         work.incoming = self.store.read(moves.entering, out=entering)
+        # A row that is fetched anew has its newest bytes in the slot until it is written back.
+        again = moves.entering == moves.leaving
+        work.incoming[again] = self.slots[moves.slots[again]]
         self._mark_collected(work)
         self.in_transit.append(work)
 

@@ -24,6 +24,8 @@ class RowMap(Protocol):
 
     def remove(self, ids: Tensor) -> None: ...
 
+    def count(self) -> int: ...
+
     @property
     def num_bytes(self) -> int: ...
 
@@ -43,6 +45,9 @@ class DenseMap:
     def remove(self, ids: Tensor) -> None:
         self._slots.index_fill_(0, ids, FREE)
 
+    def count(self) -> int:
+        return int((self._slots != FREE).sum())
+
     @property
     def num_bytes(self) -> int:
         return self._slots.numel() * 4
@@ -60,7 +65,7 @@ class HashMap:
 
     def __init__(self, row_of_slot: Tensor) -> None:
         self._row_of_slot = row_of_slot
-        self._size = _prime_from(2 * row_of_slot.numel())
+        self._size = _prime_below(2 * row_of_slot.numel())
         device = row_of_slot.device
         self._places = torch.full((self._size,), self.EMPTY, dtype=torch.int32, device=device)
         self._tombstones = 0
@@ -109,6 +114,9 @@ class HashMap:
         self._places[places] = self.TOMBSTONE
         self._tombstones += ids.numel()
 
+    def count(self) -> int:
+        return int((self._places >= 0).sum())
+
     def _rebuild(self) -> None:
         self._places.fill_(self.EMPTY)
         self._tombstones = 0
@@ -128,10 +136,10 @@ class HashMap:
         return self._size * 4
 
 
-def _prime_from(number: int) -> int:
-    candidate = max(5, number | 1)
+def _prime_below(number: int) -> int:
+    candidate = max(5, number - 1 - number % 2)
     while any(candidate % divisor == 0 for divisor in range(3, math.isqrt(candidate) + 1, 2)):
-        candidate += 2
+        candidate -= 2
     return candidate
 
 
@@ -164,4 +172,5 @@ class Scratchpad:
         rows = self.row_of_slot[taken]
         assert rows.unique().numel() == rows.numel(), "a row has two slots"
         assert torch.equal(self.map.lookup(rows), taken), "row -> slot and slot -> row disagree"
+        assert self.map.count() == rows.numel(), "row -> slot and slot -> row disagree in number"
         assert not self.slots[self.null_slot].any(), "the padding slot was written to"

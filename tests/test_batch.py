@@ -1,0 +1,509 @@
+"""Every accepted form of ids means the same, and every bad one is refused in the user's words."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hotrow
+from hotrow.batch import Lookups, parse
+from hotrow.tables import group_by_width
+
+Table = hotrow.EmbeddingBagConfig
+TABLES = [Table("a", 40, 4, ["f"]), Table("b", 30, 4, ["g"]), Table("c", 20, 3, ["h"])]
+NAMES = ["f", "g", "h"]
+SIZE = 5
+
+
+def collection(*tables: Table, **options: Any) -> hotrow.EmbeddingBagCollection:
+    options = {"strategy": "all-fast", **options}
+    return hotrow.EmbeddingBagCollection(tables or TABLES, hotrow.SGD(lr=0.1), **options)
+
+
+def long(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+class Foreign:
+    """A class of another library: only the three methods."""
+
+    def __init__(self, keys: list[str], values: Tensor, offsets: Tensor) -> None:
+        self._parts = keys, values, offsets
+
+    def keys(self) -> list[str]:
+        return self._parts[0]
+
+    def values(self) -> Tensor:
+        return self._parts[1]
+
+    def offsets(self) -> Tensor:
+        return self._parts[2]
+
+
+class ForeignWeighted(Foreign):
+    """The same with weights, as TorchRec's KeyedJaggedTensor has them."""
+
+    def __init__(self, keys: list[str], values: Tensor, offsets: Tensor, weights: Tensor) -> None:
+        super().__init__(keys, values, offsets)
+        self._weights = weights
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+
+# -- accepted forms ----------------------------------------------------------------------
+
+
+def one_hot() -> Tensor:
+    """[SIZE, 3]"""
+    return torch.stack([torch.randint(n, (SIZE,)) for n in (40, 30, 20)], dim=1)
+
+
+def one_hot_forms(dense: Tensor) -> dict[str, Any]:
+    values, offsets = dense.T.flatten(), torch.arange(dense.numel() + 1)
+    lengths = torch.ones_like(values)
+    turned = dense.T[[2, 0, 1]].flatten()
+    extra = torch.cat([long(999, 999, 999, 999, 999), values])
+    return {
+        "dense": dense,
+        "dense int32": dense.int(),
+        "not contiguous": dense.T.contiguous().T,
+        "pair": (values, offsets),
+        "list": [values, offsets],
+        "pair int32": (values.int(), offsets.int()),
+        "own class": hotrow.KeyedJaggedTensor(NAMES, values, offsets=offsets),
+        "own class by lengths": hotrow.KeyedJaggedTensor(NAMES, values, lengths=lengths),
+        "foreign class": Foreign(NAMES, values, offsets),
+        "another order": hotrow.KeyedJaggedTensor(["h", "f", "g"], turned, offsets=offsets),
+        "more features than tables": hotrow.KeyedJaggedTensor(
+            ["other", *NAMES], extra, offsets=torch.arange(extra.numel() + 1)
+        ),
+    }
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("form", one_hot_forms(one_hot()))
+def test_every_form_of_the_same_ids_gives_the_same_vectors(form: str, mode: str) -> None:
+    embedding = collection().train(mode == "training")
+    dense = one_hot()
+    right = {
+        name: embedding.state_dict()[f"embedding_bags.{table}.weight"][dense[:, place]]
+        for place, (name, table) in enumerate(zip(NAMES, "abc", strict=True))
+    }
+    found = embedding(one_hot_forms(dense)[form])
+    assert found.keys() == NAMES
+    for name in NAMES:
+        assert torch.equal(found[name], right[name])
+
+
+def multi_hot() -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.randint(0, 4, (3, SIZE))
+    counts = lengths.sum(1).tolist()
+    values = torch.cat([torch.randint(n, (c,)) for n, c in zip((40, 30, 20), counts, strict=True)])
+    return values, functional.pad(lengths.flatten().cumsum(0), (1, 0)), torch.rand(len(values))
+
+
+def multi_hot_forms(values: Tensor, offsets: Tensor, weights: Tensor) -> dict[str, Any]:
+    ends = offsets[::SIZE].tolist()
+    turn = [2, 0, 1]
+    part = [values[ends[i] : ends[i + 1]] for i in turn]
+    share = [weights[ends[i] : ends[i + 1]] for i in turn]
+    lengths = offsets.diff().view(3, SIZE)[turn].flatten()
+    return {
+        "triple": (values, offsets, weights),
+        "own class": hotrow.KeyedJaggedTensor(NAMES, values, offsets=offsets, weights=weights),
+        "foreign class": ForeignWeighted(NAMES, values, offsets, weights),
+        "another order": hotrow.KeyedJaggedTensor(
+            ["h", "f", "g"], torch.cat(part), lengths=lengths, weights=torch.cat(share)
+        ),
+    }
+
+
+@pytest.mark.parametrize("form", multi_hot_forms(*multi_hot()))
+def test_every_form_of_weighted_bags_gives_torchs_vectors(form: str) -> None:
+    embedding = collection()
+    values, offsets, weights = multi_hot()
+    found = embedding(multi_hot_forms(values, offsets, weights)[form])
+    for place, (name, table) in enumerate(zip(NAMES, "abc", strict=True)):
+        mine = offsets[place * SIZE : (place + 1) * SIZE + 1]
+        lookups = slice(int(mine[0]), int(mine[-1]))
+        right = functional.embedding_bag(
+            values[lookups], embedding.state_dict()[f"embedding_bags.{table}.weight"],
+            mine - mine[0], mode="sum", per_sample_weights=weights[lookups],
+            include_last_offset=True,
+        )  # fmt: skip
+        torch.testing.assert_close(found[name], right)
+
+
+def test_a_triple_without_weights_is_a_pair() -> None:
+    values, offsets, _ = multi_hot()
+    embedding = collection()
+    plain, triple = embedding((values, offsets)), embedding((values, offsets, None))
+    assert torch.equal(plain.values(), triple.values())
+
+
+def test_one_feature_may_come_as_a_single_column() -> None:
+    embedding = collection(Table("a", 40, 4, ["f"]))
+    ids = torch.randint(40, (7,))
+    assert torch.equal(embedding(ids)["f"], embedding(ids[:, None])["f"])
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_a_batch_without_lookups_gives_zeros_for_each_bag(pooling: str) -> None:
+    embedding = collection(Table("a", 40, 4, ["f"], pooling=pooling))
+    found = embedding((long(), long(0, 0, 0, 0)))["f"]
+    assert torch.equal(found, torch.zeros(0 if pooling == "none" else 3, 4))
+
+
+# The dense one fails today: a batch of no samples cannot be viewed as [0, -1].
+@pytest.mark.parametrize(
+    "features",
+    [torch.empty(0, 2, dtype=torch.int64), (long(), long(0))],
+    ids=["dense", "pair"],
+)
+def test_a_batch_of_no_samples_gives_no_vectors(features: Any) -> None:
+    embedding = collection(*TABLES[:2])
+    assert embedding(features).values().shape == (0, 8)
+
+
+# -- lookups -----------------------------------------------------------------------------
+
+
+def lookups(tables: list[Table], features: Any) -> Lookups:
+    (group,) = group_by_width(tables)
+    names = tuple(name for table in tables for name in table.feature_names)
+    return hotrow.batch.lookups_of(parse(features, names, torch.device("cpu")), group)
+
+
+def test_ids_of_a_width_follow_each_other_table_by_table() -> None:
+    found = lookups(TABLES[:2], long(39, 0, 0, 29).view(2, 2))
+    assert found.ids.tolist() == [39, 40, 0, 69]
+
+
+def test_features_of_one_table_share_its_ids() -> None:
+    found = lookups([Table("a", 40, 4, ["f", "g"])], long(3, 5).view(1, 2))
+    assert found.ids.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("features", [long(2, 3)[:, None], (long(2, 3), long(0, 1, 2))], ids=str)
+def test_a_padding_id_is_no_lookup(features: Any) -> None:
+    found = lookups([Table("a", 40, 4, ["f"], padding_idx=2)], features)
+    assert found.ids.tolist() == [-1, 3]
+
+
+def test_a_negative_padding_index_counts_from_the_end() -> None:
+    assert Table("a", 40, 4, ["f"], padding_idx=-1).padding_idx == 39
+
+
+def test_a_mean_leaves_padding_out() -> None:
+    embedding = collection(Table("a", 40, 4, ["f"], pooling="mean", padding_idx=2))
+    found = embedding((long(2, 7, 9, 2), long(0, 4)))["f"][0]
+    weight = embedding.state_dict()["embedding_bags.a.weight"]
+    torch.testing.assert_close(found, (weight[7] + weight[9]) / 2)
+
+
+def test_each_lookup_knows_its_bag() -> None:
+    found = lookups([TABLES[0]], (long(1, 2, 3, 4), long(0, 2, 2, 4)))
+    assert found.bag_of().tolist() == [0, 0, 2, 2]
+
+
+def test_the_keyed_jagged_tensor_has_torchrecs_names() -> None:
+    kjt = hotrow.KeyedJaggedTensor(["f"], long(1, 2, 3), lengths=long(2, 0, 1))
+    assert kjt.keys() == ["f"]
+    assert kjt.offsets().tolist() == [0, 2, 2, 3]
+    assert kjt.lengths().tolist() == [2, 0, 1]
+    assert kjt.weights_or_none() is None
+
+
+def test_a_keyed_jagged_tensor_moves_with_its_weights() -> None:
+    kjt = hotrow.KeyedJaggedTensor(["f"], long(1), lengths=long(1), weights=torch.ones(1))
+    moved = kjt.to("cpu")
+    assert moved.keys() == ["f"]
+    assert moved.weights_or_none() is not None
+
+
+@pytest.mark.parametrize("parts", [{}, {"offsets": long(0, 1), "lengths": long(1)}], ids=str)
+def test_a_keyed_jagged_tensor_needs_offsets_or_lengths(parts: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="exactly one of offsets= and lengths="):
+        hotrow.KeyedJaggedTensor(["f"], long(1), **parts)
+
+
+# -- bad batches -------------------------------------------------------------------------
+
+
+def pair(values: Any, offsets: Any, *weights: Any) -> tuple[Any, ...]:
+    return values, offsets, *weights
+
+
+ids = torch.zeros(3, dtype=torch.int64)
+ends = torch.arange(4)  # one sample, three features
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "a negative id, dense": (
+        long(1, 2, 3, 4, -7, 6).view(2, 3),
+        ValueError,
+        r"feature 'g', sample 1: id -7 is outside table 'b', which has rows 0 to 29",
+    ),
+    "an id too large, dense": (
+        long(1, 2, 3, 4, 5, 20).view(2, 3),
+        ValueError,
+        r"feature 'h', sample 1: id 20 is outside table 'c', which has rows 0 to 19",
+    ),
+    "a negative id": (
+        pair(long(1, -1, 3), ends),
+        ValueError,
+        r"feature 'g', position 1: id -1 is outside table 'b', which has rows 0 to 29",
+    ),
+    "an id too large": (
+        pair(long(1, 2, 3, 4, 5, 30), long(0, 2, 6, 6)),
+        ValueError,
+        r"feature 'g', position 5: id 30 is outside table 'b', which has rows 0 to 29",
+    ),
+    "an id beyond 32 bits": (
+        pair(long(2**32, 2, 3), ends),
+        ValueError,
+        r"feature 'f', position 0: id 4294967296 is outside table 'a'",
+    ),
+    "an id too large in a keyed jagged tensor of another order": (
+        hotrow.KeyedJaggedTensor(["h", "f", "g"], long(1, 40, 3), offsets=ends),
+        ValueError,
+        r"feature 'f', position 1: id 40 is outside table 'a', which has rows 0 to 39",
+    ),
+    "offsets that fall": (
+        pair(ids, long(0, 2, 1, 3)),
+        ValueError,
+        r"offsets must not fall, but offsets\[1\] is 2 and offsets\[2\] is 1",
+    ),
+    "offsets that start late": (
+        pair(ids, long(1, 1, 2, 3)),
+        ValueError,
+        "offsets must start at 0, not 1",
+    ),
+    "offsets that end early": (
+        pair(ids, long(0, 1, 1, 2)),
+        ValueError,
+        "offsets must end at the number of indices, 3, but end at 2",
+    ),
+    "offsets that end late": (
+        pair(ids, long(0, 1, 2, 4)),
+        ValueError,
+        "offsets must end at the number of indices, 3, but end at 4",
+    ),
+    "offsets in nn.EmbeddingBag's short form": (
+        pair(long(1, 2, 3, 4, 5, 6, 7), torch.arange(6)),
+        ValueError,
+        "offsets has 6 entries; 3 features need a multiple of 3 bags and one entry more",
+    ),
+    "no offsets": (
+        pair(ids, long()),
+        ValueError,
+        "offsets has 0 entries; 3 features need a multiple of 3 bags",
+    ),
+    "a feature that is missing": (
+        hotrow.KeyedJaggedTensor(["f", "h"], ids[:2], offsets=ends[:3]),
+        ValueError,
+        "the batch has no feature 'g', which a table of this collection reads; it has f, h",
+    ),
+    "floating ids": (
+        torch.zeros(2, 3),
+        TypeError,
+        r"ids must be int64 \(or int32\), not torch.float32",
+    ),
+    "boolean ids": (
+        torch.zeros(2, 3, dtype=torch.bool),
+        TypeError,
+        r"ids must be int64 \(or int32\), not torch.bool",
+    ),
+    "short ids": (
+        pair(ids.short(), ends),
+        TypeError,
+        r"indices must be int64 \(or int32\), not torch.int16",
+    ),
+    "floating offsets": (
+        pair(ids, ends.float()),
+        TypeError,
+        r"offsets must be int64 \(or int32\), not torch.float32",
+    ),
+    "too few columns": (
+        torch.zeros(2, 2, dtype=torch.int64),
+        ValueError,
+        r"shape \[batch, 3\], a column for each feature \(f, g, h\); got \[2, 2\]",
+    ),
+    "three dimensions": (
+        torch.zeros(2, 3, 1, dtype=torch.int64),
+        ValueError,
+        r"shape \[batch, 3\].*got \[2, 3, 1\]",
+    ),
+    "one dimension for three features": (
+        torch.zeros(3, dtype=torch.int64),
+        ValueError,
+        r"shape \[batch, 3\].*got \[3\]",
+    ),
+    "indices of two dimensions": (
+        pair(ids.view(1, 3), ends),
+        ValueError,
+        r"one dimension each, got shapes \[1, 3\] and \[4\]",
+    ),
+    "offsets of two dimensions": (
+        pair(ids, ends.view(2, 2)),
+        ValueError,
+        r"one dimension each, got shapes \[3\] and \[2, 2\]",
+    ),
+    "lists for tensors": (
+        pair([0, 0, 0], [0, 1, 2, 3]),
+        TypeError,
+        "indices must be a tensor, got list",
+    ),
+    "a list of offsets": (
+        pair(ids, [0, 1, 2, 3]),
+        TypeError,
+        "offsets must be a tensor, got list",
+    ),
+    "a dict": ({"f": ids}, TypeError, "ids must be .* such as hotrow.KeyedJaggedTensor; got dict"),
+    "an array": (ids.numpy(), TypeError, "ids must be .*; got ndarray"),
+    "nothing": (None, TypeError, "ids must be .*; got NoneType"),
+    "a tuple of one": ((ids,), TypeError, "ids must be .*; got tuple"),
+    "a tuple of four": ((ids, ends, None, None), TypeError, "ids must be .*; got tuple"),
+    "too few weights": (
+        pair(ids, ends, torch.ones(2)),
+        ValueError,
+        r"weights must have one entry per index, 3, got shape \[2\]",
+    ),
+    "weights of two dimensions": (
+        pair(ids, ends, torch.ones(3, 1)),
+        ValueError,
+        r"weights must have one entry per index, 3, got shape \[3, 1\]",
+    ),
+    "half weights": (
+        pair(ids, ends, torch.ones(3).half()),
+        TypeError,
+        "weights must be float32, not torch.float16",
+    ),
+    "double weights": (
+        hotrow.KeyedJaggedTensor(NAMES, ids, offsets=ends, weights=torch.ones(3).double()),
+        TypeError,
+        "weights must be float32, not torch.float64",
+    ),
+    "a list of weights": (
+        pair(ids, ends, [1.0, 1.0, 1.0]),
+        TypeError,
+        "weights must be a tensor, got list",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_batch_is_refused_in_the_users_words(bad: str, mode: str) -> None:
+    features, kind, message = BAD[bad]
+    with pytest.raises(kind, match=message):
+        collection().train(mode == "training")(features)
+
+
+@pytest.mark.parametrize("bad", ["a negative id", "offsets that fall", "floating ids"])
+def test_a_bad_batch_is_refused_by_ahead_in_the_same_words(bad: str) -> None:
+    features, kind, message = BAD[bad]
+    with pytest.raises(kind, match=message):
+        next(hotrow.ahead([features], collection(strategy="lru", budget=9000)))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_batch_moves_no_row_and_counts_nothing(bad: str) -> None:
+    embedding = collection(strategy="lru", budget=9000)
+    embedding(one_hot()).values().sum().backward()
+    before, traffic = embedding.state_dict(), embedding.traffic()
+    resident = [group.pad.row_of_slot.clone() for group in embedding.groups]
+    with pytest.raises(BAD[bad][1]):
+        embedding(BAD[bad][0])
+    after = embedding.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert embedding.traffic() == traffic
+    assert all(map(torch.equal, resident, (g.pad.row_of_slot for g in embedding.groups)))
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+@pytest.mark.parametrize("pooling", ["mean", "none"])
+def test_weights_are_refused_where_torch_refuses_them(pooling: str, mode: str) -> None:
+    embedding = collection(Table("a", 40, 4, ["f"], pooling=pooling)).train(mode == "training")
+    message = f"feature 'f' has pooling='{pooling}'; per-sample weights work with pooling='sum'"
+    with pytest.raises(ValueError, match=message):
+        embedding((long(1, 2), long(0, 2), torch.ones(2)))
+
+
+def test_many_features_are_not_all_listed() -> None:
+    embedding = collection(Table("a", 40, 4, [f"f{i}" for i in range(12)]))
+    with pytest.raises(ValueError, match="f0, f1, f2, f3, f4, f5, f6, f7 and 4 more"):
+        embedding(torch.zeros(2, 3, dtype=torch.int64))
+
+
+# -- tables ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": ""}, "a table's name must be non-empty"),
+        ({"name": "a.b"}, r"table 'a.b': a table's name must .* hold no '\.'"),
+        ({"num_embeddings": 0}, "table 'a': num_embeddings must be a whole number of at least 1"),
+        ({"num_embeddings": 2.5}, "table 'a': num_embeddings must be .* not 2.5"),
+        ({"embedding_dim": -1}, "table 'a': embedding_dim must be .* not -1"),
+        ({"feature_names": []}, r"feature_names must be a non-empty list, not \[\]"),
+        ({"feature_names": "f"}, "feature_names must be a non-empty list, not 'f'"),
+        ({"pooling": "max"}, "pooling must be one of sum, mean, none, not 'max'"),
+        ({"padding_idx": 40}, "table 'a': padding_idx 40 is outside its 40 rows"),
+        ({"padding_idx": -41}, "table 'a': padding_idx -41 is outside its 40 rows"),
+    ],
+    ids=str,
+)
+def test_a_bad_table_is_refused(settings: dict[str, Any], message: str) -> None:
+    good = {"name": "a", "num_embeddings": 40, "embedding_dim": 4, "feature_names": ["f"]}
+    with pytest.raises(ValueError, match=message):
+        Table(**{**good, **settings})
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([Table("a", 4, 2, ["f"]), Table("a", 4, 3, ["g"])], "table 'a' is named twice"),
+        ([Table("a", 4, 2, ["f"]), Table("b", 4, 3, ["f"])], "feature 'f' is named twice"),
+        ([Table("a", 4, 2, ["f", "f"])], "feature 'f' is named twice"),
+        ([], "a collection needs at least one table"),
+    ],
+    ids=["tables", "features", "features of one table", "no tables"],
+)
+def test_names_belong_to_one_place(tables: list[Table], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast")
+
+
+class PoolingType(enum.Enum):
+    """As TorchRec writes it."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+@pytest.mark.parametrize("pooling", PoolingType)
+def test_torchrecs_pooling_types_are_understood(pooling: PoolingType) -> None:
+    assert Table("a", 4, 2, ["f"], pooling=pooling).pooling == pooling.name.lower()
+
+
+def test_tables_of_one_width_stand_together_in_the_order_given() -> None:
+    tables = [Table("a", 4, 2, ["f"]), Table("b", 5, 3, ["g"]), Table("c", 6, 2, ["h"])]
+    groups = group_by_width(tables)
+    assert [[table.name for table in group.tables] for group in groups] == [["a", "c"], ["b"]]
+    assert [group.bases for group in groups] == [(0, 4), (0,)]
+
+
+def test_an_id_is_described_by_its_table() -> None:
+    (group,) = group_by_width(TABLES[:2])
+    assert [group.describe(row) for row in (0, 39, 40)] == [
+        "row 0 of table 'a'",
+        "row 39 of table 'a'",
+        "row 0 of table 'b'",
+    ]

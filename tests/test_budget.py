@@ -1,0 +1,244 @@
+"""Budgets are read as users write them, and nothing handed out exceeds them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hotrow
+from hotrow.budget import (
+    HASH_BYTES,
+    SLOT_STATE_BYTES,
+    choose_map,
+    parse_bytes,
+    share_out,
+    show_bytes,
+    smallest_budget,
+)
+
+# -- what users write --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (4_000_000, 4_000_000),
+        (1, 1),
+        ("4000000", 4_000_000),
+        ("4_000_000", 4_000_000),
+        ("512 B", 512),
+        ("4GB", 4 * 10**9),
+        ("4GiB", 4 * 2**30),
+        ("4gib", 4 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("  2 kB ", 2000),
+        ("0.5TiB", 2**39),
+    ],
+)
+def test_a_budget_is_read_as_written(text: Any, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("10%", 200), ("12.5 %", 250), ("100%", 2000)])
+def test_a_percentage_is_of_the_total(text: str, value: int) -> None:
+    assert parse_bytes(text, total=2000) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["4 gigs", "", " ", "GiB", "-1", "4G", "four", "4GiB extra", "1.2.3", "1e9", True, None]
+)
+def test_what_is_no_number_of_bytes_is_refused(text: Any) -> None:
+    message = f"cannot read {text!r} as a number of bytes; write .*'512MiB', '4GB'.*'4GiB'"
+    with pytest.raises(ValueError, match=message):
+        parse_bytes(text, total=2000)
+
+
+def test_a_percentage_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot read '10%'"):
+        parse_bytes("10%")
+
+
+@pytest.mark.parametrize("text", [0, -1, "0", "0 GiB", "0.4", "0%"])
+def test_a_budget_of_nothing_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=f"must be above zero bytes, got {text!r}"):
+        parse_bytes(text, total=2000)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (2**41, "2.00 TiB")],
+)
+def test_bytes_are_shown_for_people(value: int, text: str) -> None:
+    assert show_bytes(value) == text
+
+
+# -- sharing out -------------------------------------------------------------------------
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Groups of tables and a budget that is at least the smallest for them."""
+    groups = draw(st.integers(1, 4))
+    row_bytes = [4 * draw(st.integers(1, 400)) for _ in range(groups)]
+    num_rows = [draw(st.sampled_from([1, 7, 33, 1000, 10**6, 10**9])) for _ in range(groups)]
+    weights = [draw(st.integers(1, 1000)) for _ in range(groups)]
+    smallest = smallest_budget(row_bytes)
+    return {
+        "budget_bytes": smallest + draw(st.integers(0, 10) | st.integers(0, 10**11)),
+        "row_bytes": row_bytes,
+        "num_rows": num_rows,
+        "parts": [weight / sum(weights) for weight in weights],
+        "buffer_part": draw(st.sampled_from([1 / 16, 1 / 4])),
+    }
+
+
+def bytes_of(request: dict[str, Any], budget: hotrow.Budget) -> int:
+    """Slots with their state and map, buffers, and the window of ids."""
+    total = budget.window_bytes
+    for share, row, rows in zip(
+        budget.shares, request["row_bytes"], request["num_rows"], strict=True
+    ):
+        map_bytes = 4 * rows if share.dense_map else HASH_BYTES * share.slots
+        total += share.slots * (row + SLOT_STATE_BYTES) + map_bytes + share.buffer_rows * row
+    return total
+
+
+@settings(deadline=None, max_examples=300)
+@given(requests())
+def test_what_is_shared_out_never_exceeds_the_budget(request: dict[str, Any]) -> None:
+    assert bytes_of(request, share_out(**request)) <= request["budget_bytes"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(requests())
+def test_every_group_gets_a_few_slots_and_a_buffer(request: dict[str, Any]) -> None:
+    for share, rows in zip(share_out(**request).shares, request["num_rows"], strict=True):
+        assert share.slots >= min(24, rows)  # of 32, the buffer takes a quarter at most
+        assert share.buffer_rows >= 32
+
+
+@settings(deadline=None, max_examples=100)
+@given(requests())
+def test_no_group_gets_more_slots_than_rows(request: dict[str, Any]) -> None:
+    for share, rows in zip(share_out(**request).shares, request["num_rows"], strict=True):
+        assert share.slots <= rows
+
+
+@settings(deadline=None, max_examples=100)
+@given(requests())
+def test_with_room_for_all_rows_every_row_gets_a_slot(request: dict[str, Any]) -> None:
+    need = sum(
+        rows * (2 * size + SLOT_STATE_BYTES + HASH_BYTES)
+        for rows, size in zip(request["num_rows"], request["row_bytes"], strict=True)
+    )
+    request["budget_bytes"] = 2 * need + smallest_budget(request["row_bytes"])
+    shares = share_out(**request).shares
+    assert [share.slots for share in shares] == request["num_rows"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(requests())
+def test_a_budget_below_the_smallest_is_refused(request: dict[str, Any]) -> None:
+    smallest = smallest_budget(request["row_bytes"])
+    request["budget_bytes"] = smallest - 1
+    with pytest.raises(ValueError, match=rf"too small; the smallest .* \({smallest:,} bytes\)"):
+        share_out(**request)
+
+
+def test_what_a_small_group_leaves_reaches_the_others() -> None:
+    # The first group has ten rows; half of the budget would be far more than it needs.
+    both = share_out(
+        1_000_000, row_bytes=[64, 64], num_rows=[10, 10**6], parts=[0.5, 0.5], buffer_part=1 / 16
+    )
+    alone = share_out(1_000_000, row_bytes=[64], num_rows=[10**6], parts=[1.0], buffer_part=1 / 16)
+    assert both.shares[0].slots == 10
+    assert both.shares[1].slots > 0.98 * alone.shares[0].slots
+
+
+def test_a_larger_part_gives_more_slots() -> None:
+    shares = share_out(
+        1_000_000, row_bytes=[64, 64], num_rows=[10**6] * 2, parts=[0.8, 0.2], buffer_part=1 / 16
+    ).shares
+    assert shares[0].slots > 3 * shares[1].slots
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "dense"), [(100, 100, True), (100, 200, True), (100, 201, False)]
+)
+def test_the_smaller_map_is_taken(slots: int, rows: int, dense: bool) -> None:
+    assert choose_map(slots, rows) is dense
+
+
+# -- budgets of collections --------------------------------------------------------------
+
+TABLES = [
+    hotrow.EmbeddingBagConfig("a", 3000, 8, ["f"]),
+    hotrow.EmbeddingBagConfig("b", 40, 8, ["g"]),
+    hotrow.EmbeddingBagConfig("c", 2000, 3, ["h"]),
+]
+
+
+def collection(budget: Any, strategy: str = "lookahead") -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(TABLES, hotrow.Adagrad(), budget, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])  # a small buffer, and a large
+@pytest.mark.parametrize("budget", [9000, 40_000, "10%", "60%", "300%"])
+def test_a_collections_memory_is_within_its_budget(budget: Any, strategy: str) -> None:
+    embedding = collection(budget, strategy)
+    granted = parse_bytes(budget, total=embedding.bytes_total)
+    padding = sum(group.width * 4 for group in embedding.groups)  # one zero row per width
+    assert sum(embedding.memory().values()) <= granted + padding
+
+
+@pytest.mark.parametrize("budget", [9000, "10%", "60%"])
+def test_memory_counts_what_lies_in_fast_memory(budget: Any) -> None:
+    embedding = collection(budget)
+    held = embedding.window_bytes
+    for group in embedding.groups:
+        planner, pad = group.planner, group.pad
+        tensors = [pad.slots[:-1], pad.row_of_slot, planner.last_use, planner.next_use]
+        tensors += [planner.uses, group.buffer]
+        held += pad.map.num_bytes + sum(each.numel() * each.element_size() for each in tensors)
+    assert sum(embedding.memory().values()) == held
+
+
+def test_the_error_names_the_smallest_budget_and_that_one_trains() -> None:
+    with pytest.raises(ValueError, match="too small") as caught:
+        collection(100)
+    found = re.search(r"\(([0-9,]+) bytes\)", str(caught.value))
+    assert found is not None
+    smallest = int(found[1].replace(",", ""))
+    embedding = collection(smallest)
+    for _ in range(3):
+        embedding(torch.randint(40, (50, 3))).values().sum().backward()
+    embedding.check()
+    with pytest.raises(ValueError, match="too small"):
+        collection(smallest - 1)
+
+
+def test_ten_percent_is_of_rows_with_their_state() -> None:
+    embedding = collection("10%")
+    assert embedding.bytes_total == 4 * (3040 * 16 + 2000 * 6)
+    used = sum(embedding.memory().values())
+    assert 0.09 * embedding.bytes_total < used < 0.11 * embedding.bytes_total
+
+
+def test_a_strategy_that_moves_rows_needs_a_budget() -> None:
+    with pytest.raises(ValueError, match=r"strategy 'lookahead' needs a budget.*budget='10%'"):
+        collection(None)
+
+
+def test_all_fast_needs_no_budget() -> None:
+    assert collection(None, "all-fast").num_slots == 5040
+
+
+@pytest.mark.parametrize("budget", ["4 gigs", "", "-1", True])
+def test_a_collection_refuses_a_budget_it_cannot_read(budget: Any) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        collection(budget)

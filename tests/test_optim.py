@@ -1,0 +1,406 @@
+"""Row optimizers: torch's defaults and schedulers, one step per update, the same bits anywhere."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+import hotrow
+from builders import CASES, RULES, build, outcome, readout, tight_budget, variant
+from hotrow.optim import RowRule, per_row
+
+Table = hotrow.EmbeddingBagConfig
+TABLES = [Table("a", 30, 4, ["f"]), Table("b", 20, 4, ["g"]), Table("c", 10, 3, ["h"])]
+
+
+def collection(rule: RowRule, **options: Any) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(TABLES, rule, **{"strategy": "all-fast", **options})
+
+
+def some_ids() -> Tensor:
+    return torch.stack([torch.randint(10, (6,)) for _ in TABLES], dim=1)
+
+
+def update(embedding: hotrow.EmbeddingBagCollection, scale: float = 1.0) -> None:
+    (embedding(some_ids()).values().square().sum() * scale).backward()
+
+
+# -- settings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (hotrow.SGD, torch.optim.SGD),
+        (hotrow.Adagrad, torch.optim.Adagrad),
+        (hotrow.RowWiseAdagrad, torch.optim.Adagrad),
+        (hotrow.Adam, torch.optim.SparseAdam),
+        (hotrow.AdamW, torch.optim.AdamW),
+    ],
+)
+def test_defaults_are_torchs(ours: type[RowRule], torchs: type) -> None:
+    theirs = inspect.signature(torchs).parameters
+    mine = {field.name: getattr(ours(), field.name) for field in fields(ours)}
+    assert mine == {name: theirs[name].default for name in mine}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hotrow.SGD(lr=-0.1), "SGD: lr must be a number of at least 0, not -0.1"),
+        (lambda: hotrow.SGD(weight_decay=-1), "SGD: weight_decay must be"),
+        (lambda: hotrow.SGD(lr="fast"), "SGD: lr must be .* not 'fast'"),
+        (lambda: hotrow.SGD(lr=None), "SGD: lr must be .* not None"),
+        (lambda: hotrow.SGD(lr=math.nan), "SGD: lr must be .* not nan"),
+        (lambda: hotrow.SGD(lr=math.inf), "SGD: lr must be .* not inf"),
+        (lambda: hotrow.Adagrad(eps=-1e-9), "Adagrad: eps must be"),
+        (lambda: hotrow.Adagrad(initial_accumulator_value=-1.0), "initial_accumulator_value must"),
+        (lambda: hotrow.Adam(betas=(-0.1, 0.9)), r"Adam: betas must be .* not \(-0.1, 0.9\)"),
+        (lambda: hotrow.AdamW(weight_decay=-0.1), "AdamW: weight_decay must be"),
+    ],
+)
+def test_a_bad_setting_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Fail today: they are accepted; a beta of 1 gives NaN in the first update, a single one a KeyError.
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (1.5, 0.9), (0.9,)], ids=str)
+def test_betas_that_torch_refuses_are_refused(betas: Any) -> None:
+    with pytest.raises(ValueError, match="Adam: betas"):
+        hotrow.Adam(betas=betas)
+
+
+def test_an_optimizer_of_torch_is_refused_by_name() -> None:
+    dense = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"optimizer must be hotrow.SGD, .* got SGD"):
+        collection(dense)
+
+
+def test_every_table_has_a_param_group_with_the_rules_settings() -> None:
+    groups = collection(hotrow.AdamW(lr=0.5, eps=1e-6)).optimizer.param_groups
+    assert [group["name"] for group in groups] == ["a", "b", "c"]
+    for group in groups:
+        assert (group["lr"], group["eps"], group["weight_decay"]) == (0.5, 1e-6, 0.01)
+
+
+# -- torch's schedulers ------------------------------------------------------------------
+
+
+def rates(embedding: hotrow.EmbeddingBagCollection) -> list[float]:
+    return [group["lr"] for group in embedding.optimizer.param_groups]
+
+
+def test_step_lr_drives_the_rows() -> None:
+    embedding = collection(hotrow.SGD(lr=1.0))
+    scheduler = lr_scheduler.StepLR(embedding.optimizer, step_size=2, gamma=0.5)
+    seen = []
+    for _ in range(5):
+        update(embedding)
+        scheduler.step()
+        seen.append(rates(embedding)[0])
+    assert seen == [1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_lambda_lr_drives_each_table_by_its_own_function() -> None:
+    embedding = collection(hotrow.SGD(lr=1.0))
+    scheduler = lr_scheduler.LambdaLR(
+        embedding.optimizer, [lambda n: 1.0, lambda n: 1 / (n + 1), lambda n: 0.5**n]
+    )
+    for _ in range(3):
+        update(embedding)
+        scheduler.step()
+    assert rates(embedding) == [1.0, 0.25, 0.125]
+
+
+def test_one_cycle_lr_drives_rate_and_first_beta() -> None:
+    embedding = collection(hotrow.Adam(lr=0.1))
+    scheduler = lr_scheduler.OneCycleLR(embedding.optimizer, max_lr=1.0, total_steps=10)
+    highest, betas = 0.0, set()
+    for _ in range(9):
+        update(embedding)
+        scheduler.step()
+        highest = max(highest, rates(embedding)[0])
+        betas.add(embedding.optimizer.param_groups[0]["betas"][0])
+    assert 0.9 < highest <= 1.0
+    assert min(betas) < 0.9 < max(betas)
+
+
+def test_one_cycle_lr_drives_rows_without_momentum() -> None:
+    embedding = collection(hotrow.SGD(lr=0.1))
+    scheduler = lr_scheduler.OneCycleLR(
+        embedding.optimizer, max_lr=1.0, total_steps=10, cycle_momentum=False
+    )
+    update(embedding)
+    before = rates(embedding)[0]
+    scheduler.step()
+    assert rates(embedding)[0] > before
+
+
+def test_reduce_on_plateau_drives_the_rows() -> None:
+    embedding = collection(hotrow.SGD(lr=1.0))
+    scheduler = lr_scheduler.ReduceLROnPlateau(embedding.optimizer, factor=0.1, patience=1)
+    for _ in range(4):
+        update(embedding)
+        scheduler.step(1.0)
+    assert rates(embedding) == pytest.approx([0.1] * 3)
+
+
+def test_a_scheduler_before_the_first_update_is_warned_of_as_in_torch() -> None:
+    embedding = collection(hotrow.SGD())
+    scheduler = lr_scheduler.StepLR(embedding.optimizer, step_size=2)
+    with pytest.warns(UserWarning, match=r"lr_scheduler\.step\(\)` before `optimizer\.step"):
+        scheduler.step()
+
+
+def test_an_update_uses_the_rate_of_its_moment() -> None:
+    embedding = collection(hotrow.SGD(lr=0.5))
+    scheduler = lr_scheduler.StepLR(embedding.optimizer, step_size=1, gamma=0.5)
+    ids = torch.tensor([[3, 3, 3]])
+    for rate in (0.5, 0.25, 0.125):
+        before = embedding.state_dict()["embedding_bags.a.weight"][3]
+        embedding(ids)["f"].sum().backward()
+        after = embedding.state_dict()["embedding_bags.a.weight"][3]
+        assert torch.equal(after, before - rate)
+        scheduler.step()
+
+
+def test_a_rate_of_one_table_acts_on_that_table_alone() -> None:
+    torch.manual_seed(1)
+    alike, other = collection(hotrow.Adagrad(lr=0.1)), collection(hotrow.Adagrad(lr=0.1))
+    other.optimizer.param_groups[1]["lr"] = 0.01
+    ids = some_ids()
+    moved = []
+    for embedding in (alike, other):
+        before = embedding.state_dict()
+        embedding(ids).values().square().sum().backward()
+        after = embedding.state_dict()
+        moved.append({key.split(".")[1]: after[key] - before[key] for key in before})
+    assert torch.equal(moved[0]["a"], moved[1]["a"])
+    assert torch.equal(moved[0]["c"], moved[1]["c"])
+    torch.testing.assert_close(moved[1]["b"], moved[0]["b"] / 10, rtol=1e-3, atol=1e-6)
+    assert bool(moved[0]["b"].any())
+
+
+def test_rows_are_updated_in_backward_and_step_does_nothing() -> None:
+    embedding = collection(hotrow.SGD(lr=0.1))
+    update(embedding)
+    before = embedding.state_dict()
+    embedding.optimizer.step()
+    embedding.optimizer.zero_grad()
+    assert all(torch.equal(before[key], value) for key, value in embedding.state_dict().items())
+
+
+def test_step_calls_a_closure() -> None:
+    assert collection(hotrow.SGD()).optimizer.step(lambda: 7) == 7
+
+
+# -- Adam's step -------------------------------------------------------------------------
+
+
+def steps(embedding: hotrow.EmbeddingBagCollection) -> list[int]:
+    return [each["step"] for each in embedding.optimizer.state_dict()["state"].values()]
+
+
+def test_an_update_counts_for_every_table_also_for_one_without_lookups() -> None:
+    embedding = collection(hotrow.Adam())
+    lengths = torch.tensor([1, 1, 0, 0, 1, 1])  # table b is not looked up
+    kjt = hotrow.KeyedJaggedTensor(["f", "g", "h"], torch.tensor([1, 2, 3, 4]), lengths=lengths)
+    embedding(kjt).values().sum().backward()
+    assert steps(embedding) == [1, 1, 1]
+
+
+def test_accumulated_passes_are_one_step() -> None:
+    embedding = collection(hotrow.Adam())
+    with embedding.accumulate():
+        for _ in range(3):
+            update(embedding)
+        assert steps(embedding) == [0, 0, 0]
+    assert steps(embedding) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_skipped_update_is_no_step(value: float) -> None:
+    embedding = collection(hotrow.Adam(), on_nonfinite="skip")
+    update(embedding)
+    before = outcome(embedding, [])
+    update(embedding, scale=value)
+    assert outcome(embedding, []).same_bits(before)
+    update(embedding)
+    assert steps(embedding) == [2, 2, 2]
+
+
+def test_an_update_refused_for_its_gradient_is_no_step() -> None:
+    embedding = collection(hotrow.Adam(), on_nonfinite="error")
+    update(embedding)
+    before = outcome(embedding, [])
+    with pytest.raises(FloatingPointError, match=r"update 2: .* of table 'a' holds nan"):
+        update(embedding, scale=math.nan)
+    assert outcome(embedding, []).same_bits(before)
+
+
+def test_a_forward_pass_alone_is_no_step() -> None:
+    embedding = collection(hotrow.Adam())
+    embedding(some_ids())
+    assert steps(embedding) == [0, 0, 0]
+
+
+def test_an_evaluation_is_no_step() -> None:
+    embedding = collection(hotrow.Adam()).eval()
+    embedding(some_ids())
+    assert steps(embedding) == [0, 0, 0]
+
+
+# -- saving and loading ------------------------------------------------------------------
+
+
+def train_some(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
+    losses = []
+    for batch in hotrow.ahead(batches, embedding):
+        loss = readout(embedding(batch))
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("second", ["all-fast", "lru", "scratchpipe", "lookahead"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_loaded_optimizer_goes_on_with_the_same_bits(rule: str, second: str) -> None:
+    case = CASES["two-widths"]
+    batches = case.batches(20)
+    whole = build(case, rule, "all-fast")
+    train_some(whole, batches[:10])
+    whole.optimizer.param_groups[1]["lr"] /= 2
+    rest = train_some(whole, batches[10:])
+
+    lru = variant("lru")
+    first = build(case, rule, lru, budget=tight_budget(case, batches, lru.hold))
+    train_some(first, batches[:10])
+    first.optimizer.param_groups[1]["lr"] /= 2
+    strategy = variant(second)
+    budget = None if strategy.everything else tight_budget(case, batches, strategy.hold)
+    next_ = build(case, rule, strategy, budget=budget)
+    next_.load_state_dict(first.state_dict())
+    next_.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert outcome(next_, train_some(next_, batches[10:])).same_bits(outcome(whole, rest))
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    embedding = collection(hotrow.Adagrad(lr=0.1))
+    update(embedding)
+    saved = embedding.optimizer.state_dict()["state"]["a"]["sum"]
+    before = saved.clone()
+    update(embedding)
+    assert torch.equal(saved, before)
+
+
+def test_a_state_dict_survives_a_file(tmp_path: Any) -> None:
+    embedding = collection(hotrow.AdamW())
+    update(embedding)
+    torch.save(embedding.optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other = collection(hotrow.AdamW())
+    other.optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    other.load_state_dict(embedding.state_dict())
+    assert outcome(other, []).same_bits(outcome(embedding, []))
+
+
+def test_row_wise_state_is_one_value_per_row() -> None:
+    embedding = collection(hotrow.RowWiseAdagrad())
+    state = embedding.optimizer.state_dict()["state"]
+    assert [each["sum"].shape for each in state.values()] == [(30, 1), (20, 1), (10, 1)]
+
+
+def test_state_of_another_shape_is_refused_and_nothing_is_loaded() -> None:
+    embedding, other = collection(hotrow.Adagrad(lr=0.1)), collection(hotrow.Adagrad(lr=0.1))
+    update(embedding)
+    before = outcome(other, [])
+    saved = embedding.optimizer.state_dict()
+    saved["state"]["c"]["sum"] = torch.zeros(10, 4)
+    message = r"state 'sum' of table 'c' must have shape \[10, 3\], got \[10, 4\]"
+    with pytest.raises(ValueError, match=message):
+        other.optimizer.load_state_dict(saved)
+    assert outcome(other, []).same_bits(before)
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    adagrad, adam = collection(hotrow.Adagrad()), collection(hotrow.Adam())
+    with pytest.raises(ValueError, match=r"'exp_avg' of table 'a' must .* got nothing"):
+        adam.optimizer.load_state_dict(adagrad.optimizer.state_dict())
+
+
+def test_state_without_one_of_the_tables_is_refused() -> None:
+    embedding = collection(hotrow.SGD())
+    saved = embedding.optimizer.state_dict()
+    saved["param_groups"] = saved["param_groups"][:2]
+    with pytest.raises(ValueError, match="the optimizer's state has no table 'c'"):
+        embedding.optimizer.load_state_dict(saved)
+
+
+# -- a row's bits are its own ------------------------------------------------------------
+
+
+def updated(rule: RowRule, rows: Tensor, grads: Tensor, tables: int = 1) -> Tensor:
+    """Rows after one update, as a collection does it: in one tensor, with their state."""
+    rows, dim = rows.clone(), grads.shape[1]
+    values = {
+        f"{field.name}.{i}" if isinstance(value, tuple) else field.name: torch.tensor(
+            [each] * tables, dtype=torch.float64
+        )
+        for field in fields(rule)
+        for value in [getattr(rule, field.name)]
+        for i, each in enumerate(value if isinstance(value, tuple) else [value])
+    }
+    scalars = rule.scalars(values, torch.full((tables,), 3))
+    owner = None if tables == 1 else torch.arange(len(rows)) % tables
+    state = [rows[:, place] for place in rule.state_columns(dim).values()]
+    rule.update(rows[:, :dim], grads.clone(), state, per_row(scalars, owner))
+    return rows
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 8, 33, 64])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_has_the_same_bits_alone_and_among_a_thousand(rule: str, dim: int) -> None:
+    each = RULES[rule]
+    rows = torch.rand(1000, dim + each.state_width(dim))
+    grads = torch.randn(1000, dim)
+    together = updated(each, rows, grads)
+    for place in range(0, 1000, 67):
+        one = slice(place, place + 1)
+        assert torch.equal(updated(each, rows[one], grads[one]), together[one])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_has_the_same_bits_wherever_it_stands(rule: str) -> None:
+    each = RULES[rule]
+    rows, grads = torch.rand(101, 7 + each.state_width(7)), torch.randn(101, 7)
+    order = torch.randperm(101)
+    assert torch.equal(updated(each, rows[order], grads[order]), updated(each, rows, grads)[order])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_settings_by_table_give_the_bits_of_one_setting_for_all(rule: str) -> None:
+    each = RULES[rule]
+    rows, grads = torch.rand(101, 7 + each.state_width(7)), torch.randn(101, 7)
+    assert torch.equal(updated(each, rows, grads, tables=3), updated(each, rows, grads))
+
+
+def test_row_wise_state_is_fed_by_the_mean_of_the_squares() -> None:
+    rows, grads = torch.zeros(1, 5), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    rule = hotrow.RowWiseAdagrad(lr=1.0, eps=0.0)
+    found = updated(rule, rows, grads)
+    assert float(found[0, 4]) == 7.5
+    torch.testing.assert_close(found[0, :4], -grads[0] / 7.5**0.5)
+
+
+def test_rules_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        hotrow.SGD().lr = 0.5
+    assert replace(hotrow.SGD(), lr=0.5).lr == 0.5

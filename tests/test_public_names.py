@@ -1,0 +1,69 @@
+"""What users may import is listed, is there, and says what it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hotrow
+
+SOURCE = Path(hotrow.__file__).parent
+MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+def visible_names() -> set[str]:
+    """Public names of the package; its modules are not among them."""
+    return {
+        name
+        for name, value in vars(hotrow).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def test_all_lists_what_is_visible() -> None:
+    assert visible_names() <= set(hotrow.__all__)
+
+
+def test_what_all_lists_is_there() -> None:
+    assert [name for name in hotrow.__all__ if not hasattr(hotrow, name)] == []
+
+
+def test_no_name_is_listed_twice() -> None:
+    assert len(hotrow.__all__) == len(set(hotrow.__all__))
+
+
+def test_a_star_import_gives_the_listed_names_and_no_module() -> None:
+    names: dict[str, object] = {}
+    exec("from hotrow import *", names)
+    del names["__builtins__"]
+    assert set(names) == set(hotrow.__all__)
+    assert not any(isinstance(value, ModuleType) for value in names.values())
+
+
+DOCUMENTED = [name for name in hotrow.__all__ if callable(getattr(hotrow, name))]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    value = getattr(hotrow, name)
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert doc
+    assert not doc.startswith(f"{name}("), "a dataclass wrote it by itself"
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_name_belongs_to_this_package(name: str) -> None:
+    assert getattr(hotrow, name).__module__.startswith("hotrow.")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is(module: str) -> None:
+    assert ast.get_docstring(ast.parse((SOURCE / module).read_text()))
+
+
+def test_the_version_is_a_version() -> None:
+    assert [part.isdigit() for part in hotrow.__version__.split(".")[:2]] == [True, True]

@@ -1,0 +1,271 @@
+"""Rows start as a function of (seed, id) alone, and the store keeps what it is given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from hotrow import store as store_module
+from hotrow.store import Store, host_rows, initialise, start_weights
+from hotrow.tables import group_by_width
+
+INITS: dict[str, Any] = {
+    "uniform": hotrow.Uniform(-0.5, 0.25),
+    "normal": hotrow.Normal(0.1, 2.0),
+    "constant": hotrow.Constant(0.75),
+    "function": lambda rows: rows[:, None] * torch.tensor([1.0, -1.0, 0.5]),
+}
+
+
+def rows_of(
+    *sizes: int, init: Any = None, dim: int = 3, seed: int = 5, padding: int | None = None
+) -> Tensor:
+    """The rows of tables that lie side by side, with two columns of state."""
+    tables = [
+        hotrow.EmbeddingBagConfig(f"t{i}", n, dim, [f"f{i}"], init=init, padding_idx=padding)
+        for i, n in enumerate(sizes)
+    ]
+    (group,) = group_by_width(tables)
+    rows = host_rows(group.num_rows, dim + 2)
+    initialise(rows, group, [0.5, 7.0], seed)
+    return rows
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# -- a function of (seed, id) ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_rows_do_not_depend_on_the_size_of_chunks(
+    init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rows_of(100, 57, init=INITS[init])
+    for floats in (1, 7, 64):
+        monkeypatch.setattr(store_module, "_CHUNK_FLOATS", floats)
+        assert torch.equal(rows_of(100, 57, init=INITS[init]), whole)
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_rows_do_not_depend_on_the_number_of_threads(
+    init: str, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    monkeypatch.setattr(store_module, "_CHUNK_FLOATS", 32)
+    torch.set_num_threads(1)
+    alone = rows_of(300, init=INITS[init])
+    torch.set_num_threads(4)
+    assert torch.equal(rows_of(300, init=INITS[init]), alone)
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal"])
+def test_rows_do_not_depend_on_how_ids_are_divided_into_tables(init: str) -> None:
+    one = rows_of(100, init=INITS[init])
+    assert torch.equal(rows_of(60, 40, init=INITS[init]), one)
+    assert torch.equal(rows_of(1, 98, 1, init=INITS[init]), one)
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal"])
+def test_rows_do_not_depend_on_how_many_follow(init: str) -> None:
+    assert torch.equal(rows_of(1000, init=INITS[init])[:10], rows_of(10, init=INITS[init]))
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal"])
+def test_another_seed_gives_other_rows(init: str) -> None:
+    first, second = (rows_of(100, init=INITS[init], seed=seed)[:, :3] for seed in (1, 2))
+    assert not bool((first == second).any(1).any())
+
+
+def test_a_strategy_starts_from_the_rows_of_all_fast() -> None:
+    tables = [hotrow.EmbeddingBagConfig("a", 500, 4, ["f"])]
+    fast = hotrow.EmbeddingBagCollection(tables, hotrow.Adagrad(), strategy="all-fast", seed=9)
+    slow = hotrow.EmbeddingBagCollection(tables, hotrow.Adagrad(), "20%", seed=9)
+    key = "embedding_bags.a.weight"
+    assert torch.equal(fast.state_dict()[key], slow.state_dict()[key])
+
+
+# -- what the starts look like -----------------------------------------------------------
+
+
+def test_uniform_rows_fill_their_range_evenly() -> None:
+    values = start_weights(hotrow.Uniform(-2.0, 6.0), 64, 0, 4000).flatten()
+    assert float(values.min()) >= -2
+    assert float(values.max()) <= 6
+    shares = torch.histc(values, bins=16, min=-2, max=6) / values.numel()
+    assert float((shares * 16 - 1).abs().max()) < 0.04  # five standard deviations
+
+
+def test_normal_rows_have_the_mean_and_spread_asked_for() -> None:
+    values = start_weights(hotrow.Normal(1.0, 2.0), 64, 0, 4000).double().flatten()
+    standard = (values - 1) / 2
+    bound = 5 / values.numel() ** 0.5
+    assert abs(float(standard.mean())) < bound
+    assert abs(float(standard.std()) - 1) < bound
+    assert abs(float((standard**3).mean())) < 4 * bound
+    assert abs(float((standard**4).mean()) - 3) < 10 * bound
+
+
+def test_normal_rows_are_finite_up_to_the_last() -> None:
+    assert bool(start_weights(hotrow.Normal(), 64, 0, 20_000).isfinite().all())
+
+
+@pytest.mark.parametrize("init", [hotrow.Uniform(-1.0, 1.0), hotrow.Normal()], ids=str)
+def test_neighbouring_rows_and_columns_have_nothing_in_common(init: Any) -> None:
+    values = start_weights(init, 64, 0, 4000).double()
+    values = (values - values.mean()) / values.std()
+    bound = 5 / values.numel() ** 0.5
+    for shift, along in ((1, 0), (1, 1), (2, 1), (64, 0)):
+        assert abs(float((values * values.roll(shift, along)).mean())) < bound
+
+
+def test_no_two_rows_start_alike() -> None:
+    rows = start_weights(hotrow.Uniform(-1.0, 1.0), 4, 0, 50_000)
+    assert rows.unique(dim=0).shape[0] == 50_000
+
+
+def test_a_table_starts_within_one_over_the_root_of_its_rows() -> None:
+    values = rows_of(10_000)[:, :3]
+    assert 0.0099 < float(values.abs().max()) <= 0.01
+
+
+def test_a_constant_start_is_that_constant() -> None:
+    assert bool((rows_of(10, init=hotrow.Constant(0.25))[:, :3] == 0.25).all())
+
+
+def test_the_padding_row_starts_at_zero_and_its_neighbours_do_not() -> None:
+    weights = rows_of(50, padding=7)[:, :3]
+    assert (weights == 0).all(1).nonzero().tolist() == [[7]]
+
+
+def test_state_columns_start_at_their_own_values() -> None:
+    rows = rows_of(50, 20)
+    assert bool((rows[:, 3] == 0.5).all())
+    assert bool((rows[:, 4] == 7.0).all())
+
+
+def test_an_accumulator_starts_at_its_initial_value() -> None:
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("a", 20, 4, ["f"])],
+        hotrow.Adagrad(initial_accumulator_value=0.1),
+        strategy="all-fast",
+    )
+    assert bool((embedding.optimizer.state_dict()["state"]["a"]["sum"] == 0.1).all())
+
+
+# -- a start the user writes -------------------------------------------------------------
+
+
+def test_a_function_sees_row_numbers_within_its_table() -> None:
+    rows = rows_of(4, 3, init=lambda numbers: numbers[:, None].expand(-1, 3))
+    assert rows[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+def test_a_function_may_return_another_floating_type() -> None:
+    rows = rows_of(4, init=lambda numbers: numbers[:, None].double().expand(-1, 3) / 3)
+    assert torch.equal(rows[:, 2], torch.arange(4) / 3)
+
+
+@pytest.mark.parametrize(
+    ("init", "got"),
+    [
+        (lambda rows: torch.zeros(len(rows), 4), r"torch.Size\(\[10, 4\]\)"),
+        (lambda rows: torch.zeros(3), r"torch.Size\(\[3\]\)"),
+        (lambda rows: [0.0] * len(rows), "list"),
+    ],
+    ids=["too wide", "one dimension", "no tensor"],
+)
+def test_a_function_that_returns_another_shape_is_refused(init: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"init must return .* \[10, 3\] .* got {got}"):
+        rows_of(10, init=init)
+
+
+def test_an_error_in_the_function_reaches_the_user() -> None:
+    def broken(rows: Tensor) -> Tensor:
+        raise KeyError("no such row")
+
+    with pytest.raises(KeyError, match="no such row"):
+        rows_of(10, init=broken)
+
+
+# -- read and write ----------------------------------------------------------------------
+
+
+def test_read_gives_the_rows_in_the_order_asked() -> None:
+    rows = rows_of(20)
+    out = torch.empty(3, 5)
+    found = Store(rows).read(torch.tensor([7, 0, 7]), out=out)
+    assert torch.equal(out, rows[[7, 0, 7]])
+    assert found.data_ptr() == out.data_ptr()
+
+
+def test_write_replaces_those_rows_and_no_other() -> None:
+    rows = rows_of(20)
+    before = rows.clone()
+    Store(rows).write(torch.tensor([7, 2]), torch.full((2, 5), 3.0))
+    assert (rows != before).any(1).nonzero().squeeze(1).tolist() == [2, 7]
+    assert bool((rows[[2, 7]] == 3).all())
+
+
+def test_host_rows_start_at_zero() -> None:
+    assert torch.equal(host_rows(30, 4), torch.zeros(30, 4))
+
+
+# -- memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_no_part_in_the_rows_and_ends_cleanly() -> None:
+    rows = rows_of(100_000)
+    before, address = rows.clone(), rows.data_ptr()
+    child = os.fork()
+    if child == 0:  # no torch in here: its threads were not forked
+        with open("/proc/self/maps") as lines:
+            spans = [line.split()[0].split("-") for line in lines]
+        mapped = any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+        os._exit(3 if mapped else 0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert torch.equal(rows, before)
+
+
+def test_making_a_large_store_takes_no_second_copy() -> None:
+    script = """
+    import torch
+    from hotrow import Uniform, EmbeddingBagConfig
+    from hotrow.store import host_rows, initialise
+    from hotrow.tables import group_by_width
+
+    def peak():
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    def make(rows):
+        (group,) = group_by_width([EmbeddingBagConfig("a", rows, 62, ["f"])])
+        made = host_rows(rows, 64)
+        initialise(made, group, [0.0, 0.0], 0)
+        return made
+
+    make(1000)  # whatever libraries load on their first use
+    before = peak()
+    rows = make(1 << 21)
+    assert rows.numel() * 4 == 512 * 2**20
+    print((peak() - before) / (512 * 2**10))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert 0.9 < float(done.stdout) < 1.25
