@@ -160,7 +160,6 @@ def test_a_batch_without_lookups_gives_zeros_for_each_bag(pooling: str) -> None:
     assert torch.equal(found, torch.zeros(0 if pooling == "none" else 3, 4))
 
 
-# The dense one fails today: a batch of no samples cannot be viewed as [0, -1].
 @pytest.mark.parametrize(
     "features",
     [torch.empty(0, 2, dtype=torch.int64), (long(), long(0))],

@@ -72,7 +72,7 @@ def test_a_bad_setting_is_refused(make: Callable[[], Any], message: str) -> None
         make()
 
 
-# Fail today: they are accepted; a beta of 1 gives NaN in the first update, a single one a KeyError.
+# A beta of 1 would give NaN in the first update.
 @pytest.mark.parametrize("betas", [(0.9, 1.0), (1.5, 0.9), (0.9,)], ids=str)
 def test_betas_that_torch_refuses_are_refused(betas: Any) -> None:
     with pytest.raises(ValueError, match="Adam: betas"):

@@ -177,9 +177,7 @@ def test_a_profile_of_other_tables_is_refused(profile: Any, message: str) -> Non
         check_profile(profile, TABLES)
 
 
-# Fail today: a negative row number, or one given twice, passes the check; the first ends in an
-# IndexError inside the planner, the second pins one slot twice ("a stray pin" in check()), and a
-# list ends in "too many values to unpack".
+# A row given twice would be pinned twice, a negative one would pin a row of another table.
 @pytest.mark.parametrize(
     "profile",
     [

@@ -72,8 +72,9 @@ def test_the_dense_map_agrees_with_a_dict_through_long_churn() -> None:
     pad.check()
 
 
-def test_a_hash_over_very_few_slots_agrees_with_a_dict() -> None:
-    pad = pad_of("hash", slots=2)
+@pytest.mark.parametrize("slots", [2, 3, 4, 5])
+def test_a_hash_over_very_few_slots_agrees_with_a_dict(slots: int) -> None:
+    pad = pad_of("hash", slots=slots)
     churn(pad, torch.arange(9), steps=200)
     pad.check()
 

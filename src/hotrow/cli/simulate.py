@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -61,7 +62,10 @@ def simulate(
 
     - `hotrow simulate configs/traffic-study.toml --slots 1%,2%,5% --pin ranks --depth 50`
     """
-    trace = Trace(load(file, overrides=settings or ()).data)
+    config = load(file, overrides=settings or ())
+    # Steps this short gain little from a second thread, and lose much when a core is busy.
+    torch.set_num_threads(config.run.threads or 1)
+    trace = Trace(config.data)
     sizes = [_slots(part, trace.num_rows) for part in slots.split(",")]
     chosen = [find_strategy(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
