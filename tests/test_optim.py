@@ -332,8 +332,24 @@ def test_state_of_another_shape_is_refused_and_nothing_is_loaded() -> None:
 
 def test_state_of_another_optimizer_is_refused() -> None:
     adagrad, adam = collection(hotrow.Adagrad()), collection(hotrow.Adam())
-    with pytest.raises(ValueError, match=r"'exp_avg' of table 'a' must .* got nothing"):
+    with pytest.raises(ValueError, match=r"table 'a': Adam has no state 'sum'; this state belongs to another"):
         adam.optimizer.load_state_dict(adagrad.optimizer.state_dict())
+
+
+def test_state_without_a_step_is_refused_and_nothing_is_loaded() -> None:
+    embedding, other = collection(hotrow.Adagrad(lr=0.1)), collection(hotrow.Adagrad(lr=0.1))
+    update(embedding)
+    before, saved = outcome(other, []), embedding.optimizer.state_dict()
+    del saved["state"]["c"]["step"]
+    with pytest.raises(ValueError, match="no table 'c', or no step for it"):
+        other.optimizer.load_state_dict(saved)
+    assert outcome(other, []).same_bits(before)
+
+
+def test_an_optimizer_without_its_collection_says_so() -> None:
+    optimizer = collection(hotrow.SGD()).optimizer
+    with pytest.raises(RuntimeError, match="the collection whose rows this optimizer updates"):
+        optimizer.state_dict()
 
 
 def test_state_without_one_of_the_tables_is_refused() -> None:

@@ -382,6 +382,18 @@ def test_pins_give_way_to_batches_that_do_not_fit() -> None:
     assert planner.plan(ids_of(8, 9)) is not None
 
 
+def test_one_batch_that_does_not_fit_does_not_end_pinning() -> None:
+    pad = Scratchpad(20, 1, ROWS, torch.device("cpu"), dense_map=True)
+    pins = Pins(0.5, lambda count: torch.arange(count), learned=True)
+    planner = Planner(pad, hold=Hold(1, 0), eviction=EVICTIONS["least-recent"], pins=pins)
+    planner.plan(ids_of(0, 1))
+    assert planner.pinned_slots.numel() == 10
+    assert planner.plan(ids_of(*range(30))) is None
+    for _ in range(40):
+        planner.plan(ids_of(0, 1))
+    assert planner.pinned_slots.numel() == 2
+
+
 def test_the_coldest_pins_give_way_first() -> None:
     planner = planner_of(slots=8)
     planner.plan(ids_of(*range(8)))

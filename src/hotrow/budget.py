@@ -56,8 +56,9 @@ class Budget:
     window_bytes: int  # for the ids of batches known ahead
 
 
-# Per slot: its row (8), last use (4), next use (4), uses counted (4).
-SLOT_STATE_BYTES = 20
+# Per slot: its row (8), last use (4), next use (4), uses counted (4), its place among the pinned
+# (8, for half of them), and 16 for the eighth of the slots that a ranking names.
+SLOT_STATE_BYTES = 26
 HASH_BYTES = 8
 
 
@@ -75,7 +76,8 @@ _LEAST_ROWS = 32  # fewer slots, or a smaller buffer, would make every chunk a l
 
 
 def _least_bytes(row_bytes: int) -> int:
-    return _LEAST_ROWS * (slot_bytes(row_bytes) + row_bytes)
+    # Two rows more: slots and buffer end with one that reads zero.
+    return _LEAST_ROWS * (slot_bytes(row_bytes) + row_bytes) + 2 * row_bytes
 
 
 def smallest_budget(row_bytes: list[int]) -> int:
@@ -110,10 +112,10 @@ def share_out(
         least = _least_bytes(row_bytes[g])
         mine = least + spare * min(1.0, parts[g] / max(weight, 1e-9))
         buffer_rows = max(_LEAST_ROWS, min(int(mine * buffer_part) // row_bytes[g], num_rows[g]))
-        slots = int(mine - buffer_rows * row_bytes[g]) // slot_bytes(row_bytes[g])
+        slots = int(mine - (buffer_rows + 2) * row_bytes[g]) // slot_bytes(row_bytes[g])
         slots = min(slots, num_rows[g])
         shares[g] = Share(slots, buffer_rows, choose_map(slots, num_rows[g]))
-        used = slots * slot_bytes(row_bytes[g]) + buffer_rows * row_bytes[g]
+        used = slots * slot_bytes(row_bytes[g]) + (buffer_rows + 2) * row_bytes[g]
         spare -= max(0, used - least)
         weight -= parts[g]
     return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes)

@@ -271,6 +271,8 @@ class EmbeddingBagCollection(nn.Module):
         self.device = torch.device(device)
         if self.device.type != "cpu":
             raise ValueError(f"device {device!r} is not supported by this version; use 'cpu'")
+        if not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
         if not isinstance(optimizer, RowRule):
             raise TypeError(
                 "optimizer must be hotrow.SGD, Adagrad, RowWiseAdagrad, Adam or AdamW, got "
@@ -285,7 +287,7 @@ class EmbeddingBagCollection(nn.Module):
         if profile is not None:
             check_profile(profile, self.tables)
         self.optimizer = RowOptimizer(optimizer, self.tables, self.device)
-        self.optimizer.rows = weakref.proxy(self)  # a cycle would keep the memory for longer
+        self.optimizer.belongs_to(self)
         row_bytes = [4 * (each.dim + optimizer.state_width(each.dim)) for each in layouts]
         self.num_rows = sum(each.num_rows for each in layouts)
         self.bytes_total = sum(
@@ -531,6 +533,12 @@ class EmbeddingBagCollection(nn.Module):
 
     def check_state(self, table: str, state: Mapping[str, Any]) -> None:
         group, _, size = self._place(table)
+        foreign = [name for name in state if name != "step" and name not in group.state]
+        if foreign:
+            raise ValueError(
+                f"table {table!r}: {type(self.optimizer.rule).__name__} has no state "
+                f"{foreign[0]!r}; this state belongs to another optimizer"
+            )
         for name, columns in group.state.items():
             shape = (size, columns.stop - columns.start)
             if name not in state or state[name].shape != shape:

@@ -7,7 +7,8 @@ correctly rounded operations are used: see kernels/reference.py for why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -18,6 +19,11 @@ from hotrow.kernels.reference import row_sum
 from hotrow.tables import EmbeddingBagConfig
 
 Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
+
+
+def _is_setting(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < 1e30  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,10 @@ class RowRule:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            values = value if isinstance(value, tuple) else (value,)
-            if not all(isinstance(each, int | float) and 0 <= each < 1e30 for each in values):
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+            values = value if isinstance(value, tuple | list) else (value,)
+            if not all(_is_setting(each) for each in values):
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be a number of at least 0, "
                     f"not {value!r}"
@@ -179,7 +187,18 @@ class RowOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self.names = [table.name for table in tables]
         self.steps = torch.zeros(len(tables), dtype=torch.int64, device=device)  # updates so far
-        self.rows: Any = None  # set by the collection that owns the rows
+        # The collection; a strong reference would keep its memory for longer than it is used.
+        self._owner: Callable[[], Any] = lambda: None
+
+    def belongs_to(self, collection: Any) -> None:
+        self._owner = weakref.ref(collection)
+
+    @property
+    def rows(self) -> Any:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the collection whose rows this optimizer updates is gone")
+        return owner
 
     def scalars(self, names: Sequence[str]) -> Scalars:
         """What the rule needs for an update of some tables, [T] float64 each."""
@@ -221,15 +240,15 @@ class RowOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        named = {group["name"]: group for group in state_dict["param_groups"]}
-        missing = [name for name in self.names if name not in named]
-        if missing:
-            raise ValueError(f"the optimizer's state has no table {missing[0]!r}")
+        named = {group.get("name"): group for group in state_dict.get("param_groups", [])}
         for name in self.names:
-            self.rows.check_state(name, state_dict["state"][name])
+            found = state_dict.get("state", {}).get(name)
+            if name not in named or found is None or "step" not in found:
+                raise ValueError(f"the optimizer's state has no table {name!r}, or no step for it")
+            self.rows.check_state(name, found)
         for place, group in enumerate(self.param_groups):
             name = group["name"]
-            group.update({k: v for k, v in named[name].items() if k != "params"})
+            group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
             self.steps[place] = int(state_dict["state"][name]["step"])
             self.rows.load_state(name, state_dict["state"][name])
 

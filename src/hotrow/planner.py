@@ -110,7 +110,8 @@ class Planner:
         self.next_use = torch.full(shape, NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
-        self.largest_batch = 0
+        self.largest_batch = 0  # unique rows of the largest batch that was planned
+        self._hottest_pinned = False
         self._mean_missing = 0.0
         self._queue = self._queue_use = self._queue_next = self.pinned_slots
 
@@ -129,7 +130,6 @@ class Planner:
         if self.window and self.window[0] is ids.ids:
             self.window.popleft()
         self._renumber()
-        self.largest_batch = max(self.largest_batch, ids.ids.numel())
         slots = self.pad.map.lookup(ids.ids)
         hit = slots != FREE
         hits, missing = slots[hit], ids.ids[~hit]
@@ -153,6 +153,7 @@ class Planner:
             again = hits[before[: hits.numel()] < self.number - self.hold.past]
             rows = self.pad.row_of_slot[again]
             moves = _joined(moves, Moves(again, rows, rows))
+        self.largest_batch = max(self.largest_batch, ids.ids.numel())
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
         if self.pins is not None:
@@ -264,7 +265,8 @@ class Planner:
     def _repin(self, pins: Pins, moves: Moves) -> Moves:
         """With the first batch fetch and pin what is known to be hot; later, what was learned."""
         number = self.number
-        if number == 1 and self._origin == 0:
+        if not self._hottest_pinned:
+            self._hottest_pinned = True
             return _joined(moves, self._pin_hottest(pins))
         if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
             self.pin_most_used(pins.part)

@@ -26,6 +26,9 @@ def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> Non
     for name, counts in profile.items():
         if name not in sizes:
             raise ValueError(f"the profile names table {name!r}; there are {', '.join(sizes)}")
+        uses = counts if isinstance(counts, Tensor) else counts[-1]
+        if isinstance(uses, Tensor) and not bool((uses >= 0).all()):
+            raise ValueError(f"profile of table {name!r}: counts must be numbers of at least 0")
         if isinstance(counts, Tensor):
             if counts.shape != (sizes[name],):
                 raise ValueError(
@@ -60,8 +63,8 @@ def hottest(profile: Profile, group: WidthGroup, limit: int) -> Tensor:
         ids.append(rows + base)
         uses.append(counts)
     every_id, every_use = torch.cat(ids), torch.cat(uses)
-    order = torch.sort(every_use, descending=True, stable=True)[1][:limit]
-    return every_id[order]
+    order = torch.sort(every_use, descending=True, stable=True)[1]
+    return _without_padding(every_id[order], group)[:limit]
 
 
 def small_tables(group: WidthGroup, limit: int) -> Tensor:
@@ -73,7 +76,16 @@ def small_tables(group: WidthGroup, limit: int) -> Tensor:
             break
         limit -= size
         ids.append(torch.arange(size) + group.bases[position])
-    return torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+    return _without_padding(torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64), group)
+
+
+def _without_padding(ids: Tensor, group: WidthGroup) -> Tensor:
+    padding = [
+        base + table.padding_idx
+        for table, base in zip(group.tables, group.bases, strict=True)
+        if table.padding_idx is not None
+    ]
+    return ids[~torch.isin(ids, ids.new_tensor(padding))] if padding else ids
 
 
 def _sparse(counts: Counts | None) -> tuple[Tensor, Tensor]:

@@ -331,7 +331,7 @@ class RowGroup:
         if self.everything:
             return {"rows": self.slots.numel() * 4}
         return {
-            "slots": self.pad.num_slots * self.width * 4,
+            "slots": self.slots.numel() * 4,
             "slot state": self.pad.num_slots * SLOT_STATE_BYTES,
             "row-to-slot map": self.pad.map.num_bytes,
             "buffer": self.buffer.numel() * 4,

@@ -17,7 +17,7 @@ POOLINGS = ("sum", "mean", "none")
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every weight uniform in [low, high)."""
+    """Every weight uniform between low and high."""
 
     low: float
     high: float
@@ -74,7 +74,7 @@ class EmbeddingBagConfig:
             )
         # TorchRec's PoolingType is an enum whose value is "SUM" or "MEAN".
         pooling = str(getattr(self.pooling, "value", self.pooling)).lower()
-        if pooling not in POOLINGS:
+        if pooling not in POOLINGS or self.pooling is None:
             raise ValueError(
                 f"{where}: pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r}"
             )
