@@ -65,6 +65,7 @@ LAYERS = [
     {"stages"},
     {"schedule", "strategy"},
     {"rows", "simulate"},
+    {"step"},
     {"embedding"},
     {"ahead"},
     {"trainer"},

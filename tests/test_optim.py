@@ -332,7 +332,9 @@ def test_state_of_another_shape_is_refused_and_nothing_is_loaded() -> None:
 
 def test_state_of_another_optimizer_is_refused() -> None:
     adagrad, adam = collection(hotrow.Adagrad()), collection(hotrow.Adam())
-    with pytest.raises(ValueError, match=r"table 'a': Adam has no state 'sum'; this state belongs to another"):
+    with pytest.raises(
+        ValueError, match=r"table 'a': Adam has no state 'sum'; this state belongs to another"
+    ):
         adam.optimizer.load_state_dict(adagrad.optimizer.state_dict())
 
 

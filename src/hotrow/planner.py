@@ -7,9 +7,8 @@ future: a row planned in is a hit for the next batch, before its bytes have arri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,40 +25,12 @@ _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _BULK_PART = 8  # one ranking picks victims for at least this part of the slots
 
 
-class TimedStage(Protocol):
-    """A stage as the hold sees it: when it runs, and what it does to rows."""
-
-    @property
-    def cycle(self) -> int: ...
-
-    @property
-    def collects(self) -> bool: ...
-
-    @property
-    def inserts(self) -> bool: ...
-
-    @property
-    def trains(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Hold:
-    """Rows used by the `past` batches before and the `future` batches after may not leave.
-
-    With C, I and T the cycles after planning in which rows are collected, inserted and trained:
-    a leaving row's last update must end before it is collected (past = T - C), and a batch that
-    fetches it again must collect it after it was written back (future = I - C).
-    """
+    """Rows used by the `past` batches before and the `future` batches after may not leave."""
 
     past: int
     future: int
-
-    @classmethod
-    def from_stages(cls, stages: Sequence[TimedStage]) -> Hold:
-        collect = min(stage.cycle for stage in stages if stage.collects)
-        insert = max(stage.cycle for stage in stages if stage.inserts)
-        train = max(stage.cycle for stage in stages if stage.trains)
-        return cls(past=train - collect, future=insert - collect)
 
     @property
     def batches(self) -> int:

@@ -5,16 +5,17 @@ Stages look like ordinary code and know nothing about streams or other batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from hotrow.batch import Lookups
+from hotrow.kernels.reference import SortedIds
+from hotrow.planner import Hold, Plan
+
 if TYPE_CHECKING:
-    from hotrow.batch import Lookups
-    from hotrow.kernels.reference import SortedIds
-    from hotrow.planner import Plan
     from hotrow.rows import RowGroup
 
 
@@ -85,6 +86,18 @@ FIVE = (
     Stage("insert", 3, insert, inserts=True),
     Stage("train", 4, train, trains=True),
 )
+
+
+def hold_of(stages: Sequence[Stage]) -> Hold:
+    """The batches whose rows must stay, from when their rows are collected, inserted and trained.
+
+    A leaving row's last update must end before it is collected, and a batch that fetches it again
+    must collect it after it was written back.
+    """
+    collect = min(stage.cycle for stage in stages if stage.collects)
+    insert = max(stage.cycle for stage in stages if stage.inserts)
+    train = max(stage.cycle for stage in stages if stage.trains)
+    return Hold(past=train - collect, future=insert - collect)
 
 
 def sequential(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hotrow.evict import EVICTIONS, Eviction
 from hotrow.planner import Hold
-from hotrow.stages import FIVE, FUSED, Stage, sequential
+from hotrow.stages import FIVE, FUSED, Stage, hold_of, sequential
 
 
 def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
@@ -41,7 +41,7 @@ class Strategy:
 
     @property
     def hold(self) -> Hold:
-        return Hold.from_stages(self.timed_stages)
+        return hold_of(self.timed_stages)
 
     @property
     def buffer_part(self) -> float:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 import hotrow.cli.train
 from hotrow import STRATEGIES
 from hotrow.cli import make_app
-from hotrow.records import RunWriter, StepRecord, read_run, read_steps
+from hotrow.records import StepRecord
+from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job
 from hotrow.trainer import Trainer
 

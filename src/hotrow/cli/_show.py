@@ -16,7 +16,8 @@ from rich.table import Table
 
 from hotrow.budget import show_bytes
 from hotrow.cli._tally import Tally
-from hotrow.records import RunRecord, to_dict, to_json
+from hotrow.records import RunRecord
+from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 
 Advance = Callable[[Tally], None]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hotrow import kernels
 from hotrow.budget import show_bytes
-from hotrow.records import environment, package_version, to_json
+from hotrow.run.files import environment, package_version, to_json
 
 PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "rich", "typer")
 CGROUP_LIMITS = (

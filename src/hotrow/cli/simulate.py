@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hotrow.records import to_json
 from hotrow.run.config import load
+from hotrow.run.files import to_json
 from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace

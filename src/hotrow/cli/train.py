@@ -15,8 +15,9 @@ import typer
 from hotrow.cli._exits import INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show
 from hotrow.cli._tally import Tally
-from hotrow.records import RunRecord, RunWriter, environment, now
+from hotrow.records import RunRecord
 from hotrow.run.config import load
+from hotrow.run.files import RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.records import (
+from hotrow.run.files import (
     EvalRecord,
     RunRecord,
     RunWriter,

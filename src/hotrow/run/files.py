@@ -1,0 +1,171 @@
+"""How a run's records are written to disk, and read from there.
+
+runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way
+runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from hotrow import __version__
+from hotrow.records import EvalRecord, RunRecord, StepRecord, Summary
+
+FORMAT = 1
+RUN_FILE = "run.json"
+STEPS_FILE = "steps.jsonl"
+
+Record = TypeVar("Record")
+
+
+class RunWriter:
+    """A new folder for one run. Where `name` exists already, it takes `name-2`, `name-3` ...
+
+    with RunWriter("runs", name="first") as run:
+        for record in trainer.run(batches):
+            run.step(record)
+        run.finish(RunRecord(...))
+    """
+
+    def __init__(self, root: str | Path, *, name: str) -> None:
+        self.folder = _new_folder(Path(root), name)
+        self._steps = (self.folder / STEPS_FILE).open("w", encoding="utf-8")
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def step(self, record: StepRecord) -> None:
+        # One write and a flush, so that a killed run keeps every step it has reported.
+        self._steps.write(to_json(record) + "\n")
+        self._steps.flush()
+
+    def finish(self, record: RunRecord) -> Path:
+        """Writes beside and renames into place: a reader sees the whole record or none."""
+        target = self.folder / RUN_FILE
+        beside = target.with_suffix(".json.partial")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+        return target
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """The record of the run in `folder`; a ValueError when it has none this version can read."""
+    path = Path(folder) / RUN_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {RUN_FILE}: it is not a run, or the run has not ended")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a run record of format {FORMAT}")
+    found["summary"] = _from_dict(Summary, found["summary"])
+    found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+    return _from_dict(RunRecord, found)
+
+
+def read_steps(folder: str | Path) -> Iterator[StepRecord]:
+    """The steps of the run in `folder`, also while it is under way."""
+    with (Path(folder) / STEPS_FILE).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):  # a killed run may leave half a line behind
+                yield _from_dict(StepRecord, json.loads(line))
+
+
+def to_dict(record: Any) -> dict[str, Any]:
+    """A record as plain values; NaN and infinity become None, which JSON can say."""
+    plain = asdict(record)
+    if isinstance(record, StepRecord):
+        plain["hit_rate"] = record.hit_rate
+    return {key: _plain(value) for key, value in plain.items()}
+
+
+def to_json(record: Any, *, indent: int | None = None) -> str:
+    plain = _plain(record) if isinstance(record, Mapping) else to_dict(record)
+    return json.dumps(plain, indent=indent, allow_nan=False)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def environment(*, device: str, threads: int) -> dict[str, Any]:
+    """What a later reader needs to know about the machine and the software."""
+    packages = ("torch", "numpy", "triton")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "device": device,
+        "versions": {"hotrow": __version__, **{name: package_version(name) for name in packages}},
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()  # fails when it exists, so two runs started at once never share one
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _from_dict(kind: type[Record], found: Mapping[str, Any]) -> Record:
+    """Builds a record; keys a newer version has added are left out."""
+    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    values = {key: value for key, value in found.items() if key in known}
+    for key, value in values.items():
+        if value is None and known[key] == "float":
+            values[key] = math.nan
+    return kind(**values)

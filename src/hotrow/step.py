@@ -1,0 +1,175 @@
+"""One step per `backward()`: how gradients reach the rows.
+
+Knows when gradients arrive and which rows they are for; where rows are is the groups' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hotrow import kernels
+from hotrow.batch import Lookups
+from hotrow.optim import RowOptimizer
+from hotrow.rows import RowGroup
+from hotrow.stages import Work
+
+
+class Lookup(torch.autograd.Function):
+    """Bags to vectors; the way back hands gradients to the collection's pending step."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, weights: Tensor | None, work: Work, step: PendingStep
+    ) -> Tensor:
+        ctx.save_for_backward(*(() if weights is None else (weights,)))
+        ctx.set_materialize_grads(False)
+        ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
+        ctx.call = step.begin_call()  # type: ignore[attr-defined]
+        return work.group.lookup(work, replace(work.lookups, weights=weights))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grads is None:
+            return None, None, None, None
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
+        weights = saved[0] if saved else None
+        x = replace(ctx.work.lookups, weights=weights)
+        grads = grads.contiguous()
+        weight_grads = None
+        if ctx.needs_input_grad[1]:
+            weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
+        ctx.step.add(ctx.call, ctx.work, x, grads)
+        return None, weight_grads, None, None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """When a lookup ran, and the backward pass it was recomputed in, -1 for none."""
+
+    number: int
+    inside: int
+
+
+@dataclass(frozen=True)
+class _RowGrads:
+    """Gradients of one lookup, summed by row."""
+
+    call: _Call
+    work: Work
+    grads: Tensor  # [U, dim]
+
+
+class PendingStep:
+    """Gradients that wait for the end of `backward()`, which is one step.
+
+    They are kept by id, so it does not matter when, or in how many batches, they were made.
+    """
+
+    def __init__(
+        self, groups: Sequence[RowGroup], optimizer: RowOptimizer, on_nonfinite: str
+    ) -> None:
+        self._groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self.grad_scale: Any = None
+        self.accumulating = 0
+        self._waiting: list[_RowGrads] = []
+        self._pass = -1  # the backward pass that has promised to finish
+        self._calls = 0
+
+    def begin_call(self) -> _Call:
+        """A lookup runs; inside a backward pass it is a recomputation."""
+        self._calls += 1
+        inside = torch._C._current_graph_task_id()
+        if inside != -1:
+            # A checkpoint may run a backward pass of its own in here: the outer one is the step.
+            self._promise(inside)
+        return _Call(self._calls, inside)
+
+    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+        current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self._promise(current)
+        self._waiting.append(_RowGrads(call, work, work.group.row_grads(work, x, grads)))
+
+    def _promise(self, current: int) -> None:
+        if current == self._pass:
+            return
+        if not self.accumulating:
+            self._waiting.clear()  # left over from a backward pass that failed
+        self._pass = current
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._pass = -1
+        if not self.accumulating:
+            self.finish()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.accumulating += 1
+        try:
+            yield
+        except BaseException:
+            self._waiting.clear()
+            raise
+        finally:
+            self.accumulating -= 1
+        if not self.accumulating:
+            self.finish()
+
+    def finish(self) -> None:
+        """Update every row that has a gradient, once."""
+        waiting = sorted(self._waiting, key=lambda each: each.call.number)
+        self._waiting.clear()
+        if not waiting:
+            return
+        updates = [
+            (group, *_join(group, [each for each in waiting if each.work.group is group]))
+            for group in self._groups
+            if any(each.work.group is group for each in waiting)
+        ]
+        if self.grad_scale is not None:
+            scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
+            updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
+        if self._skip(updates):
+            return
+        self._optimizer.count_step()
+        for group, ids, grads, work in updates:
+            group.update(ids, grads, work)
+
+    def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
+        """Whether a gradient is not finite and the update is to be left out."""
+        scaler = hasattr(self.grad_scale, "get_scale")  # a GradScaler counts on it
+        if self._on_nonfinite == "propagate" and not scaler:
+            return False
+        for group, ids, grads, _ in updates:
+            finite = torch.isfinite(grads)
+            if bool(finite.all()):
+                continue
+            if self._on_nonfinite == "error":
+                bad = int((~finite).any(dim=1).int().argmax())
+                value = float(grads[bad][~finite[bad]][0])
+                raise FloatingPointError(
+                    f"update {int(self._optimizer.steps.max()) + 1}: the gradient of "
+                    f"{group.layout.describe(int(ids[bad]))} holds {value}; no row was changed. "
+                    "on_nonfinite='skip' leaves such updates out"
+                )
+            return True
+        return False
+
+
+def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
+    """Unique ids of one group, their summed gradients, and the batch if there is only one."""
+    if len(waiting) == 1:
+        only = waiting[0]
+        return only.work.ids.ids, only.grads, only.work
+    ops = kernels.for_device(group.device)
+    every = torch.cat([each.work.ids.ids for each in waiting])
+    ids = ops.sort_ids(every, group.layout.num_rows)
+    return ids.ids, ops.sum_pairs(torch.cat([each.grads for each in waiting]), ids), None
