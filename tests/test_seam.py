@@ -761,3 +761,202 @@ def test_a_gradient_that_is_not_finite_can_be_skipped() -> None:
     assert outcome(embedding, expected.losses).same_bits(expected)
     with pytest.raises(ValueError, match="on_nonfinite must be one of propagate, error, skip"):
         build(CASES["one-hot"], on_nonfinite="ignore")
+
+
+# -- passes inside passes, and passes that fail --------------------------------------------
+
+
+def ones(rows: int = 20) -> Any:
+    """Rows of one weight that is 1, so that a step of SGD with lr 1 shows as a 0."""
+    table = hotrow.EmbeddingBagConfig("t", rows, 1, ["f"], init=hotrow.Constant(1.0))
+    return hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=1.0), strategy="all-fast")
+
+
+def row(embedding: Any, number: int) -> float:
+    return float(embedding.state_dict()["embedding_bags.t.weight"][number])
+
+
+def look_up(embedding: Any, number: int) -> Tensor:
+    found: Tensor = embedding(torch.tensor([number])).values().sum()
+    return found
+
+
+def test_a_checkpoint_inside_a_checkpoint_is_part_of_the_outer_step() -> None:
+    embedding = ones()
+
+    def inner(z: Tensor) -> Tensor:
+        return look_up(embedding, 1) * z
+
+    def outer(z: Tensor) -> Tensor:
+        return look_up(embedding, 2) * z + checkpoint(inner, z, use_reentrant=True)
+
+    z = torch.ones((), requires_grad=True)
+    loss = checkpoint(outer, z, use_reentrant=True)
+    assert isinstance(loss, Tensor)
+    (loss + look_up(embedding, 3)).backward()
+    assert [row(embedding, number) for number in (1, 2, 3)] == [0, 0, 0]
+    assert int(embedding.optimizer.steps[0]) == 1
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("as planned")
+
+
+def fail_after_row_3(embedding: Any) -> None:
+    z = torch.ones((), requires_grad=True)
+    broken = Failing.apply(z * 1)  # made first, so its gradient comes last
+    with pytest.raises(ZeroDivisionError):
+        (look_up(embedding, 3) + broken).backward()
+
+
+def test_what_a_failed_pass_left_behind_reaches_no_row() -> None:
+    embedding = ones()
+    fail_after_row_3(embedding)
+    with embedding.accumulate():
+        pass
+    look_up(embedding, 4).backward()
+    assert [row(embedding, 3), row(embedding, 4)] == [1, 0]
+
+
+def test_a_pass_that_fails_inside_accumulate_leaves_the_others() -> None:
+    embedding = ones()
+    with embedding.accumulate():
+        look_up(embedding, 1).backward()
+        fail_after_row_3(embedding)
+        look_up(embedding, 2).backward()
+    assert [row(embedding, number) for number in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_an_inner_accumulate_that_fails_drops_its_own_gradients_only() -> None:
+    embedding = ones()
+
+    def fail() -> None:
+        with embedding.accumulate():
+            look_up(embedding, 2).backward()
+            raise KeyError
+
+    with embedding.accumulate():
+        look_up(embedding, 1).backward()
+        with pytest.raises(KeyError):
+            fail()
+    assert [row(embedding, 1), row(embedding, 2)] == [0, 1]
+
+
+def test_asking_for_the_gradient_of_weights_alone_updates_no_row() -> None:
+    embedding = ones()
+    weights = torch.ones(2, requires_grad=True)
+    out = embedding((torch.tensor([1, 2]), torch.tensor([0, 2]), weights)).values().sum()
+    (grad,) = torch.autograd.grad(out, weights, retain_graph=True)
+    assert torch.equal(grad, torch.ones(2))
+    assert row(embedding, 1) == 1
+    out.backward()
+    assert row(embedding, 1) == 0
+
+
+def test_weights_of_another_module_are_copied_and_not_tracked() -> None:
+    plain = nn.Embedding(20, 1)
+    table = hotrow.EmbeddingBagConfig("t", 20, 1, ["f"], init=lambda rows: plain.weight[rows])
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=4000)
+    embedding.load_weights("t", 0, plain.weight)
+    for number in range(5):
+        look_up(embedding, number).backward()
+    group = embedding.groups[0]
+    assert not group.store.rows.requires_grad
+    assert not group.slots.requires_grad
+
+
+# -- what tells batches apart --------------------------------------------------------------
+
+
+def test_the_same_ids_under_other_keys_are_other_ids() -> None:
+    tables = [
+        hotrow.EmbeddingBagConfig(name, 10, 1, [name], init=hotrow.Constant(value))
+        for name, value in (("a", 1.0), ("b", 2.0))
+    ]
+    embedding = hotrow.EmbeddingBagCollection(tables, hotrow.SGD(lr=0.0), budget=4000)
+    values, offsets = torch.tensor([1, 1, 1]), torch.tensor([0, 1, 3])
+    first = hotrow.KeyedJaggedTensor(["a", "b"], values, offsets=offsets)
+    second = hotrow.KeyedJaggedTensor(["b", "a"], values, offsets=offsets)
+    for batch in hotrow.ahead([first], embedding):
+        assert embedding(batch).values().tolist() == [[1, 4]]
+        with pytest.warns(UserWarning, match="not the ones"):
+            assert embedding(second).values().tolist() == [[2, 2]]
+
+
+def test_a_loader_that_repeats_one_tensor_stays_on_the_planned_way() -> None:
+    case = CASES["one-hot"]
+    batch = case.batches(1)[0]
+    embedding = build(case, strategy="lookahead", budget=4000)
+    group = embedding.groups[0]
+    for each in hotrow.ahead([batch] * 30, embedding):
+        readout(embedding(each)).backward()
+        assert group.slots_hold(embedding._arrivals[-1].works[0])
+    assert embedding.traffic().chunked_batches == 0
+
+
+def test_a_start_that_fails_does_not_block_the_collection() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("no such file")
+
+    embedding = tight()
+    stream = hotrow.ahead(Broken(), embedding)
+    with pytest.raises(OSError, match="no such file"):
+        next(stream)
+    assert len(list(hotrow.ahead(CASE.batches(3), embedding))) == 3
+
+
+def test_a_finished_iterator_stays_finished() -> None:
+    stream = hotrow.ahead(CASE.batches(3), tight())
+    assert len(list(stream)) == 3
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_collection_that_is_all_fast_does_not_shorten_the_others_view() -> None:
+    model = nn.ModuleDict({"fast": build(CASE), "slow": tight()})
+    stream = hotrow.ahead(CASE.batches(STEPS), model)
+    for _ in range(10):
+        next(stream)
+    assert len(model["slow"].groups[0].planner.window) > 0
+    stream.close()
+
+
+def test_a_bag_larger_than_the_buffer_is_read_as_long_as_it_fits_the_slots() -> None:
+    table = hotrow.EmbeddingBagConfig("t", 200, 2, ["f"])
+    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=budget)
+    bag = (torch.arange(50), torch.tensor([0, 50]))
+    trained = embedding(bag).values()
+    with torch.no_grad():
+        assert torch.equal(embedding(bag).values(), trained)
+        assert (
+            embedding((torch.zeros(150).long(), torch.tensor([0, 150]))).values().isfinite().all()
+        )
+        message = r"one sample looks up 100 different rows of table 't', but .* room for 80 rows"
+        with pytest.raises(ValueError, match=message):
+            embedding((torch.arange(100), torch.tensor([0, 100])))
+
+
+def test_vectors_per_lookup_are_not_laid_side_by_side() -> None:
+    case = CASES["unpooled"]
+    out = build(case)(
+        hotrow.KeyedJaggedTensor(
+            ["f", "g"], torch.tensor([1, 1]), lengths=torch.tensor([1, 0, 0, 1])
+        )
+    )
+    with pytest.raises(ValueError, match="one vector per sample"):
+        out.values()
+    assert out.offsets("g").tolist() == [0, 0, 1]
+
+
+def test_a_budget_by_hand_needs_a_share_for_every_width() -> None:
+    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
+    with pytest.raises(ValueError, match=r"1 shares; the tables have 2 widths \(4, 6\)"):
+        build(CASES["two-widths"], strategy="lru", budget=budget)

@@ -219,12 +219,20 @@ def test_training_on_nothing_is_refused() -> None:
 
 
 def test_the_caller_gets_its_choice_of_algorithms_back() -> None:
+    seen = []
     trainer = make_trainer()
+    loss_fn = trainer.loss_fn
+
+    def watched(*args: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return loss_fn(*args)
+
+    trainer.loss_fn = watched
     for record in trainer.run(BATCHES):
-        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.are_deterministic_algorithms_enabled()
         if record.step == 2:
             break
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [True, True]
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 

@@ -65,6 +65,8 @@ class Ahead:
 
     def __next__(self) -> Any:
         if self._running is None:
+            if self._reader is not None:
+                raise StopIteration
             self._start()
         assert self._running is not None
         assert self._reader is not None
@@ -109,13 +111,20 @@ class Ahead:
             self.close()
 
     def _start(self) -> None:
-        for collection in self._collections.values():
-            collection.enter(self)
-        # The reader must not know this object: leaving a loop drops the last reference to it,
-        # and that has to close it at once.
-        self._reader = _Reader(
-            self._loader, self._collections, self._ids, self._strategy, self._depth
-        )
+        entered = []
+        try:
+            for collection in self._collections.values():
+                collection.enter(self)
+                entered.append(collection)
+            # The reader must not know this object: leaving a loop drops the last reference to
+            # it, and that has to close it at once.
+            self._reader = _Reader(
+                self._loader, self._collections, self._ids, self._strategy, self._depth
+            )
+        except BaseException:
+            for collection in entered:
+                collection.leave(self)
+            raise
         self._last = None
         self._running = schedule.run(
             self._strategy.timed_stages, self._reader.admit, self._strategy.order
@@ -176,7 +185,8 @@ class _Reader:
     def _wanted(self) -> int:
         limit = self._strategy.look_ahead if self._depth is None else self._depth
         if limit is None:
-            limit = min(each.useful_depth() for each in self._collections.values())
+            moving = [c for c in self._collections.values() if not c.strategy.everything]
+            limit = min((each.useful_depth() for each in moving), default=0)
             limit = min(limit, _MOST_AHEAD)
         return 1 + limit
 

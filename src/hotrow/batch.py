@@ -319,16 +319,19 @@ def identity(features: Any) -> tuple[Any, ...]:
     Tensors are compared by memory, shape and version; whoever keeps an identity keeps the
     features alive, so memory is not reused.
     """
+    keys: tuple[str, ...] = ()
     if isinstance(features, Tensor):
         tensors: tuple[Tensor, ...] = (features,)
     elif isinstance(features, tuple | list):
         tensors = tuple(features[:2])
     else:
-        tensors = (features.values(), features.offsets())
-    return tuple(
-        (t.data_ptr(), t.shape, t.stride(), t.dtype, None if t.is_inference() else t._version)
+        keys, tensors = tuple(features.keys()), (features.values(), features.offsets())
+    # Inference tensors count no versions, so nothing tells whether they were changed.
+    facts = (
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, object() if t.is_inference() else t._version)
         for t in tensors
     )
+    return (keys, *facts)
 
 
 def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: list[int]) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hotrow.batch import Batch, Lookups, identity, lookups_of, parse, weights_of
 from hotrow.budget import Budget, parse_bytes, share_out
+from hotrow.interrupt import uninterrupted
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
@@ -48,10 +49,13 @@ class Embedded:
         columns: tuple[str, ...],
         vectors: Mapping[str, Tensor],
         batch: Batch,
-        whole: Tensor | None,
+        whole: Tensor | None = None,
+        *,
+        jagged: bool = False,
     ) -> None:
         self._columns, self._vectors, self._batch = columns, vectors, batch
         self._whole = whole  # all features side by side, where they already lie so
+        self._jagged = jagged  # some feature has one vector per lookup, any number per sample
 
     def keys(self) -> list[str]:
         return list(self._columns)
@@ -70,7 +74,7 @@ class Embedded:
         if self._whole is not None:
             return self._whole
         vectors = [self._vectors[name] for name in self._columns]
-        if any(each.shape[0] != self._batch.num_samples for each in vectors):
+        if self._jagged:
             raise ValueError(
                 "values() needs one vector per sample; features without pooling have one per "
                 "lookup: take them by name"
@@ -167,6 +171,11 @@ class EmbeddingBagCollection(nn.Module):
         if self.strategy.everything:
             return None
         if isinstance(budget, Budget):
+            if len(budget.shares) != len(layouts):
+                raise ValueError(
+                    f"the budget has {len(budget.shares)} shares; the tables have {len(layouts)} "
+                    f"widths ({', '.join(str(each.dim) for each in layouts)}), one share for each"
+                )
             return budget
         if budget is None:
             raise ValueError(
@@ -221,7 +230,8 @@ class EmbeddingBagCollection(nn.Module):
         whole = None
         if len(vectors) == 1 and lookups[0].by_sample:
             whole = vectors[0].view(batch.num_samples, len(self.features) * self.groups[0].dim)
-        return Embedded(self.features, named, batch, whole)
+        jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
+        return Embedded(self.features, named, batch, whole, jagged=jagged)
 
     def _find(self, features: Any) -> Arrival | None:
         if not self._arrivals:
@@ -230,7 +240,8 @@ class EmbeddingBagCollection(nn.Module):
             wanted = identity(features)
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
-        return next((each for each in self._arrivals if each.identity == wanted), None)
+        # The newest first: a loader may hand out the same tensors again.
+        return next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
 
     def _unplanned(self, features: Any) -> Arrival:
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
@@ -249,8 +260,9 @@ class EmbeddingBagCollection(nn.Module):
             if running and not work.group.everything:
                 work.group.count_direct(work)
             else:
-                plan(work)
-                fill(work)
+                with uninterrupted():
+                    plan(work)
+                    fill(work)
         return arrival
 
     # -- what hotrow.ahead asks for ----------------------------------------------------
@@ -353,7 +365,7 @@ class EmbeddingBagCollection(nn.Module):
         for chunk in torch.arange(len(values)).split(group.chunk_rows):
             ids = chunk + first + base
             rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-            rows[:, columns] = values[chunk].to(rows)
+            rows[:, columns] = values[chunk].detach().to(rows)
             group.scatter(ids, rows)
 
     def _place(self, table: str) -> tuple[RowGroup, int, int]:

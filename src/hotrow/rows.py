@@ -16,6 +16,7 @@ from torch import Tensor
 from hotrow import kernels
 from hotrow.batch import Lookups
 from hotrow.budget import SLOT_STATE_BYTES, Share
+from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds
 from hotrow.optim import RowOptimizer, per_row
 from hotrow.planner import Pins, Plan, Planner
@@ -165,8 +166,9 @@ class RowGroup:
 
     def settle(self) -> None:
         """Finish what is between collect and insert: no row may be nowhere."""
-        for work in list(self.in_transit):
-            self.insert(work)
+        with uninterrupted():
+            for work in list(self.in_transit):
+                self.insert(work)
 
     def locate(self, ids: Tensor) -> Tensor:
         """The slot that holds each row's newest bytes now, -1 if the store does."""
@@ -200,8 +202,9 @@ class RowGroup:
         self.settle()
         slots = self.locate(ids)
         here = slots != FREE
-        self.slots.index_copy_(0, slots[here], rows[here])
-        self.store.write(ids[~here], rows[~here])
+        with uninterrupted():
+            self.slots.index_copy_(0, slots[here], rows[here])
+            self.store.write(ids[~here], rows[~here])
 
     def flush(self) -> None:
         """Bring the store up to date."""
@@ -246,9 +249,12 @@ class RowGroup:
 
     def _pass_through(self, x: Lookups) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
         """Bags in chunks whose rows fit the buffer: lookups, ids, rows, place of each id."""
-        for part in _chunks(x, self.chunk_rows, self.layout):
+        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
+        for part in _chunks(x, self.chunk_rows):
             ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
             count = ids.ids.numel()
+            if count > most and not self.everything:
+                raise ValueError(_bag_too_large(part, count, most, self.layout))
             rows = self._buffer(count + 1)
             self.gather(ids.ids, out=rows[:count])
             rows[count].zero_()  # what padding reads
@@ -293,7 +299,8 @@ class RowGroup:
                 self.slots.index_copy_(0, planned.row_slots[:-1][part], rows)
 
     def _buffer(self, count: int) -> Tensor:
-        if self.everything:
+        # A single bag may be larger than the buffer, though not than the slots.
+        if self.everything or count > len(self.buffer):
             return torch.empty(count, self.width, device=self.device)
         return self.buffer[:count]
 
@@ -353,8 +360,8 @@ def _places(ids: Tensor, keys: Tensor) -> Tensor:
     return torch.where(ordered[place] == ids, order[place], -1)
 
 
-def _chunks(x: Lookups, limit: int, layout: WidthGroup) -> Iterator[Lookups]:
-    """Whole bags, at most `limit` lookups at a time."""
+def _chunks(x: Lookups, limit: int) -> Iterator[Lookups]:
+    """Whole bags, at most `limit` lookups at a time, or a single bag with more."""
     if x.offsets is None:
         for part in x.ids.split(limit) if x.num_bags else ():
             yield replace(x, ids=part, bags_per_feature=(part.numel(),))
@@ -362,8 +369,7 @@ def _chunks(x: Lookups, limit: int, layout: WidthGroup) -> Iterator[Lookups]:
     low = 0
     while low < x.num_bags:
         end = int(torch.searchsorted(x.offsets, x.offsets[low] + limit, right=True)) - 1
-        if end == low:
-            raise ValueError(_bag_too_large(x, low, limit, layout))
+        end = max(low + 1, end)
         lookups = slice(int(x.offsets[low]), int(x.offsets[end]))
         yield Lookups(
             ids=x.ids[lookups],
@@ -376,15 +382,10 @@ def _chunks(x: Lookups, limit: int, layout: WidthGroup) -> Iterator[Lookups]:
         low = end
 
 
-def _bag_too_large(x: Lookups, bag: int, limit: int, layout: WidthGroup) -> str:
-    assert x.offsets is not None
-    size = int(x.offsets[bag + 1] - x.offsets[bag])
-    feature, before = 0, 0
-    while bag >= before + x.bags_per_feature[feature]:
-        before += x.bags_per_feature[feature]
-        feature += 1
+def _bag_too_large(bag: Lookups, size: int, limit: int, layout: WidthGroup) -> str:
+    table = layout.tables[int(layout.table_of(bag.ids.max()))]
     return (
-        f"feature {layout.features[feature].name!r}: one sample looks up {size:,} rows, but only "
-        f"{limit:,} rows of its width fit the buffer that the budget pays for; a budget "
-        f"{size / limit:.1f} times as large is the smallest that works"
+        f"one sample looks up {size:,} different rows of table {table.name!r}, but the budget has "
+        f"room for {limit:,} rows of this width at once; a budget {size / limit:.1f} times as "
+        "large is the smallest that works"
     )

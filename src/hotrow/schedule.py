@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
+from hotrow.interrupt import uninterrupted
 from hotrow.stages import Stage, Work
 
 Order = Callable[[Sequence[Stage], int], Sequence[Stage]]
@@ -27,9 +28,10 @@ class Ticket:
         self.planned = False
 
     def run(self, stage: Stage) -> None:
-        for work in self.works:
-            stage.run(work)
         self.planned = True  # the first stage is the plan
+        with uninterrupted():
+            for work in self.works:
+                stage.run(work)
 
     @property
     def alone(self) -> bool:
@@ -71,7 +73,8 @@ def run(
                     elif ticket.error is None:
                         ticket.run(stage)
     finally:
-        for ticket in line:
-            for stage in stages[1:]:
-                if ticket.planned and not stage.trains:
-                    ticket.run(stage)
+        with uninterrupted():
+            for ticket in line:
+                for stage in stages[1:]:
+                    if ticket.planned and not stage.trains:
+                        ticket.run(stage)

@@ -103,7 +103,8 @@ class _Lane:
         depth: int,
         hottest: Callable[[int], Tensor] | None,
     ) -> None:
-        slots = num_rows if strategy.everything else slots
+        if strategy.everything:
+            raise ValueError(f"{strategy.name} moves nothing: there is nothing to simulate")
         pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=num_rows <= _DENSE_MAP_ROWS)
         pins = None
         if strategy.pinned_part:

@@ -5,6 +5,7 @@ Knows when gradients arrive and which rows they are for; where rows are is the g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow import kernels
 from hotrow.batch import Lookups
+from hotrow.interrupt import uninterrupted
 from hotrow.optim import RowOptimizer
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
@@ -46,7 +48,9 @@ class Lookup(torch.autograd.Function):
         weight_grads = None
         if ctx.needs_input_grad[1]:
             weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
-        ctx.step.add(ctx.call, ctx.work, x, grads)
+        # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
+        if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+            ctx.step.add(ctx.call, ctx.work, x, grads)
         return None, weight_grads, None, None
 
 
@@ -58,13 +62,24 @@ class _Call:
     inside: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _RowGrads:
     """Gradients of one lookup, summed by row."""
 
     call: _Call
     work: Work
     grads: Tensor  # [U, dim]
+    open_pass: int | None  # the backward pass that has yet to end well; None: it has
+
+
+class _Promise:
+    """Called when a backward pass ends well; gone, without a call, when the pass fails."""
+
+    def __init__(self, step: PendingStep, number: int) -> None:
+        self._step, self._number = step, number
+
+    def __call__(self) -> None:
+        self._step.end_of_pass(self._number)
 
 
 class PendingStep:
@@ -78,9 +93,10 @@ class PendingStep:
     ) -> None:
         self._groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
         self.grad_scale: Any = None
-        self.accumulating = 0
+        self._accumulating = 0
         self._waiting: list[_RowGrads] = []
-        self._pass = -1  # the backward pass that has promised to finish
+        # The engine alone holds the promises: those that have died belong to failed passes.
+        self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
 
     def begin_call(self) -> _Call:
@@ -95,32 +111,45 @@ class PendingStep:
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._promise(current)
-        self._waiting.append(_RowGrads(call, work, work.group.row_grads(work, x, grads)))
+        grads = work.group.row_grads(work, x, grads)
+        self._waiting.append(_RowGrads(call, work, grads, current))
 
-    def _promise(self, current: int) -> None:
-        if current == self._pass:
-            return
-        if not self.accumulating:
-            self._waiting.clear()  # left over from a backward pass that failed
-        self._pass = current
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+    def _promise(self, number: int) -> None:
+        self._forget_failed()
+        if number not in self._open:
+            promise = _Promise(self, number)
+            self._open[number] = weakref.ref(promise)
+            torch.autograd.Variable._execution_engine.queue_callback(promise)
 
-    def _end_of_backward(self) -> None:
-        self._pass = -1
-        if not self.accumulating:
+    def _forget_failed(self) -> None:
+        failed = {number for number, promise in self._open.items() if promise() is None}
+        if failed:
+            self._waiting = [each for each in self._waiting if each.open_pass not in failed]
+            self._open = {n: promise for n, promise in self._open.items() if n not in failed}
+
+    def end_of_pass(self, number: int) -> None:
+        del self._open[number]
+        for each in self._waiting:
+            if each.open_pass == number:
+                each.open_pass = None
+        self._forget_failed()
+        if not self._accumulating and not self._open:  # a pass inside a pass is part of it
             self.finish()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        self.accumulating += 1
+        self._forget_failed()
+        before = len(self._waiting)
+        self._accumulating += 1
         try:
             yield
         except BaseException:
-            self._waiting.clear()
+            del self._waiting[before:]
             raise
         finally:
-            self.accumulating -= 1
-        if not self.accumulating:
+            self._accumulating -= 1
+        self._forget_failed()
+        if not self._accumulating:
             self.finish()
 
     def finish(self) -> None:
@@ -139,9 +168,10 @@ class PendingStep:
             updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
         if self._skip(updates):
             return
-        self._optimizer.count_step()
-        for group, ids, grads, work in updates:
-            group.update(ids, grads, work)
+        with uninterrupted():
+            self._optimizer.count_step()
+            for group, ids, grads, work in updates:
+                group.update(ids, grads, work)
 
     def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
         """Whether a gradient is not finite and the update is to be left out."""

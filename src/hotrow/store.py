@@ -82,7 +82,8 @@ def start_weights(
         radius = np.sqrt(-2 * np.log1p(-_unit_floats(ids, dim, seed, stream=1)))
         angle = np.float32(2 * np.pi) * _unit_floats(ids, dim, seed, stream=2)
         return torch.from_numpy(init.mean + init.std * radius * np.cos(angle)).float()
-    chunk = init(torch.arange(first, last))
+    with torch.no_grad():  # a function may read another module's parameters
+        chunk = init(torch.arange(first, last))
     if not isinstance(chunk, Tensor) or chunk.shape != (last - first, dim):
         raise ValueError(
             f"init must return a tensor of shape [{last - first}, {dim}] for that many row "

@@ -67,18 +67,18 @@ class Trainer(Generic[Batch]):
         if not self.model.training:
             self.model.train()
         source = ahead(batches, self.model, self.ids, depth=self.depth)
-        with self._algorithms():
-            try:
-                before, started = self._counters(), perf_counter()
-                for batch in source:
+        try:
+            before, started = self._counters(), perf_counter()
+            for batch in source:
+                with self._algorithms():  # not while the caller has its turn
                     loss, samples = self._train(batch)
-                    after = self._counters()
-                    moved = {key: after[key] - before[key] for key in after}
-                    seconds = perf_counter() - started
-                    yield StepRecord(self.step, loss, samples, seconds, **moved)
-                    before, started = after, perf_counter()  # the caller's time is not ours
-            finally:
-                source.close()
+                after = self._counters()
+                moved = {key: after[key] - before[key] for key in after}
+                seconds = perf_counter() - started
+                yield StepRecord(self.step, loss, samples, seconds, **moved)
+                before, started = after, perf_counter()  # the caller's time is not ours
+        finally:
+            source.close()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalRecord:
         """AUC and log-loss of binary labels, taking predictions as logits.

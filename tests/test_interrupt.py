@@ -1,0 +1,98 @@
+"""Ctrl-C, wherever it falls, leaves every update made and nothing half-moved."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+from builders import CASES, build, outcome, readout, tight_budget, variant
+from hotrow.interrupt import uninterrupted
+
+CASE = CASES["two-widths"]
+INSIDE = ("planner.py", "rows.py", "stages.py", "schedule.py", "scratchpad.py", "step.py")
+
+
+class PressAt:
+    """Ctrl-C at the n-th line that hotrow's own moving parts run."""
+
+    def __init__(self, place: int) -> None:
+        self.place, self.lines = place, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(INSIDE):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.place:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def train_until_pressed(embedding: Any, batches: list[Any], place: int) -> int:
+    """Steps whose backward pass has ended when the interrupt is heard."""
+    press = PressAt(place)
+    before = int(embedding.optimizer.steps.max())
+    sys.settrace(press)
+    try:
+        for batch in hotrow.ahead(batches, embedding):
+            readout(embedding(batch)).backward()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return int(embedding.optimizer.steps.max()) - before
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "fused", "five-shuffled"])
+def test_an_interrupt_at_any_line_loses_no_row(schedule: str) -> None:
+    batches = CASE.batches(6)
+    strategy = variant("lookahead", schedule, "random")
+    budget = tight_budget(CASE, batches, strategy.hold)
+    pressed = 0
+    for place in range(5, 4000, 97):
+        torch.manual_seed(0)
+        embedding = build(CASE, "adagrad", strategy, budget=budget)
+        done = train_until_pressed(embedding, batches, place)
+        pressed += done < len(batches)
+        reference = build(CASE, "adagrad")
+        for batch in batches[:done]:
+            readout(reference(batch)).backward()
+        assert outcome(embedding, []).same_bits(outcome(reference, [])), place
+        if done == len(batches):
+            break
+    assert pressed > 10
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    finished = False
+
+    def block() -> None:
+        nonlocal finished
+        with uninterrupted(), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            finished = True
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert finished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_are_left_alone() -> None:
+    ran = []
+
+    def run() -> None:
+        with uninterrupted():
+            ran.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert ran == [True]
