@@ -960,3 +960,84 @@ def test_a_budget_by_hand_needs_a_share_for_every_width() -> None:
     budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
     with pytest.raises(ValueError, match=r"1 shares; the tables have 2 widths \(4, 6\)"):
         build(CASES["two-widths"], strategy="lru", budget=budget)
+
+
+# -- kindness ------------------------------------------------------------------------------
+
+
+def test_ids_that_the_model_builds_anew_still_find_their_plan() -> None:
+    embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
+    for batch in hotrow.ahead(CASES["one-hot"].batches(10), embedding, ids=lambda b: b + 0):
+        readout(embedding(batch + 0)).backward()
+    assert embedding.traffic().chunked_batches == 0
+
+
+def test_a_warning_of_other_ids_points_at_the_line_that_looked_them_up() -> None:
+    embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
+    for batch in hotrow.ahead(CASES["one-hot"].batches(2), embedding):
+        with pytest.warns(UserWarning, match="not the ones") as caught:
+            nn.Sequential(embedding)(batch * 0)
+        assert caught[0].filename == __file__ or "container.py" in caught[0].filename
+        break
+
+
+def test_a_batch_too_large_for_the_slots_is_told_once() -> None:
+    embedding = build(
+        CASE,
+        strategy="lru",
+        budget=tight_budget(CASE, CASE.batches(9), variant("lru").hold, part=0.5),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(embedding, CASE.batches(9))
+    told = [str(each.message) for each in caught if "does not fit the" in str(each.message)]
+    assert len(told) == 1
+    assert "times as large would hold it" in told[0]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(8, 3), torch.ones(8, 2).long(), torch.ones(8)),
+        [torch.ones(8, 2).long(), torch.ones(8).long()],
+        {"ids": torch.ones(8, 2).long()},
+    ],
+    ids=["tuple", "list", "dict"],
+)
+def test_forgetting_ids_is_told(batch: Any) -> None:
+    embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
+    with pytest.raises(
+        (TypeError, ValueError), match=r"say which: hotrow\.ahead\(loader, model, ids="
+    ):
+        next(hotrow.ahead([batch], embedding))
+
+
+def test_an_iterator_is_as_long_as_its_loader() -> None:
+    assert len(hotrow.ahead(CASE.batches(7), tight())) == 7
+    with pytest.raises(TypeError, match="loader must be iterable, got int"):
+        hotrow.ahead(5, tight())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ids must be a function of a batch, got str"):
+        hotrow.ahead([], tight(), ids="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.Adam, r"got the class torch\.optim\.adam\.Adam"),
+        (hotrow.Adam, r"got the class hotrow\.optim\.Adam"),
+        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"got an torch\.optim\.sgd\.SGD"),
+    ],
+    ids=["torch's class", "our class", "torch's"],
+)
+def test_another_optimizer_is_refused_by_its_full_name(optimizer: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        hotrow.EmbeddingBagCollection(CASE.tables, optimizer, strategy="all-fast")
+
+
+def test_a_share_given_as_a_fraction_is_refused_with_the_right_form() -> None:
+    with pytest.raises(ValueError, match="write '10%'"):
+        build(CASE, strategy="lru", budget=0.1)
+    with pytest.raises(ValueError, match="strategy='all-fast'"):
+        build(CASES["one-hot"], strategy="lru", budget="100%")
+    with pytest.raises(ValueError, match="did you mean 'lru'"):
+        build(CASE, strategy="LRU", budget=4000)

@@ -49,6 +49,10 @@ class Ahead:
         *,
         depth: int | None,
     ) -> None:
+        if not isinstance(loader, Iterable):
+            raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
+        if ids is not None and not callable(ids):
+            raise TypeError(f"ids must be a function of a batch, got {type(ids).__name__}")
         if depth is not None and depth < 0:
             raise ValueError(f"depth must be at least 0 batches, not {depth}")
         self._loader, self._ids, self._depth = loader, ids, depth
@@ -81,6 +85,10 @@ class Ahead:
         for collection, arrival in ticket.arrivals:
             collection.arrive(arrival)
         return ticket.batch
+
+    def __len__(self) -> int:
+        """As many batches as the loader says it has."""
+        return len(self._loader)  # type: ignore[arg-type]
 
     def position(self) -> int:
         """How many batches of the current pass have been yielded."""
@@ -225,10 +233,18 @@ class _Reader:
             batch = to_device(batch, device)
         features = batch if self._ids is None else self._ids(batch)
         arrivals = []
-        for name, collection in self._collections.items():
-            if collection.training:
-                mine = _features_of(features, name, self._collections)
-                arrivals.append((collection, collection.prepare(mine)))
+        try:
+            for name, collection in self._collections.items():
+                if collection.training:
+                    mine = _features_of(features, name, self._collections)
+                    arrivals.append((collection, collection.prepare(mine)))
+        except (TypeError, ValueError) as error:
+            if self._ids is not None:
+                raise
+            raise type(error)(
+                f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "
+                "are a part of it, say which: hotrow.ahead(loader, model, ids=lambda b: ...))"
+            ) from None
         for collection, arrival in arrivals:
             collection.expect(arrival)
         return _Read(batch, arrivals)
@@ -240,6 +256,10 @@ def _features_of(
     if not isinstance(features, Mapping):
         return features
     if name not in features:
+        if len(collections) == 1:
+            raise TypeError(
+                f"a dict with {', '.join(map(repr, features))} is not ids; take them out of it"
+            )
         raise ValueError(
             f"ids= gave a dict with {', '.join(map(repr, features))}, which lacks the collection "
             f"{name!r}; the model's collections are {', '.join(map(repr, collections))}"

@@ -109,6 +109,14 @@ class Lookups:
     def num_bags(self) -> int:
         return sum(self.bags_per_feature)
 
+    def reads_like(self, other: Lookups) -> bool:
+        """Whether both look up the same, bag by bag; reads the ids, so not for a GPU's loop."""
+        if (self.spans, self.bags_per_feature) != (other.spans, other.bags_per_feature):
+            return False
+        if self.offsets is None or other.offsets is None:
+            return self.offsets is other.offsets and torch.equal(self.ids, other.ids)
+        return torch.equal(self.ids, other.ids) and torch.equal(self.offsets, other.offsets)
+
     def bag_of(self) -> Tensor:
         """The bag of each lookup, [L] int64."""
         bags = torch.arange(self.num_bags, device=self.ids.device)
@@ -168,9 +176,11 @@ def _parse_jagged(
         )
     num_bags = offsets.numel() - 1
     if num_bags < 0 or num_bags % len(keys):
+        short = "; nn.EmbeddingBag's short form leaves the last offset out: append it"
         raise ValueError(
             f"offsets has {offsets.numel():,} entries; {len(keys)} features need a multiple of "
             f"{len(keys)} bags and one entry more, the number of indices"
+            + (short if num_bags >= 0 and offsets.numel() % len(keys) == 0 else "")
         )
     _check_offsets(offsets, values.numel())
     if weights is not None:

@@ -13,6 +13,11 @@ _UNITS = {
 
 def parse_bytes(text: str | int, *, total: int | None = None) -> int:
     """4_000_000, "4GB", "1.5 GiB", or "10%" of `total` bytes."""
+    if isinstance(text, float):
+        raise ValueError(
+            f"a budget of {text} is not a number of bytes; for a share of the tables' bytes write "
+            f"'{100 * text:g}%'"
+        )
     if isinstance(text, int) and not isinstance(text, bool):
         value = text
     else:
@@ -100,9 +105,11 @@ def share_out(
     """
     smallest = smallest_budget(row_bytes)
     if budget_bytes < smallest:
+        rows = sum(size * count for size, count in zip(row_bytes, num_rows, strict=True))
+        hint = "; tables this small need none: strategy='all-fast'" if rows < smallest else ""
         raise ValueError(
             f"the budget of {show_bytes(budget_bytes)} is too small; the smallest that works "
-            f"here is {show_bytes(smallest)} ({smallest:,} bytes)"
+            f"here is {show_bytes(smallest)} ({smallest:,} bytes){hint}"
         )
     window_bytes = budget_bytes // 16
     spare = float(budget_bytes - window_bytes - sum(map(_least_bytes, row_bytes)))

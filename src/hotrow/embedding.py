@@ -5,6 +5,7 @@ Knows inputs, outputs and manners; where rows are is the row groups' business.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -39,6 +40,10 @@ class Arrival:
     identity: tuple[Any, ...]
     batch: Batch
     works: tuple[Work, ...]  # one per width group
+
+    def reads_like(self, other: Arrival) -> bool:
+        pairs = zip(self.works, other.works, strict=True)
+        return all(mine.lookups.reads_like(theirs.lookups) for mine, theirs in pairs)
 
 
 class Embedded:
@@ -122,9 +127,11 @@ class EmbeddingBagCollection(nn.Module):
         if not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
         if not isinstance(optimizer, RowRule):
+            is_class = isinstance(optimizer, type)
+            kind = optimizer if is_class else type(optimizer)
             raise TypeError(
-                "optimizer must be hotrow.SGD, Adagrad, RowWiseAdagrad, Adam or AdamW, got "
-                f"{type(optimizer).__name__}"
+                "optimizer must be one of hotrow's, such as hotrow.Adam(lr=0.001); got "
+                f"{'the class' if is_class else 'an'} {kind.__module__}.{kind.__qualname__}"
             )
         if on_nonfinite not in ON_NONFINITE:
             raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
@@ -247,14 +254,16 @@ class EmbeddingBagCollection(nn.Module):
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
         _refuse_replicas()
         arrival = self.prepare(features)
+        if self._arrivals and arrival.reads_like(self._arrivals[-1]):
+            return self._arrivals[-1]  # the model has built the same ids anew
         running = self._ahead is not None and self._ahead() is not None
         if running and not self._warned:
             self._warned = True
             warnings.warn(
-                "these ids are not the ones hotrow.ahead planned for this batch: they are another "
-                "tensor, or were changed in place since. They are looked up directly, which is "
-                "right but slower; let ids= return the very tensors the model looks up",
-                stacklevel=4,
+                "these ids are not the ones hotrow.ahead planned for this batch; ids= gave others, "
+                "or they were changed in place since. They are looked up directly, which is right "
+                "but slower; let ids= return what the model looks up",
+                stacklevel=_frames_to_the_model(),
             )
         for work in arrival.works:
             if running and not work.group.everything:
@@ -498,6 +507,17 @@ class EmbeddingCollection(EmbeddingBagCollection):
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+def _frames_to_the_model() -> int:
+    """How far up the stack the caller of the collection is, for a warning that points there."""
+    depth, frame = 1, sys._getframe(1)
+    here = (__file__, nn.modules.module.__file__)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename in here or "_dynamo" in frame.f_code.co_filename
+    ):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 @cache

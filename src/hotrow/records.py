@@ -54,6 +54,7 @@ class Summary:
     fast_rows_share: float
     bytes_moved: int
     equal_to_all_fast: bool | None = None  # None: not compared
+    chunked_batches: int = 0  # whose rows did not fit the slots together
 
 
 @dataclass(frozen=True, slots=True)

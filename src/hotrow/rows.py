@@ -7,6 +7,7 @@ batches larger than the slots and late gradients take it, with the same bits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -113,12 +114,24 @@ class RowGroup:
             return True
         work.plan = self.planner.plan(work.ids)
         if work.plan is None:
+            self._tell_of_chunks(work.ids.ids.numel())
             self.count_direct(work)
             return False
         self.uncollected.append(work)
         moves = work.plan.moves
         self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
         return True
+
+    def _tell_of_chunks(self, rows: int) -> None:
+        if not self.direct_batches:
+            needed = self.planner.hold.batches * rows
+            warnings.warn(
+                f"a batch of {rows:,} different rows does not fit the {self.pad.num_slots:,} slots "
+                f"of width {self.dim} beside those in flight; it passes through in chunks, which "
+                f"is right but slow. A budget {max(1.1, needed / self.pad.num_slots):.1f} times as "
+                "large would hold it",
+                stacklevel=2,
+            )
 
     def fill(self, work: Work) -> None:
         assert work.plan is not None

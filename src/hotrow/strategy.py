@@ -92,6 +92,6 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
             f"strategy {strategy!r} orders, splits or drops samples, so it cannot run inside a "
             f"module; the strategies for a collection are {', '.join(STRATEGIES)}"
         )
-    near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
+    near = difflib.get_close_matches(strategy.lower(), STRATEGIES, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(f"there is no strategy {strategy!r}{hint}; known are {', '.join(STRATEGIES)}")

@@ -38,13 +38,13 @@ def test_machines_get_one_object_per_line() -> None:
     ("words", "message"),
     [
         (["--slots", "many"], "--slots: cannot read 'many'"),
-        (["--slots", "0"], "--slots: 0 is 0 of 376,110 rows"),
-        (["--slots", "200%"], "of 376,110 rows"),
+        (["--slots", "0"], "--slots: 0 makes 0 slots; there may be 1 to 376,110"),
+        (["--slots", "200%"], "--slots: 200% makes 752,220 slots; there may be 1 to 376,110"),
         (["--strategy", "lur"], "did you mean 'lru'"),
         (["--strategy", "all-fast"], "all-fast moves nothing"),
         (["--pin", "guess"], "--pin must be ranks or learned"),
-        (["--batches", "0"], "--batches must not be 0"),
-        (["--depth", "-1"], "--depth must not be -1"),
+        (["--batches", "0"], "--batches must be at least 1, not 0"),
+        (["--depth", "-1"], "--depth must be at least 0, not -1"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(words: list[str], message: str) -> None:

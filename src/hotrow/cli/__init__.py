@@ -6,7 +6,9 @@ A subcommand is the function named like its module; adding a file adds a command
 from __future__ import annotations
 
 import functools
+import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -68,6 +70,10 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **options: Any) -> None:
         try:
             command(*args, **options)
+        except BrokenPipeError:
+            # Whoever read the output has gone, as `head` does; nothing is left to be said to it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(USER_ERROR) from error

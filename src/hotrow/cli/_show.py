@@ -145,12 +145,16 @@ def _summary(record: RunRecord) -> dict[str, str]:
         True: f"yes, to the bit: rows, row state, dense weights, {found.steps:,} losses",
         False: "NO",
     }
+    chunked = {}
+    if found.chunked_batches:
+        chunked["too large for the slots"] = f"{found.chunked_batches:,} batches, in chunks"
     return {
         "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
         "AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
         "log-loss": "not evaluated" if math.isnan(found.log_loss) else f"{found.log_loss:.4f}",
         "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
         "rows in fast memory": f"{found.fast_rows_share:.2%}",
+        **chunked,
         "moved": show_bytes(found.bytes_moved),
         "speed": f"{found.samples_per_second:,.0f} samples/s",
         "equal to all-fast": equality[found.equal_to_all_fast],

@@ -36,7 +36,9 @@ class Tally:
     def hit_rate(self) -> float:
         return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
-    def summary(self, *, fast_rows_share: float, equal_to_all_fast: bool | None) -> Summary:
+    def summary(
+        self, *, fast_rows_share: float, equal_to_all_fast: bool | None, chunked_batches: int
+    ) -> Summary:
         return Summary(
             steps=len(self.losses),
             samples=self.samples,
@@ -48,6 +50,7 @@ class Tally:
             lookups=self.lookups,
             hit_rate=self.hit_rate,
             fast_rows_share=fast_rows_share,
+            chunked_batches=chunked_batches,
             bytes_moved=self.bytes_moved,
             equal_to_all_fast=equal_to_all_fast,
         )

@@ -54,6 +54,10 @@ def simulate(
     The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
     and no memory for tables.
 
+    The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
+    cause one at most, so `uncached` has hits, too. Batches whose rows do not fit the slots together
+    are chunked: their rows pass through one part after another, and none stays.
+
     **Examples**
 
     - `hotrow simulate`
@@ -71,8 +75,8 @@ def simulate(
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
     for name, value in (("--depth", depth), ("--batches", batches), ("--warm-up", warm_up)):
-        if value < (name == "--batches"):
-            raise ValueError(f"{name} must not be {value}")
+        if value < (least := int(name == "--batches")):
+            raise ValueError(f"{name} must be at least {least}, not {value}")
     total = warm_up + batches
     bar = _bar(total)
     task = bar.add_task("planning", total=total)
@@ -104,7 +108,9 @@ def _slots(text: str, num_rows: int) -> int:
             f"--slots: cannot read {text.strip()!r}; write numbers or percent, such as 1%,5%,100000"
         ) from None
     if not 0 < count <= num_rows:
-        raise ValueError(f"--slots: {text.strip()} is {count:,} of {num_rows:,} rows")
+        raise ValueError(
+            f"--slots: {text.strip()} makes {count:,} slots; there may be 1 to {num_rows:,}"
+        )
     return count
 
 

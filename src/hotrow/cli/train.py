@@ -89,14 +89,18 @@ def train(
 
 
 class StopAfterStep:
-    """The first Ctrl-C asks for an end after the step under way, the second one ends at once."""
+    """The first Ctrl-C asks for an end after the step under way, the second one ends at once.
+
+    A request to terminate counts as a Ctrl-C.
+    """
 
     asked = False
+    _signals = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> Self:
         self._is_main = threading.current_thread() is threading.main_thread()
         if self._is_main:  # Python lets no other thread decide about signals
-            self._before: Any = signal.signal(signal.SIGINT, self._ask)
+            self._before: list[Any] = [signal.signal(each, self._ask) for each in self._signals]
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -112,7 +116,8 @@ class StopAfterStep:
         trace: TracebackType | None,
     ) -> None:
         if self._is_main:
-            signal.signal(signal.SIGINT, self._before)
+            for each, before in zip(self._signals, self._before, strict=True):
+                signal.signal(each, before)
 
 
 def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord:
@@ -121,11 +126,11 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
     outcome, is_equal = "failed", None
     try:
         _train(job, tally, run, show, stop)
+        outcome = "interrupted" if len(tally.losses) < job.config.total_steps else "finished"
         if not stop.asked:
             tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
             if job.config.training.check_equality:
                 is_equal = _is_equal_to_all_fast(job, tally.losses, show, stop)
-        outcome = "interrupted" if stop.asked else "finished"
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
@@ -181,6 +186,7 @@ def _record(
         summary=tally.summary(
             fast_rows_share=embedding.num_slots / embedding.num_rows,
             equal_to_all_fast=is_equal,
+            chunked_batches=embedding.traffic().chunked_batches,
         ),
         evaluations=tuple(tally.evaluations),
     )
