@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hotrow.run.config import load
+
 ROOT = Path(__file__).parents[1]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{place}")
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    for place, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_there_are_blocks_to_run() -> None:
-    assert BLOCKS
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_runs_as_printed(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(block, "documentation", "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_the_blocks_of_a_page_run_as_printed(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for place, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{page.name}, block {place}", "exec"), names)
+
+
+def test_the_run_file_in_the_guide_is_one(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs" / "guide.md", "toml")
+    (tmp_path / "run.toml").write_text(text)
+    assert load(tmp_path / "run.toml").run.name == "first"
+
+
+def test_every_run_file_in_configs_can_be_read() -> None:
+    found = sorted((ROOT / "configs").glob("*.toml"))
+    assert found
+    for path in found:
+        load(path)
 
 
 def test_local_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
