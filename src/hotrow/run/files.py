@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import torch
+
 from hotrow import __version__
 from hotrow.records import EvalRecord, RunRecord, StepRecord, Summary
 
@@ -133,6 +135,8 @@ def environment(*, device: str, threads: int) -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
+    if name == "torch":
+        return torch.__version__  # says which CUDA it was built for, where the package does not
     try:
         return version(name)
     except PackageNotFoundError:
