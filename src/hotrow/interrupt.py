@@ -1,12 +1,18 @@
-"""Ctrl-C at a good moment."""
+"""Ctrl-C, and other signals, at a good moment."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+# Whose handlers are known to raise: Ctrl-C, a request to end, and time-outs.
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+]
 
 
 @contextmanager
@@ -16,15 +22,20 @@ def uninterrupted() -> Iterator[None]:
     Maps and bytes change together, or a row is lost: Python would raise KeyboardInterrupt
     between any two lines.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread alone
         return
+    handlers = {each: signal.getsignal(each) for each in _SIGNALS}
+    deferred: dict[int, Callable[[int, FrameType | None], Any]] = {
+        each: handler for each, handler in handlers.items() if callable(handler)
+    }
     asked: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+    for each in deferred:
+        signal.signal(each, lambda number, frame: asked.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if asked:
-            before(*asked[0])
+        for each, handler in deferred.items():
+            signal.signal(each, handler)
+        for number, frame in asked:
+            deferred[number](number, frame)
