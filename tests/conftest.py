@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -18,6 +19,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The variable is for the processes that tests start.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# The same examples every time: what a commit breaks is then known to be that commit's.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

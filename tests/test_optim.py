@@ -82,7 +82,7 @@ def test_betas_that_torch_refuses_are_refused(betas: Any) -> None:
 def test_an_optimizer_of_torch_is_refused_by_name() -> None:
     dense = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     with pytest.raises(
-        TypeError, match=r"optimizer must be one of hotrow's, .* got an torch.optim.sgd.SGD"
+        TypeError, match=r"optimizer must be one of hotrow's, .* got torch.optim.sgd.SGD"
     ):
         collection(dense)
 

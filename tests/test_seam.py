@@ -1025,7 +1025,7 @@ def test_an_iterator_is_as_long_as_its_loader() -> None:
     [
         (torch.optim.Adam, r"got the class torch\.optim\.adam\.Adam"),
         (hotrow.Adam, r"got the class hotrow\.optim\.Adam"),
-        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"got an torch\.optim\.sgd\.SGD"),
+        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"got torch\.optim\.sgd\.SGD"),
     ],
     ids=["torch's class", "our class", "torch's"],
 )

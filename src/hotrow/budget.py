@@ -115,7 +115,8 @@ def share_out(
     spare = float(budget_bytes - window_bytes - sum(map(_least_bytes, row_bytes)))
     weight, shares = 1.0, {}
     # Those that need the least of their part come first, so that what they leave reaches others.
-    for g in sorted(range(len(parts)), key=lambda g: num_rows[g] * row_bytes[g] / parts[g]):
+    need = [slot_bytes(size) * count for size, count in zip(row_bytes, num_rows, strict=True)]
+    for g in sorted(range(len(parts)), key=lambda g: need[g] / parts[g]):
         least = _least_bytes(row_bytes[g])
         mine = least + spare * min(1.0, parts[g] / max(weight, 1e-9))
         buffer_rows = max(_LEAST_ROWS, min(int(mine * buffer_part) // row_bytes[g], num_rows[g]))

@@ -122,19 +122,7 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = torch.device(device)
-        if self.device.type != "cpu":
-            raise ValueError(f"device {device!r} is not supported by this version; use 'cpu'")
-        if not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
-        if not isinstance(optimizer, RowRule):
-            is_class = isinstance(optimizer, type)
-            kind = optimizer if is_class else type(optimizer)
-            raise TypeError(
-                "optimizer must be one of hotrow's, such as hotrow.Adam(lr=0.001); got "
-                f"{'the class' if is_class else 'an'} {kind.__module__}.{kind.__qualname__}"
-            )
-        if on_nonfinite not in ON_NONFINITE:
-            raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
+        _check_arguments(self.device, seed, optimizer, on_nonfinite)
         self.tables = tuple(tables)
         self.strategy = find_strategy(strategy)
         self.features = feature_order(self.tables)
@@ -507,6 +495,24 @@ class EmbeddingCollection(EmbeddingBagCollection):
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+def _check_arguments(
+    device: torch.device, seed: object, optimizer: object, on_nonfinite: str
+) -> None:
+    if device.type != "cpu":
+        raise ValueError(f"device '{device}' is not supported by this version; use 'cpu'")
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
+    if not isinstance(optimizer, RowRule):
+        is_class = isinstance(optimizer, type)
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(
+            "optimizer must be one of hotrow's, such as hotrow.Adam(lr=0.001); got "
+            f"{'the class ' if is_class else ''}{kind.__module__}.{kind.__qualname__}"
+        )
+    if on_nonfinite not in ON_NONFINITE:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
 
 
 def _frames_to_the_model() -> int:

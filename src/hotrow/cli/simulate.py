@@ -78,7 +78,7 @@ def simulate(
         if value < (least := int(name == "--batches")):
             raise ValueError(f"{name} must be at least {least}, not {value}")
     total = warm_up + batches
-    bar = _bar(total)
+    bar = _bar()
     task = bar.add_task("planning", total=total)
     with nullcontext() if as_json else bar:
         found = simulate_trace(
@@ -114,7 +114,7 @@ def _slots(text: str, num_rows: int) -> int:
     return count
 
 
-def _bar(total: int) -> Progress:
+def _bar() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

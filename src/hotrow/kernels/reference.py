@@ -1,9 +1,9 @@
 """The specification of every operation, in plain PyTorch.
 
 Promise behind "exact": what these functions compute for a row, or for a bag, depends on that row
-or bag alone, never on its slot, its place in a tensor or the rows beside it. Where PyTorch's
-vector loop and its scalar tail may round differently (anything that fuses a multiply and an
-add), only single, correctly rounded operations are used.
+or bag alone, never on its slot, its place in a tensor or the rows beside it. Nothing promises
+that PyTorch's vector loops and scalar tails round a fused multiply and add alike, so only single,
+correctly rounded operations are used.
 """
 
 from __future__ import annotations
