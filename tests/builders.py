@@ -100,10 +100,10 @@ CASES = {
 
 def readout(out: hotrow.Embedded, scale: float = 1.0) -> Tensor:
     """A loss in which every vector counts differently."""
-    total = torch.zeros(())
+    total: Any = 0
     for place, name in enumerate(out.keys()):
         vectors = out[name]
-        slope = torch.linspace(-1, 1, vectors.shape[1]) + 0.3 * place
+        slope = torch.linspace(-1, 1, vectors.shape[1]).to(vectors) + 0.3 * place
         total = total + (vectors * slope).tanh().sum() + vectors.square().sum() * 0.1
     return total * scale
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -59,15 +60,16 @@ def parts_imported_by(module: str) -> set[str]:
 
 # From the bottom up: a part imports only from the lines above its own.
 LAYERS = [
-    {"kernels", "interrupt"},
+    {"kernels", "interrupt", "lanes", "masters"},
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
-    {"batch", "store", "profile", "optim", "planner"},
-    {"stages"},
+    {"batch", "store", "pinned", "profile", "optim", "planner"},
+    {"stages", "device_planner"},
     {"schedule", "strategy"},
     {"rows", "simulate"},
-    {"step"},
+    {"step", "device_rows"},
     {"embedding"},
     {"ahead"},
+    {"captured"},
     {"trainer"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
@@ -100,20 +102,24 @@ def test_kernels_know_nothing_but_kernels(module: str) -> None:
     assert parts_imported_by(module) == set()
 
 
-@pytest.mark.parametrize("part", ["planner", "evict", "store", "scratchpad"])
+@pytest.mark.parametrize(
+    "part", ["planner", "device_planner", "evict", "store", "pinned", "scratchpad", "lanes"]
+)
 def test_the_foundation_knows_nothing_of_what_is_built_on_it(part: str) -> None:
     upper = {"stages", "schedule", "strategy", "rows", "embedding", "ahead", "trainer", "config"}
     assert not parts_imported_by(f"hotrow.{part}") & upper
 
 
 def test_what_decides_does_not_know_what_moves_bytes() -> None:
-    for part in ("planner", "evict", "profile"):
-        assert not parts_imported_by(f"hotrow.{part}") & {"store", "rows", "optim"}
+    for part in ("planner", "device_planner", "evict", "profile"):
+        moving = {"store", "pinned", "rows", "device_rows", "optim"}
+        assert not parts_imported_by(f"hotrow.{part}") & moving
 
 
 def test_what_moves_bytes_does_not_know_what_decides() -> None:
-    for part in ("store", "scratchpad", "kernels"):
-        assert not parts_imported_by(f"hotrow.{part}") & {"planner", "evict", "profile"}
+    for part in ("store", "pinned", "scratchpad", "kernels"):
+        deciding = {"planner", "device_planner", "evict", "profile"}
+        assert not parts_imported_by(f"hotrow.{part}") & deciding
 
 
 ENDS = {"cli", "data", "models", "report"}
@@ -131,9 +137,17 @@ def test_the_core_never_imports_commands_data_models_or_reports(module: str) -> 
 
 
 def test_models_stand_alone() -> None:
+    """But for kernels, which a model asks for when its tensors are on a GPU."""
     for name in PATHS:
         if name.startswith("hotrow.models"):
-            assert parts_imported_by(name) <= {"embedding", "batch", "tables"}
+            assert parts_imported_by(name) <= {"embedding", "batch", "tables", "kernels"}
+            at_once = imported_by(name, everywhere=False)
+            assert not any(part_of(each) == "kernels" for each in at_once)
+
+
+def test_master_weights_stand_alone() -> None:
+    assert imported_by("hotrow.masters") == set()
+    assert all("hotrow.masters" not in imported_by(name) for name in CORE)
 
 
 def test_reports_read_records_alone() -> None:
@@ -167,3 +181,31 @@ def imported() -> set[str]:
     names = set(done.stdout.split())
     assert "hotrow.embedding" in names
     return names
+
+
+# What rows on a GPU are made of; everything else is there without Triton.
+ENGINE = {"hotrow.device_planner", "hotrow.device_rows"}
+
+
+def test_only_rows_on_a_gpu_need_triton() -> None:
+    kernels = {name for name in PATHS if name.startswith("hotrow.kernels.triton.")}
+    others = sorted(PATHS.keys() - kernels - ENGINE - {"hotrow.__main__"})  # which would run
+    script = """
+        import importlib, sys, torch
+        sys.modules["triton"] = None  # every import of it fails
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
+        import hotrow
+        table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
+        embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=4000)
+        for batch in hotrow.ahead([torch.tensor([[1], [2]])], embedding):
+            embedding(batch).values().sum().backward()
+        try:
+            hotrow.embedding._engine(torch.device("cuda"))
+        except RuntimeError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *others], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("rows on a GPU need Triton"), done.stderr

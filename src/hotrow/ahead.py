@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import schedule
+from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.schedule import Ticket
 from hotrow.strategy import Strategy
@@ -82,6 +83,7 @@ class Ahead:
         assert isinstance(ticket, _Read)
         self._last = ticket
         self._reader.yielded += 1
+        self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
             collection.arrive(arrival)
         return ticket.batch
@@ -89,6 +91,11 @@ class Ahead:
     def __len__(self) -> int:
         """As many batches as the loader says it has."""
         return len(self._loader)  # type: ignore[arg-type]
+
+    @property
+    def arrivals(self) -> Sequence[tuple[EmbeddingBagCollection, Arrival]]:
+        """The last batch yielded, as each collection knows it."""
+        return () if self._last is None else self._last.arrivals
 
     def position(self) -> int:
         """How many batches of the current pass have been yielded."""
@@ -135,7 +142,10 @@ class Ahead:
             raise
         self._last = None
         self._running = schedule.run(
-            self._strategy.timed_stages, self._reader.admit, self._strategy.order
+            self._strategy.timed_stages,
+            self._reader.admit,
+            self._strategy.order,
+            self._reader.lanes,
         )
 
 
@@ -146,10 +156,11 @@ class _Read(Ticket):
         self,
         batch: Any,
         arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]] = (),
+        names: Sequence[str] = (),
         error: Exception | None = None,
     ) -> None:
         super().__init__(batch, [w for _, each in arrivals for w in each.works], error)
-        self.arrivals = arrivals
+        self.arrivals, self.names = arrivals, names
         self.loader_state: Any = None
 
 
@@ -166,6 +177,7 @@ class _Reader:
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
         self._strategy, self._depth = strategy, depth
+        self.lanes = next(iter(collections.values())).lanes
         self._iterator = iter(loader)
         self._known: deque[_Read] = deque()
         self._exhausted = False
@@ -188,7 +200,20 @@ class _Reader:
                 self._read()
         if len(self._known) < least and not self._exhausted:
             return None
-        return self._known.popleft() if self._known else None
+        return self._upload(self._known.popleft()) if self._known else None
+
+    def _upload(self, read: _Read) -> _Read:
+        """Move the batch itself to the device: only its ids went there before."""
+        device = self.lanes.device
+        if device.type != "cpu" and read.error is None:
+            with self.lanes.on("plan"):
+                read.batch = to_device(read.batch, device)
+                features = read.batch if self._ids is None else self._ids(read.batch)
+                read.arrivals = [
+                    (each, each.upload(arrival, _features_of(features, name, self._collections)))
+                    for (each, arrival), name in zip(read.arrivals, read.names, strict=True)
+                ]
+        return read
 
     def _wanted(self) -> int:
         limit = self._strategy.look_ahead if self._depth is None else self._depth
@@ -228,16 +253,14 @@ class _Reader:
         self._known.append(_Read(None, error=error))
 
     def _prepare(self, batch: Any) -> _Read:
-        device = next(iter(self._collections.values())).device
-        if device.type != "cpu":
-            batch = to_device(batch, device)
         features = batch if self._ids is None else self._ids(batch)
-        arrivals = []
+        arrivals, names = [], []
         try:
             for name, collection in self._collections.items():
                 if collection.training:
                     mine = _features_of(features, name, self._collections)
                     arrivals.append((collection, collection.prepare(mine)))
+                    names.append(name)
         except (TypeError, ValueError) as error:
             if self._ids is not None:
                 raise
@@ -247,7 +270,7 @@ class _Reader:
             ) from None
         for collection, arrival in arrivals:
             collection.expect(arrival)
-        return _Read(batch, arrivals)
+        return _Read(batch, arrivals, names)
 
 
 def _features_of(
@@ -295,15 +318,40 @@ def _common_strategy(collections: Sequence[EmbeddingBagCollection]) -> Strategy:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor in tuples, lists, dicts, dataclasses and objects with `to`."""
-    if isinstance(batch, Tensor) or hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
+    return _map(batch, lambda each: each.to(device, non_blocking=True), has_to=True)
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with every tensor changed."""
+    return _map(batch, change, has_to=False)
+
+
+def _map(batch: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
+    if isinstance(batch, Tensor) or (has_to and hasattr(batch, "to")):
+        return change(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(each, device) for each in batch))
+        return type(batch)(*(_map(each, change, has_to=has_to) for each in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(each, device) for each in batch)
+        return type(batch)(_map(each, change, has_to=has_to) for each in batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _map(value, change, has_to=has_to) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        moved = {f.name: to_device(getattr(batch, f.name), device) for f in fields(batch) if f.init}
-        return replace(batch, **moved)
+        parts = {f.name: getattr(batch, f.name) for f in fields(batch) if f.init}
+        return replace(
+            batch, **{name: _map(part, change, has_to=has_to) for name, part in parts.items()}
+        )
+    if isinstance(batch, KeyedJaggedTensor):
+        return batch.map(change)
     return batch
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Every tensor in a batch."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found

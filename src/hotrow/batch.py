@@ -5,8 +5,8 @@ Knows nothing about where rows live.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -57,23 +57,18 @@ class KeyedJaggedTensor:
     def weights_or_none(self) -> Tensor | None:
         return self._weights
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        weights = None if self._weights is None else change(self._weights)
+        return type(self)(
+            self._keys, change(self._values), offsets=change(self._offsets), weights=weights
+        )
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        move = [
-            None if part is None else part.to(device, non_blocking=non_blocking)
-            for part in (self._values, self._offsets, self._weights)
-        ]
-        values, offsets, weights = move
-        assert values is not None
-        return type(self)(self._keys, values, offsets=offsets, weights=weights)
+        return self.map(lambda each: each.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        weights = None if self._weights is None else self._weights.pin_memory()
-        return type(self)(
-            self._keys,
-            self._values.pin_memory(),
-            offsets=self._offsets.pin_memory(),
-            weights=weights,
-        )
+        return self.map(torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -87,6 +82,11 @@ class Batch:
     offsets: Tensor | None  # [F * B + 1], feature by feature
     keys: tuple[str, ...]  # names of the F columns
     num_samples: int
+    ends: tuple[int, ...] = ()  # jagged: where each feature's indices end, after a 0
+
+    @property
+    def num_values(self) -> int:
+        return self.values.numel()
 
 
 @dataclass(frozen=True)
@@ -109,24 +109,23 @@ class Lookups:
     def num_bags(self) -> int:
         return sum(self.bags_per_feature)
 
-    def reads_like(self, other: Lookups) -> bool:
-        """Whether both look up the same, bag by bag; reads the ids, so not for a GPU's loop."""
-        if (self.spans, self.bags_per_feature) != (other.spans, other.bags_per_feature):
-            return False
-        if self.offsets is None or other.offsets is None:
-            return self.offsets is other.offsets and torch.equal(self.ids, other.ids)
-        return torch.equal(self.ids, other.ids) and torch.equal(self.offsets, other.offsets)
+    @property
+    def num_lookups(self) -> int:
+        return sum(high - low for low, high in self.spans) if self.spans else self.ids.numel()
 
     def bag_of(self) -> Tensor:
         """The bag of each lookup, [L] int64."""
         bags = torch.arange(self.num_bags, device=self.ids.device)
         if self.offsets is None:
             return bags
-        return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.ids.numel())
+        return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.num_lookups)
 
 
-def parse(features: Any, columns: tuple[str, ...], device: torch.device) -> Batch:
-    """Any accepted input as a `Batch`; says what is wrong with any other."""
+def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) -> Batch:
+    """Any accepted input as a `Batch`; says what is wrong with any other.
+
+    It has to be on `device`, or anywhere if that is None.
+    """
     if isinstance(features, Tensor):
         return _parse_dense(features, columns, device)
     if isinstance(features, tuple | list) and 2 <= len(features) <= 3:
@@ -143,7 +142,7 @@ def parse(features: Any, columns: tuple[str, ...], device: torch.device) -> Batc
     )
 
 
-def _parse_dense(values: Tensor, columns: tuple[str, ...], device: torch.device) -> Batch:
+def _parse_dense(values: Tensor, columns: tuple[str, ...], device: torch.device | None) -> Batch:
     if values.dim() == 1 and len(columns) == 1:
         values = values.unsqueeze(1)
     if values.dim() != 2 or values.shape[1] != len(columns):
@@ -160,7 +159,7 @@ def _parse_jagged(
     offsets: Tensor,
     weights: Tensor | None,
     columns: tuple[str, ...],
-    device: torch.device,
+    device: torch.device | None,
 ) -> Batch:
     values, offsets = _int64(values, "indices", device), _int64(offsets, "offsets", device)
     if values.dim() != 1 or offsets.dim() != 1:
@@ -182,18 +181,22 @@ def _parse_jagged(
             f"{len(keys)} bags and one entry more, the number of indices"
             + (short if num_bags >= 0 and offsets.numel() % len(keys) == 0 else "")
         )
-    _check_offsets(offsets, values.numel())
     if weights is not None:
         _check_weights(weights, values)
-    return Batch(values, offsets, keys, num_bags // len(keys))
+    num_samples = num_bags // len(keys)
+    ends = _check_offsets(offsets, values.numel(), len(keys), num_samples)
+    return Batch(values, offsets, keys, num_samples, ends)
 
 
-def _check_offsets(offsets: Tensor, num_values: int) -> None:
+def _check_offsets(
+    offsets: Tensor, num_values: int, num_features: int, num_samples: int
+) -> tuple[int, ...]:
     # One small tensor and one read, so that a device would be asked once.
     falls = offsets.diff() < 0
     first_fall = falls.int().argmax() if falls.numel() else torch.zeros_like(offsets[0])
-    facts = torch.stack([offsets[0], offsets[-1], falls.any().long(), first_fall]).tolist()
-    first, last, falling, position = facts
+    edges = offsets[::num_samples] if num_samples else offsets[:1].expand(num_features + 1)
+    facts = torch.stack([offsets[0], offsets[-1], falls.any().long(), first_fall])
+    first, last, falling, position, *ends = torch.cat([facts, edges]).tolist()
     if first != 0:
         raise ValueError(f"offsets must start at 0, not {first}")
     if falling:
@@ -206,6 +209,7 @@ def _check_offsets(offsets: Tensor, num_values: int) -> None:
             f"offsets must end at the number of indices, {num_values}, but end at {last}; "
             "nn.EmbeddingBag's short form leaves the last offset out: append it"
         )
+    return tuple(ends)
 
 
 def _check_weights(weights: Any, values: Tensor) -> None:
@@ -220,17 +224,28 @@ def _check_weights(weights: Any, values: Tensor) -> None:
         raise TypeError(f"weights must be float32, not {weights.dtype}")
 
 
-def _int64(tensor: Any, what: str, device: torch.device) -> Tensor:
+def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}")
-    if tensor.device.type != device.type:
+    if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
             "there, or iterate with hotrow.ahead, which does"
         )
     return tensor.long()
+
+
+def elsewhere(features: Any, batch: Batch) -> Batch:
+    """A batch that was parsed before, of which `features` are a copy on another device."""
+    if isinstance(features, Tensor):
+        return replace(batch, values=features.view(batch.values.shape).long())
+    if isinstance(features, tuple | list):
+        values, offsets = features[:2]
+    else:
+        values, offsets = features.values(), features.offsets()
+    return replace(batch, values=values.long(), offsets=offsets.long())
 
 
 def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
@@ -270,35 +285,58 @@ def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
 
 
 def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
-    assert batch.offsets is not None
-    size = batch.num_samples
-    ends = batch.offsets[::size].tolist() if size else [0] * (len(batch.keys) + 1)
     parts: list[Tensor] = []
-    lengths: list[Tensor] = []
-    spans: list[tuple[int, int]] = []
-    bags: list[int] = []
-    for feature in group.features:
-        place = batch.keys.index(feature.name)
-        low, high = ends[place], ends[place + 1]
+    for feature, (low, high) in zip(group.features, spans_of(batch, group), strict=True):
         table = group.tables[feature.table]
         ids = _checked(batch.values[low:high], feature, table, low) + group.bases[feature.table]
         if table.padding_idx is not None:
             ids = ids.masked_fill(ids == group.bases[feature.table] + table.padding_idx, PADDING)
         parts.append(ids)
-        each = batch.offsets[place * size : (place + 1) * size + 1].diff()
-        lengths.append(torch.ones_like(ids) if feature.pooling == "none" else each)
-        bags.append(lengths[-1].numel())
-        spans.append((low, high))
-    offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
+    x = outline_of(batch, group)
     ids = torch.cat(parts)
+    assert x.offsets is not None
+    return replace(x, ids=ids, divisor=_divisor(ids, x.offsets, group, x.bags_per_feature))
+
+
+def spans_of(batch: Batch, group: WidthGroup) -> tuple[tuple[int, int], ...]:
+    """Where the indices of each of a group's features lie among a jagged batch's values."""
+    places = [batch.keys.index(feature.name) for feature in group.features]
+    return tuple((batch.ends[place], batch.ends[place + 1]) for place in places)
+
+
+def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
+    """`lookups_of` without ids and divisor: nothing is read, so that no device is waited for."""
+    nothing = batch.values.new_empty(0)
+    if batch.offsets is None:
+        bags = (batch.num_samples,) * len(group.features)
+        return Lookups(nothing, None, None, bags, by_sample=True)
+    size, spans = batch.num_samples, spans_of(batch, group)
+    lengths: list[Tensor] = []
+    for feature, (low, high) in zip(group.features, spans, strict=True):
+        place = batch.keys.index(feature.name)
+        each = batch.offsets[place * size : (place + 1) * size + 1].diff()
+        ones = each.new_ones(high - low)
+        lengths.append(ones if feature.pooling == "none" else each)
     return Lookups(
-        ids=ids,
-        offsets=offsets,
-        divisor=_divisor(ids, offsets, group, bags),
-        bags_per_feature=tuple(bags),
+        ids=nothing,
+        offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
+        divisor=None,
+        bags_per_feature=tuple(each.numel() for each in lengths),
         by_sample=False,
-        spans=tuple(spans),
+        spans=spans,
     )
+
+
+def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
+    """What each bag's sum is divided by, without checking ids."""
+    if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
+        return None
+    parts = []
+    for feature, (low, high) in zip(group.features, x.spans, strict=True):
+        padding = group.tables[feature.table].padding_idx
+        values = batch.values[low:high]
+        parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
+    return _divisor(torch.cat(parts), x.offsets, group, x.bags_per_feature)
 
 
 def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
@@ -344,7 +382,7 @@ def identity(features: Any) -> tuple[Any, ...]:
     return (keys, *facts)
 
 
-def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: list[int]) -> Tensor | None:
+def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: Sequence[int]) -> Tensor | None:
     """What a bag's sum is divided by: its lookups, padding left out, where the mean is asked."""
     if all(feature.pooling != "mean" for feature in group.features):
         return None
@@ -352,7 +390,7 @@ def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: list[int]) -
     counts = real[offsets].diff().clamp_(min=1)
     parts = [
         part if feature.pooling == "mean" else torch.ones_like(part)
-        for part, feature in zip(counts.split(bags), group.features, strict=True)
+        for part, feature in zip(counts.split(list(bags)), group.features, strict=True)
     ]
     return torch.cat(parts).float().unsqueeze(1)
 

@@ -17,19 +17,30 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hotrow.batch import Batch, Lookups, identity, lookups_of, parse, weights_of
+from hotrow.batch import (
+    Batch,
+    Lookups,
+    elsewhere,
+    identity,
+    lookups_of,
+    parse,
+    raw_weights,
+    weights_of,
+)
 from hotrow.budget import Budget, parse_bytes, share_out
-from hotrow.interrupt import uninterrupted
+from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
-from hotrow.stages import Work, fill, plan
+from hotrow.schedule import at_once
+from hotrow.stages import Work
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
+_OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -42,8 +53,17 @@ class Arrival:
     works: tuple[Work, ...]  # one per width group
 
     def reads_like(self, other: Arrival) -> bool:
-        pairs = zip(self.works, other.works, strict=True)
-        return all(mine.lookups.reads_like(theirs.lookups) for mine, theirs in pairs)
+        """Whether both look up the same; reads the ids, so it waits for a device."""
+        mine, theirs = self.batch, other.batch
+        if (mine.keys, mine.ends, mine.num_samples) != (
+            theirs.keys,
+            theirs.ends,
+            theirs.num_samples,
+        ):
+            return False
+        if mine.offsets is None or theirs.offsets is None:
+            return mine.offsets is theirs.offsets and torch.equal(mine.values, theirs.values)
+        return torch.equal(mine.values, theirs.values) and torch.equal(mine.offsets, theirs.offsets)
 
 
 class Embedded:
@@ -117,19 +137,20 @@ class EmbeddingBagCollection(nn.Module):
         seed: int = 0,
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
-        self.device = torch.device(device)
-        _check_arguments(self.device, seed, optimizer, on_nonfinite)
+        self.device = _usable(torch.device(device))
+        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
         self.tables = tuple(tables)
         self.strategy = find_strategy(strategy)
         self.features = feature_order(self.tables)
         layouts = group_by_width(self.tables)
         if profile is not None:
             check_profile(profile, self.tables)
-        self.optimizer = RowOptimizer(optimizer, self.tables, self.device)
+        self.optimizer = RowOptimizer(optimizer, self.tables)
         self.optimizer.belongs_to(self)
         row_bytes = [4 * (each.dim + optimizer.state_width(each.dim)) for each in layouts]
         self.num_rows = sum(each.num_rows for each in layouts)
@@ -138,8 +159,10 @@ class EmbeddingBagCollection(nn.Module):
         )
         shared = self._share(budget, row_bytes, layouts, profile)
         self.window_bytes = 0 if shared is None else shared.window_bytes
+        self.lanes = lanes_of(self.device)
+        engine = _engine(self.device)
         self.groups = [
-            RowGroup(
+            engine(
                 layout,
                 optimizer=self.optimizer,
                 strategy=self.strategy,
@@ -147,12 +170,16 @@ class EmbeddingBagCollection(nn.Module):
                 device=self.device,
                 seed=seed,
                 profile=profile,
+                window_bytes=self.window_bytes * len(layout.features) // len(self.features),
+                output_dtype=output_dtype,
             )
             for g, layout in enumerate(layouts)
         ]
+        self._plans_later = any(group.plans_later for group in self.groups)
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
-        self._arrivals: deque[Arrival] = deque(maxlen=64)
+        # Plans on a device keep their buffers for as long as they can be found.
+        self._arrivals: deque[Arrival] = deque(maxlen=2 if self._plans_later else 64)
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
 
@@ -241,7 +268,7 @@ class EmbeddingBagCollection(nn.Module):
     def _unplanned(self, features: Any) -> Arrival:
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
         _refuse_replicas()
-        arrival = self.prepare(features)
+        arrival = self.prepare(features, self.device)
         if self._arrivals and arrival.reads_like(self._arrivals[-1]):
             return self._arrivals[-1]  # the model has built the same ids anew
         running = self._ahead is not None and self._ahead() is not None
@@ -253,34 +280,44 @@ class EmbeddingBagCollection(nn.Module):
                 "but slower; let ids= return what the model looks up",
                 stacklevel=_frames_to_the_model(),
             )
-        for work in arrival.works:
-            if running and not work.group.everything:
-                work.group.count_direct(work)
-            else:
-                with uninterrupted():
-                    plan(work)
-                    fill(work)
+        direct = [work for work in arrival.works if running and not work.group.everything]
+        for work in direct:
+            work.group.count_direct(work)
+        at_once([work for work in arrival.works if work not in direct], self.lanes)
         return arrival
 
     # -- what hotrow.ahead asks for ----------------------------------------------------
 
-    def prepare(self, features: Any) -> Arrival:
-        """Check a batch of ids and sort it; nothing moves."""
-        batch = parse(features, self.features, self.device)
-        works = []
-        for group in self.groups:
-            x = lookups_of(batch, group.layout)
-            weights_of(features, x, group.layout)  # refuses what cannot be weighted
-            works.append(group.work(x))
-        return Arrival(features, identity(features), batch, tuple(works))
+    def prepare(self, features: Any, device: torch.device | None = None) -> Arrival:
+        """Check a batch of ids, which is on `device` or anywhere; nothing moves."""
+        batch = parse(features, self.features, device if self._plans_later else self.device)
+        works = tuple(group.work(batch) for group in self.groups)
+        if raw_weights(features) is not None:
+            for work in works:
+                weights_of(features, work.lookups, work.group.layout)  # or refuses
+        return Arrival(features, identity(features), batch, works)
 
     def expect(self, arrival: Arrival) -> None:
+        """A batch that will be planned after those already expected."""
+        with self.lanes.on("plan"):
+            values = arrival.batch.values.to(self.device, non_blocking=True)
+            for work in arrival.works:
+                work.group.expect(work, values)
+
+    def upload(self, arrival: Arrival, features: Any) -> Arrival:
+        """The same batch, of which `features` are the ids on the device now."""
+        batch = elsewhere(features, arrival.batch)
         for work in arrival.works:
-            work.group.expect(work)
+            work.arrive(batch)
+        return Arrival(features, identity(features), batch, arrival.works)
 
     def arrive(self, arrival: Arrival) -> None:
         """The batch that `forward` will see next."""
         self._arrivals.append(arrival)
+
+    def arrive_as(self, features: Any, arrival: Arrival) -> None:
+        """The same batch under other tensors, which `forward` will see next."""
+        self._arrivals.append(replace(arrival, features=features, identity=identity(features)))
 
     def enter(self, stream: Any) -> None:
         running = None if self._ahead is None else self._ahead()
@@ -304,6 +341,8 @@ class EmbeddingBagCollection(nn.Module):
         planners = [group.planner for group in self.groups if not group.everything]
         if not planners:
             return 0
+        if self._plans_later:
+            return min(planner.useful_depth() for planner in planners)
         bytes_per_batch = 8 * sum(planner.largest_batch for planner in planners)
         affordable = self.window_bytes // max(1, bytes_per_batch)
         return int(min(affordable, max(planner.useful_depth() for planner in planners)))
@@ -450,12 +489,13 @@ class EmbeddingBagCollection(nn.Module):
         for group in self.groups:
             for name, size in group.memory().items():
                 parts[name] = parts.get(name, 0) + size
-        if self.window_bytes:
+        if self.window_bytes and not self._plans_later:
             parts["look-ahead ids"] = self.window_bytes
         return parts
 
     def traffic(self) -> Traffic:
-        """What was looked up and moved so far, in training."""
+        """What was looked up and moved so far, in training; waits for the device."""
+        self.lanes.join()
         per_table = {}
         for group in self.groups:
             size = group.width * 4
@@ -497,11 +537,53 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
 
 
+def _usable(device: torch.device) -> torch.device:
+    """The device with its number, if rows can live there."""
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device '{device}' is not supported; use 'cuda' or 'cpu'")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device '{device}': torch {torch.__version__} sees no CUDA device; `hotrow doctor` "
+            "says what this machine has. device='cpu' works anywhere"
+        )
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}': there are {torch.cuda.device_count()} CUDA devices, from 0 on"
+        )
+    capability = torch.cuda.get_device_capability(number)
+    if capability < _OLDEST_CAPABILITY:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(number)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need "
+            f"{_OLDEST_CAPABILITY[0]}.{_OLDEST_CAPABILITY[1]} or later. device='cpu' works anywhere"
+        )
+    return torch.device("cuda", number)
+
+
+def _engine(device: torch.device) -> Any:
+    """What keeps rows on a device. Not at import: Triton takes as long as all of hotrow."""
+    if device.type == "cpu":
+        return RowGroup
+    try:
+        from hotrow.device_rows import DeviceRows
+    except ImportError as error:
+        raise RuntimeError(
+            f"rows on a GPU need Triton, which cannot be imported ({error}); "
+            "`pip install triton` brings it. device='cpu' works without"
+        ) from error
+    return DeviceRows
+
+
 def _check_arguments(
-    device: torch.device, seed: object, optimizer: object, on_nonfinite: str
+    seed: object, optimizer: object, on_nonfinite: str, output_dtype: torch.dtype
 ) -> None:
-    if device.type != "cpu":
-        raise ValueError(f"device '{device}' is not supported by this version; use 'cpu'")
+    if output_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"output_dtype must be torch.float32 or torch.bfloat16, not {output_dtype}"
+        )
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
     if not isinstance(optimizer, RowRule):

@@ -177,16 +177,15 @@ class RowOptimizer(torch.optim.Optimizer):
     Rows are updated in `backward()`; `step()` and `zero_grad()` have nothing left to do.
     """
 
-    def __init__(
-        self, rule: RowRule, tables: Sequence[EmbeddingBagConfig], device: torch.device
-    ) -> None:
+    def __init__(self, rule: RowRule, tables: Sequence[EmbeddingBagConfig]) -> None:
         defaults = {field.name: getattr(rule, field.name) for field in fields(rule)}
         # Empty stand-ins: torch wants a parameter in each group, and rows are none.
         groups = [{"params": [torch.empty(0)], "name": table.name} for table in tables]
         super().__init__(groups, defaults)
         self.rule = rule
         self.names = [table.name for table in tables]
-        self.steps = torch.zeros(len(tables), dtype=torch.int64, device=device)  # updates so far
+        # Updates so far. On the host, which counts them: no device has to be asked.
+        self.steps = torch.zeros(len(tables), dtype=torch.int64)
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
 
@@ -211,12 +210,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 for i, each in enumerate(parts):
                     key = f"{field.name}.{i}" if len(parts) > 1 else field.name
                     table.setdefault(key, []).append(float(each))
-        device = self.steps.device
-        setting = {
-            key: torch.tensor(values, dtype=torch.float64, device=device)
-            for key, values in table.items()
-        }
+        setting = {key: torch.tensor(values, dtype=torch.float64) for key, values in table.items()}
         return self.rule.scalars(setting, self.steps[places])
+
+    def table_scalars(self, names: Sequence[str]) -> list[tuple[float, ...]]:
+        """`scalars` as rows of numbers, one row per table."""
+        columns = [values.tolist() for values in self.scalars(names).values()]
+        return list(zip(*columns, strict=True))
 
     def count_step(self) -> None:
         """One more update, for every table alike, also those without a lookup."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,21 @@ class StepRecord:
     def hit_rate(self) -> float:
         """Share of the lookups that caused no fetch."""
         return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
+
+
+class LateStepRecord(StepRecord):
+    """A step whose loss is still on its way from a device: reading it waits."""
+
+    __slots__ = ("_late",)
+
+    @property  # type: ignore[override]
+    def loss(self) -> float:
+        late: Callable[[], float] = self._late
+        return late()
+
+    @loss.setter
+    def loss(self, late: Callable[[], float]) -> None:
+        object.__setattr__(self, "_late", late)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hotrow import kernels
-from hotrow.batch import Lookups
+from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds
+from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
 from hotrow.planner import Pins, Plan, Planner
 from hotrow.profile import Profile, hottest, small_tables
@@ -32,6 +33,8 @@ from hotrow.tables import WidthGroup
 class RowGroup:
     """Rows of one width."""
 
+    plans_later = False  # what became of a plan is known when it was launched
+
     def __init__(
         self,
         layout: WidthGroup,
@@ -42,32 +45,42 @@ class RowGroup:
         device: torch.device,
         seed: int,
         profile: Profile | None,
+        window_bytes: int = 0,
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`share` is None when every row lives in fast memory."""
+        self.window_bytes, self.output_dtype = window_bytes, output_dtype
         self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
         self.device, self.profile = device, profile
         self.kernels = kernels.for_device(device)
+        self.lanes = lanes_of(device)
         self.dim = layout.dim
         self.width = layout.dim + optimizer.rule.state_width(layout.dim)
         self.state = optimizer.rule.state_columns(layout.dim)
         self.everything = share is None
-        if share is None:
-            # The last row stays zero: padding reads it.
-            rows = torch.zeros(layout.num_rows + 1, self.width, device=device)
-            self.slots = rows
-            self.store = Store(rows[:-1])
-        else:
-            self.store = Store(host_rows(layout.num_rows, self.width))
-            self._make_scratchpad(share)
+        self._make_rows(share)
         start = optimizer.rule.start_of_state()
         columns = [start] * (self.width - self.dim)
-        initialise(self.store.rows, layout, columns, seed)
-        # Per table: lookups, unique rows, rows fetched, rows evicted.
+        self._initialise(columns, seed)
+        self.moved = [0, 0, 0, 0]  # lookups, unique rows, rows fetched, rows evicted
+        # The same per table.
         self.traffic = torch.zeros(len(layout.tables), 4, dtype=torch.int64, device=device)
         self.direct_batches = 0
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
         self.in_transit: list[Work] = []  # collected, and not inserted
+
+    def _initialise(self, state: list[float], seed: int) -> None:
+        initialise(self.store.rows, self.layout, state, seed)
+
+    def _make_rows(self, share: Share | None) -> None:
+        if share is None:
+            # The last row stays zero: padding reads it.
+            rows = torch.zeros(self.layout.num_rows + 1, self.width, device=self.device)
+            self.slots, self.store = rows, Store(rows[:-1])
+        else:
+            self.store = Store(host_rows(self.layout.num_rows, self.width))
+            self._make_scratchpad(share)
 
     def _make_scratchpad(self, share: Share) -> None:
         self.pad = Scratchpad(
@@ -75,16 +88,15 @@ class RowGroup:
         )
         self.slots = self.pad.slots
         self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
-        stages, hold = self.strategy.timed_stages, self.strategy.hold
+        hold = self.strategy.hold
         self._past = hold.past
-        staged = not any(stage.collects and stage.inserts for stage in stages)
         self.planner = Planner(
             self.pad,
             hold=hold,
             eviction=self.strategy.eviction,
             refetch=self.strategy.refetch,
             # Staged rows travel through the buffer: half of it for each direction.
-            max_moves=share.buffer_rows // 2 if staged else None,
+            max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
             pins=self._pins() if self.strategy.pinned_part else None,
         )
 
@@ -96,11 +108,13 @@ class RowGroup:
 
     # -- the planned way ---------------------------------------------------------------
 
-    def work(self, lookups: Lookups) -> Work:
+    def work(self, batch: Batch) -> Work:
+        """Check a batch's ids and sort them."""
+        lookups = lookups_of(batch, self.layout)
         return Work(self, lookups, self.kernels.sort_ids(lookups.ids, self.layout.num_rows))
 
-    def expect(self, work: Work) -> None:
-        """A batch is known that will be planned later."""
+    def expect(self, work: Work, values: Tensor) -> None:
+        """A batch is known that will be planned later; `values` are its indices."""
         if not self.everything:
             self.planner.expect(work.ids)
 
@@ -121,6 +135,16 @@ class RowGroup:
         moves = work.plan.moves
         self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
         return True
+
+    def mark_planned(self, work: Work, mark: Mark) -> None:
+        """Where the plan will be known; here it already is."""
+
+    def confirm(self, work: Work) -> bool:
+        """Learn what became of a plan, here `plan` has said it; False if it halted others."""
+        return True
+
+    def take_back(self, work: Work) -> None:
+        """A batch before this one failed to be planned; here no batch is planned behind it."""
 
     def _tell_of_chunks(self, rows: int) -> None:
         if not self.direct_batches:
@@ -185,16 +209,22 @@ class RowGroup:
 
     def locate(self, ids: Tensor) -> Tensor:
         """The slot that holds each row's newest bytes now, -1 if the store does."""
-        slots = self.pad.map.lookup(ids)
+        slots = self._slots_of(ids)
         # The maps describe the future: take back what was planned and not yet done.
         for work in reversed(self.uncollected):
-            assert work.plan is not None
-            moves = work.plan.moves
-            if moves.slots.numel():
-                slots = torch.where(_places(ids, moves.entering) >= 0, FREE, slots)
-                leaving = _places(ids, moves.leaving)
-                slots = torch.where(leaving >= 0, moves.slots[leaving], slots)
+            move_slots, leaving, entering = self._moves_of(work)
+            if move_slots.numel():
+                slots = torch.where(_places(ids, entering) >= 0, FREE, slots)
+                place = _places(ids, leaving)
+                slots = torch.where(place >= 0, move_slots[place], slots)
         return slots
+
+    def _slots_of(self, ids: Tensor) -> Tensor:
+        return self.pad.map.lookup(ids)
+
+    def _moves_of(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+        assert work.plan is not None
+        return work.plan.moves.slots, work.plan.moves.leaving, work.plan.moves.entering
 
     def gather(self, ids: Tensor, out: Tensor) -> Tensor:
         """Copy the newest bytes of rows, each given once, into `out`."""
@@ -293,6 +323,10 @@ class RowGroup:
             grads = grads / x.divisor
         return self.kernels.sum_by_row(grads, x.bag_of(), x.weights, work.ids)
 
+    def update_at_once(self, work: Work, x: Lookups, grads: Tensor) -> bool:
+        """Update a batch's rows from the gradients of its bags, if that needs no sum in between."""
+        return False
+
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         """One optimizer step on unique rows; `work` if all of them are one batch's."""
         columns = self._scalars(ids)
@@ -337,6 +371,7 @@ class RowGroup:
     def _count(
         self, ids: SortedIds, *, fetched: Tensor | None = None, evicted: Tensor | None = None
     ) -> None:
+        self._note([ids.order.numel(), ids.ids.numel(), _rows_in(fetched), _rows_in(evicted)])
         bases = ids.ids.new_tensor([*self.layout.bases, self.layout.num_rows])
         edges = torch.searchsorted(ids.ids, bases)
         self.traffic[:, 0] += ids.starts[edges].diff()
@@ -345,6 +380,9 @@ class RowGroup:
             if moved is not None:
                 tables = self.layout.table_of(moved[moved >= 0])
                 self.traffic[:, column] += torch.bincount(tables, minlength=len(self.traffic))
+
+    def _note(self, moved: list[int]) -> None:
+        self.moved = [before + more for before, more in zip(self.moved, moved, strict=True)]
 
     def memory(self) -> dict[str, int]:
         """Bytes of fast memory by part."""
@@ -364,6 +402,10 @@ class RowGroup:
 
 _NONE = torch.empty(0, dtype=torch.int64)
 _NO_MOVES = Moves(_NONE, _NONE, _NONE)
+
+
+def _rows_in(ids: Tensor | None) -> int:
+    return 0 if ids is None else int((ids >= 0).sum())
 
 
 def _places(ids: Tensor, keys: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from itertools import count
 from typing import Any
 
 from hotrow.interrupt import uninterrupted
-from hotrow.stages import Stage, Work
+from hotrow.lanes import Lanes, Mark
+from hotrow.stages import FUSED, Stage, Work
 
 Order = Callable[[Sequence[Stage], int], Sequence[Stage]]
 
@@ -26,12 +27,32 @@ class Ticket:
         self.batch, self.works, self.error = batch, works, error
         self.age = 0  # cycles since it was admitted
         self.planned = False
+        self.mark: Mark | None = None  # what has to be done before its next stage
 
-    def run(self, stage: Stage) -> None:
-        self.planned = True  # the first stage is the plan
-        with uninterrupted():
+    def run(self, stage: Stage, lanes: Lanes) -> None:
+        with uninterrupted(), lanes.on(stage.lane):
             for work in self.works:
                 stage.run(work)
+            self.mark = lanes.mark(stage.lane)
+            if not self.planned:  # the first stage is the plan
+                self.planned = True
+                for work in self.works:
+                    work.group.mark_planned(work, self.mark)
+
+    def confirm(self) -> bool:
+        """Learn what became of the plans; False if plans behind them were halted."""
+        try:
+            went_well = [work.group.confirm(work) for work in self.works]
+        except Exception as error:
+            self.error = error
+            return False
+        return all(went_well)
+
+    def take_back(self) -> None:
+        """To be planned again: a batch before it could not be."""
+        for work in self.works:
+            work.group.take_back(work)
+        self.age, self.planned = 0, False
 
     @property
     def alone(self) -> bool:
@@ -41,7 +62,7 @@ class Ticket:
 
 
 def run(
-    stages: Sequence[Stage], admit: Callable[[], Ticket | None], order: Order
+    stages: Sequence[Stage], admit: Callable[[], Ticket | None], order: Order, lanes: Lanes
 ) -> Generator[Ticket, None, None]:
     """Yield each ticket when it is its turn to train, with other tickets' stages around it.
 
@@ -51,30 +72,60 @@ def run(
     fill                     b0     b1
     train                           b0
     ```
-    However the caller leaves, planned batches are finished up to training: the maps already
-    count on it.
+    What became of a plan is asked when the next stage is due. If it failed, the batches behind it
+    are planned again, when it has been trained. However the caller leaves, planned batches are
+    finished up to training: the maps already count on it.
     """
     line: deque[Ticket] = deque()
+    again: deque[Ticket] = deque()
     try:
         for cycle in count():
+            trained = lanes.mark("train")  # in the cycles before
             for ticket in line:
                 ticket.age += 1
-            if not any(ticket.alone for ticket in line) and (new := admit()):
+            if not any(ticket.alone for ticket in line) and (
+                new := again.popleft() if again else admit()
+            ):
                 line.append(new)
             if not line:
                 return
             for stage in order(stages, cycle):
                 for ticket in [each for each in line if each.age == stage.cycle]:
+                    if ticket.planned and ticket.error is None and not ticket.confirm():
+                        while line[-1] is not ticket:
+                            line[-1].take_back()
+                            again.appendleft(line.pop())
                     if stage.trains:
                         line.remove(ticket)
                         if ticket.error is not None:
                             raise ticket.error
+                        lanes.after("train", ticket.mark)
                         yield ticket
                     elif ticket.error is None:
-                        ticket.run(stage)
+                        if stage.lane == "rows":
+                            lanes.after("rows", trained)
+                            lanes.after("rows", ticket.mark)
+                        ticket.run(stage, lanes)
     finally:
         with uninterrupted():
-            for ticket in line:
+            lanes.join()
+            for ticket in (*line, *again):
+                if ticket.planned:
+                    ticket.confirm()
                 for stage in stages[1:]:
-                    if ticket.planned and not stage.trains:
-                        ticket.run(stage)
+                    if not stage.trains:
+                        ticket.run(stage, lanes)
+            lanes.join()
+
+
+def at_once(works: Sequence[Work], lanes: Lanes) -> None:
+    """Plan a batch that nobody announced, and fetch its rows; training waits for them."""
+    ticket = Ticket(None, works)
+    lanes.join()
+    ticket.run(FUSED[0], lanes)
+    ticket.confirm()
+    if ticket.error is not None:
+        raise ticket.error
+    lanes.join()
+    ticket.run(FUSED[1], lanes)
+    lanes.join()

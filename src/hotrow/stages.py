@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hotrow.batch import Lookups
+from hotrow.batch import Batch, Lookups
 from hotrow.kernels.reference import SortedIds
+from hotrow.lanes import Name
 from hotrow.planner import Hold, Plan
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class Work:
         self.collected = False
         self.inserted = False
 
+    def arrive(self, batch: Batch) -> None:
+        """The batch's own tensors are on the device now; here nobody asks for them."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -38,13 +42,15 @@ class Stage:
     name: str
     cycle: int
     run: Callable[[Work], None]
+    lane: Name = "rows"
     collects: bool = False
     inserts: bool = False
     trains: bool = False
 
 
 def plan(work: Work) -> None:
-    work.group.plan(work)
+    if work.plan is None:
+        work.group.plan(work)
 
 
 def fill(work: Work) -> None:
@@ -75,16 +81,16 @@ def train(work: Work) -> None:
 
 # Planning runs two cycles before the fill, so that nobody waits for a plan's counts.
 FUSED = (
-    Stage("plan", 0, plan),
+    Stage("plan", 0, plan, "plan"),
     Stage("fill", 2, fill, collects=True, inserts=True),
-    Stage("train", 3, train, trains=True),
+    Stage("train", 3, train, "train", trains=True),
 )
 FIVE = (
-    Stage("plan", 0, plan),
+    Stage("plan", 0, plan, "plan"),
     Stage("collect", 1, collect, collects=True),
     Stage("exchange", 2, exchange),
     Stage("insert", 3, insert, inserts=True),
-    Stage("train", 4, train, trains=True),
+    Stage("train", 4, train, "train", trains=True),
 )
 
 

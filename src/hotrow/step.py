@@ -64,12 +64,22 @@ class _Call:
 
 @dataclass
 class _RowGrads:
-    """Gradients of one lookup, summed by row."""
+    """Gradients of one lookup."""
 
     call: _Call
     work: Work
-    grads: Tensor  # [U, dim]
+    x: Lookups
+    of_bags: Tensor | None  # [bags, dim], until they are summed
+    of_rows: Tensor | None  # [U, dim]
     open_pass: int | None  # the backward pass that has yet to end well; None: it has
+
+    def summed(self) -> Tensor:
+        """By row."""
+        if self.of_rows is None:
+            assert self.of_bags is not None
+            self.of_rows = self.work.group.row_grads(self.work, self.x, self.of_bags)
+            self.of_bags = None
+        return self.of_rows
 
 
 class _Promise:
@@ -111,8 +121,10 @@ class PendingStep:
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._promise(current)
-        grads = work.group.row_grads(work, x, grads)
-        self._waiting.append(_RowGrads(call, work, grads, current))
+        mine = _RowGrads(call, work, x, grads, None, current)
+        if self._accumulating or not self._at_once:
+            mine.summed()  # it may wait for long, and bags' gradients are larger
+        self._waiting.append(mine)
 
     def _promise(self, number: int) -> None:
         self._forget_failed()
@@ -158,11 +170,25 @@ class PendingStep:
         self._waiting.clear()
         if not waiting:
             return
-        updates = [
-            (group, *_join(group, [each for each in waiting if each.work.group is group]))
+        by_group = [
+            (group, mine)
             for group in self._groups
-            if any(each.work.group is group for each in waiting)
+            if (mine := [each for each in waiting if each.work.group is group])
         ]
+        if self._at_once:
+            with uninterrupted():
+                if not _capturing():  # a replay counts by itself
+                    self._optimizer.count_step()
+                for group, mine in by_group:
+                    only = mine[0]
+                    if (
+                        len(mine) > 1
+                        or only.of_bags is None
+                        or not group.update_at_once(only.work, only.x, only.of_bags)
+                    ):
+                        group.update(*_join(group, mine))
+            return
+        updates = [(group, *_join(group, mine)) for group, mine in by_group]
         if self.grad_scale is not None:
             scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
             updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
@@ -172,6 +198,11 @@ class PendingStep:
             self._optimizer.count_step()
             for group, ids, grads, work in updates:
                 group.update(ids, grads, work)
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether nobody looks at the sums between backward and update."""
+        return self.grad_scale is None and self._on_nonfinite == "propagate"
 
     def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
         """Whether a gradient is not finite and the update is to be left out."""
@@ -194,12 +225,16 @@ class PendingStep:
         return False
 
 
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
     """Unique ids of one group, their summed gradients, and the batch if there is only one."""
     if len(waiting) == 1:
         only = waiting[0]
-        return only.work.ids.ids, only.grads, only.work
+        return only.work.ids.ids, only.summed(), only.work
     ops = kernels.for_device(group.device)
     every = torch.cat([each.work.ids.ids for each in waiting])
     ids = ops.sort_ids(every, group.layout.num_rows)
-    return ids.ids, ops.sum_pairs(torch.cat([each.grads for each in waiting]), ids), None
+    return ids.ids, ops.sum_pairs(torch.cat([each.summed() for each in waiting]), ids), None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.tables import Constant, Init, Normal, Uniform, WidthGroup
+from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
 
 _CHUNK_FLOATS = 1 << 20
 
@@ -46,10 +46,27 @@ def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -
 
     `state` holds the starting value of each state column.
     """
+    _initialise(rows, group, list(enumerate(group.tables)), state, seed)
+
+
+def initialise_table(
+    rows: Tensor, group: WidthGroup, table: EmbeddingBagConfig, state: list[float], seed: int
+) -> None:
+    """`initialise` for one of a group's tables."""
+    _initialise(rows, group, [(group.tables.index(table), table)], state, seed)
+
+
+def _initialise(
+    rows: Tensor,
+    group: WidthGroup,
+    tables: list[tuple[int, EmbeddingBagConfig]],
+    state: list[float],
+    seed: int,
+) -> None:
     step = max(1, _CHUNK_FLOATS // rows.shape[1])
     jobs = [
         (position, first, min(first + step, table.num_embeddings))
-        for position, table in enumerate(group.tables)
+        for position, table in tables
         for first in range(0, table.num_embeddings, step)
     ]
 
@@ -94,7 +111,7 @@ def start_weights(
 
 def _unit_floats(ids: np.ndarray, dim: int, seed: int, stream: int) -> np.ndarray:
     """Uniform floats in [0, 1), [n, dim], hashed from (seed, stream, dim, id, column)."""
-    key = _mix64(ids ^ np.uint64(_seed64(seed, stream, dim)))
+    key = _mix64(ids ^ np.uint64(seed_word(seed, stream, dim)))
     low = key.astype(np.uint32)[:, None]
     stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
     x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
@@ -112,6 +129,6 @@ def _mix64(x: np.ndarray) -> np.ndarray:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def _seed64(seed: int, stream: int, dim: int) -> int:
+def seed_word(seed: int, stream: int, dim: int) -> int:
     words = np.random.SeedSequence([seed, stream, dim]).generate_state(1, np.uint64)
     return int(words[0])

@@ -44,10 +44,14 @@ class Strategy:
         return hold_of(self.timed_stages)
 
     @property
+    def staged(self) -> bool:
+        """Whether rows lie in a buffer between two stages."""
+        return not any(stage.collects and stage.inserts for stage in self.stages)
+
+    @property
     def buffer_part(self) -> float:
         """Of the budget: rows on their way between collect and insert, or passing through."""
-        fused = any(stage.collects and stage.inserts for stage in self.stages)
-        return 1 / 16 if fused else 1 / 4
+        return 1 / 4 if self.staged else 1 / 16
 
 
 STRATEGIES = {

@@ -9,6 +9,7 @@ print(trainer.evaluate(test_loader).auc)
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -19,11 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.ahead import ahead, to_device
+from hotrow.ahead import Ahead, ahead, to_device
+from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
-from hotrow.records import EvalRecord, StepRecord
+from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
+
+_COUNTERS = (
+    "lookups",
+    "unique_rows",
+    "fetched_rows",
+    "evicted_rows",
+    "bytes_fetched",
+    "bytes_evicted",
+)
 
 
 class Trainer(Generic[Batch]):
@@ -48,12 +59,21 @@ class Trainer(Generic[Batch]):
         device: str | torch.device = "cpu",
         depth: int | None = None,
         deterministic: bool = True,
+        graphs: bool = True,
+        compile: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.model, self.loss_fn, self.dense_optimizer = model, loss_fn, dense_optimizer
         self.ids, self.labels = ids, labels
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
+        self.autocast = autocast
+        self._forward = torch.compile(model, dynamic=False) if compile else model
+        self._captured: CapturedStep | None = None
+        if graphs and self.device.type == "cuda":
+            self._captured = CapturedStep(self._step_on, ids, dense_optimizer, self.device)
+        self._losses: _Losses | None = None
         self._collections = [
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
         ]
@@ -71,11 +91,13 @@ class Trainer(Generic[Batch]):
             before, started = self._counters(), perf_counter()
             for batch in source:
                 with self._algorithms():  # not while the caller has its turn
-                    loss, samples = self._train(batch)
+                    loss = self._train(batch, source)
+                samples = len(self.labels(batch))
                 after = self._counters()
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
-                yield StepRecord(self.step, loss, samples, seconds, **moved)
+                kind = LateStepRecord if callable(loss) else StepRecord
+                yield kind(self.step, loss, samples, seconds, **moved)  # type: ignore[arg-type]
                 before, started = after, perf_counter()  # the caller's time is not ours
         finally:
             source.close()
@@ -95,29 +117,37 @@ class Trainer(Generic[Batch]):
             raise ValueError("there is nothing to evaluate: the batches given are none")
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
-    def _train(self, batch: Batch) -> tuple[float, int]:
-        labels = self.labels(batch)
-        loss = self.loss_fn(self.model(batch), labels).mean()
+    def _train(self, batch: Batch, source: Ahead) -> float | Callable[[], float]:
+        if self._captured is None:
+            loss = self._step_on(batch)
+        else:
+            loss = self._captured.run(batch, source.arrivals)
+        self.step += 1
+        if loss.device.type == "cpu":
+            return loss.item()
+        if self._losses is None:
+            self._losses = _Losses()
+        return self._losses.note(loss)
+
+    def _step_on(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            loss = self.loss_fn(self._forward(batch), self.labels(batch)).mean()
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad()
         loss.backward()
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
-        self.step += 1
-        return loss.item(), len(labels)
+        return loss.detach()
 
     def _counters(self) -> dict[str, int]:
         """What all collections have looked up and moved so far, named as in a StepRecord."""
-        traffic = [collection.traffic() for collection in self._collections]
-        names = (
-            "lookups",
-            "unique_rows",
-            "fetched_rows",
-            "evicted_rows",
-            "bytes_fetched",
-            "bytes_evicted",
-        )
-        return {name: sum(getattr(each, name) for each in traffic) for name in names}
+        totals = dict.fromkeys(_COUNTERS, 0)
+        for group in (group for each in self._collections for group in each.groups):
+            size = 4 * group.width
+            moved = (*group.moved, group.moved[2] * size, group.moved[3] * size)
+            for name, count in zip(_COUNTERS, moved, strict=True):
+                totals[name] += count
+        return totals
 
     @contextmanager
     def _algorithms(self) -> Iterator[None]:
@@ -136,6 +166,39 @@ class Trainer(Generic[Batch]):
         finally:
             torch.set_deterministic_debug_mode(mode)
             memory.fill_uninitialized_memory = filling
+
+
+class _Losses:
+    """Losses on their way from a device, in page-locked memory that is used in turn."""
+
+    def __init__(self) -> None:
+        self._there = torch.zeros(1024, pin_memory=True)
+        self._taken: deque[_Late] = deque()
+        self._next = 0
+
+    def note(self, loss: Tensor) -> Callable[[], float]:
+        if len(self._taken) == self._there.numel():
+            self._taken.popleft()()  # its place is needed
+        place = self._there[self._next]
+        self._next = (self._next + 1) % self._there.numel()
+        place.copy_(loss, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        late = _Late(place, event)
+        self._taken.append(late)
+        return late
+
+
+class _Late:
+    def __init__(self, place: Tensor, event: torch.cuda.Event) -> None:
+        self._place, self._event = place, event
+        self._value: float | None = None
+
+    def __call__(self) -> float:
+        if self._value is None:
+            self._event.synchronize()
+            self._value = float(self._place)
+        return self._value
 
 
 @contextmanager

@@ -1,0 +1,176 @@
+"""hotrow in the benchmarks. The only file here that knows its trainer and collections."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from dense import DenseModule, dense_optimizer
+from torch import Tensor, nn
+from traces import NUM_DENSE, feature_names
+
+import hotrow
+from hotrow.data import ClickBatch
+from systems import Unavailable
+
+if TYPE_CHECKING:
+    from suite import Bench
+
+LR = 0.01
+RULES = {"sgd": hotrow.SGD, "rowwise-adagrad": hotrow.RowWiseAdagrad, "adam": hotrow.Adam}
+COUNTED_STEPS = 50
+
+
+def collection(
+    rows: Iterable[int],
+    dim: int,
+    *,
+    strategy: str,
+    optimizer: str,
+    budget_bytes: int,
+    device: torch.device,
+    output_dtype: torch.dtype = torch.float32,
+    features: list[list[str]] | None = None,
+) -> hotrow.EmbeddingBagCollection:
+    """Tables of one width; `features` names those of each table, by default one."""
+    if strategy not in hotrow.STRATEGIES:
+        raise Unavailable(f"this version of hotrow has no strategy {strategy!r}")
+    rows = list(rows)
+    features = features or [[name] for name in feature_names(len(rows))]
+    tables = [
+        hotrow.EmbeddingBagConfig(f"table_{table}", num_rows, dim, names)
+        for table, (num_rows, names) in enumerate(zip(rows, features, strict=True))
+    ]
+    on_gpu = {"output_dtype": output_dtype} if device.type == "cuda" else {}
+    return hotrow.EmbeddingBagCollection(
+        tables,
+        optimizer=RULES[optimizer](lr=LR),
+        budget=None if strategy == "all-fast" else budget_bytes,
+        strategy=strategy,
+        device=device,
+        seed=0,
+        **on_gpu,
+    )
+
+
+def trainer(
+    model: nn.Module,
+    dense: torch.optim.Optimizer | None,
+    *,
+    loss: Any,
+    device: torch.device,
+    compile: bool,
+    graphs: bool,
+) -> hotrow.Trainer[ClickBatch]:
+    on_gpu = {"graphs": graphs, "compile": compile} if device.type == "cuda" else {}
+    return hotrow.Trainer(
+        model,
+        loss,
+        dense_optimizer=dense,
+        ids=lambda batch: batch.sparse,
+        device=device,
+        **on_gpu,
+    )
+
+
+class Clicks(nn.Module):
+    """The DLRM: an embedding and the dense part that every system trains."""
+
+    def __init__(self, embedding: nn.Module, dense: DenseModule) -> None:
+        super().__init__()
+        self.embedding, self.dense = embedding, dense
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        return self.dense(batch.dense, self.embedding(batch.sparse).values())
+
+
+class EmbeddingAlone(nn.Module):
+    """A loss whose gradient for the vectors is given, and costs nothing."""
+
+    def __init__(self, embedding: nn.Module, gradient: Tensor) -> None:
+        super().__init__()
+        self.embedding, self.gradient = embedding, gradient
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        return _Given.apply(self.embedding(batch.sparse).values(), self.gradient)
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return vectors.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def predictions_are_losses(predictions: Tensor, labels: Tensor) -> Tensor:
+    return predictions
+
+
+class Hotrow:
+    def __init__(self, bench: Bench, strategy: str) -> None:
+        setting, options, device = bench.setting, bench.options, bench.device
+        self.embedding = collection(
+            setting.rows,
+            setting.dim,
+            strategy=strategy,
+            optimizer=setting.optimizer,
+            budget_bytes=setting.budget_bytes,
+            device=device,
+            output_dtype=setting.output_dtype,
+        )
+        optimizer: torch.optim.Optimizer | None = None
+        if setting.has_dense:
+            dense = DenseModule(
+                NUM_DENSE, len(setting.rows), setting.dim, interaction=options.interaction
+            ).to(device)
+            model: nn.Module = Clicks(self.embedding, dense)
+            optimizer, loss = dense_optimizer(dense, options), F.binary_cross_entropy_with_logits
+        else:
+            model, loss = (
+                EmbeddingAlone(self.embedding, bench.given_gradient),
+                predictions_are_losses,
+            )
+        self.trainer = trainer(
+            model,
+            optimizer,
+            loss=loss,
+            device=device,
+            compile=options.compile and setting.has_dense,
+            graphs=options.graphs,
+        )
+
+    def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
+        records = self.trainer.run(batches)
+        try:
+            for _ in records:
+                yield
+        finally:
+            records.close()
+
+    def table_bytes(self) -> int:
+        return sum(self.embedding.memory().values())
+
+    def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
+        """Traffic of the steps after the timed ones: a cold start would say nothing."""
+        before = self.embedding.traffic()
+        for _ in range(COUNTED_STEPS):
+            next(steps)
+        after = self.embedding.traffic()
+        lookups = after.lookups - before.lookups
+        fetched = after.fetched_rows - before.fetched_rows
+        evicted = after.evicted_rows - before.evicted_rows
+        return {
+            "hotrow": hotrow.__version__,
+            "slots": self.embedding.num_slots,
+            "memory": self.embedding.memory(),
+            "hit_rate": 1 - fetched / lookups if lookups else 1.0,
+            "fetched_rows_per_step": fetched / COUNTED_STEPS,
+            "evicted_rows_per_step": evicted / COUNTED_STEPS,
+            "chunked_batches": after.chunked_batches,
+        }

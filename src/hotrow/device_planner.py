@@ -1,0 +1,463 @@
+"""The planner on the device: the decisions of planner.py, made by kernels, without the host.
+
+The host launches a plan and reads what became of it later, from page-locked memory. A plan that
+fails halts all that were launched behind it, before any map has changed, until `resume`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotrow.evict import Eviction
+from hotrow.kernels.triton import plan as kernels
+from hotrow.kernels.triton.maps import FREE, DeviceMap
+from hotrow.kernels.triton.segments import Segments
+from hotrow.lanes import Mark
+from hotrow.planner import OLDEST, Hold, Pins
+
+_LAST_NUMBER = 2**30
+_BULK_PART = 8
+_RELEARN = 512
+_EARLY_RELEARN = (16, 32, 64, 128, 256)
+_MOST_BATCHES = 264  # that a window may hold
+NEVER = PINNED = kernels.NEVER
+
+
+class DeviceScratchpad:
+    """Slots on the device, and one more that always reads zero."""
+
+    def __init__(
+        self, num_slots: int, width: int, num_rows: int, device: torch.device, *, dense_map: bool
+    ) -> None:
+        self.num_slots, self.num_rows = num_slots, num_rows
+        self.slots = torch.zeros(num_slots + 1, width, device=device)
+        # Padding is the id `num_rows`, so that must fit, too.
+        self.id_type = torch.int32 if num_rows < 2**31 - 1 else torch.int64
+        self.row_of_slot = torch.full((num_slots,), FREE, dtype=self.id_type, device=device)
+        self.map = DeviceMap(self.row_of_slot, num_rows, dense=dense_map)
+
+    @property
+    def null_slot(self) -> int:
+        return self.num_slots
+
+    def check(self) -> None:
+        """Prove that the two maps say the same."""
+        taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
+        rows = self.row_of_slot[taken]
+        assert rows.unique().numel() == rows.numel(), "a row has two slots"
+        assert torch.equal(self.map.lookup(rows).long(), taken), "the maps disagree"
+        assert self.map.count() == rows.numel(), "the maps disagree in number"
+        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
+
+
+class PlanBuffers:
+    """The tensors of one plan, for at most `capacity` lookups; used again and again."""
+
+    def __init__(self, capacity: int, id_type: torch.dtype, device: torch.device) -> None:
+        self.capacity = capacity
+
+        def words(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        self.order, self.rank = words(capacity), words(capacity)
+        self.starts = words(capacity + 1)
+        self.ids = words(capacity, id_type)
+        self.row_slots, self.lookup_slots = words(capacity), words(capacity)
+        self.move_slots = words(capacity)
+        self.leaving, self.entering = words(capacity, id_type), words(capacity, id_type)
+        self.counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.status = torch.zeros(16, dtype=torch.int32, pin_memory=pinned)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.capacity * (28 + 3 * self.ids.element_size())
+
+
+@dataclass
+class DevicePlan:
+    """What was launched for one batch. `outcome` is known when the device has come there."""
+
+    number: int
+    lookups: int
+    buffers: PlanBuffers
+    ranking: int  # which ranking its victims come from
+    rebuild: int  # and since which rebuild its tombstones count
+    ready: Mark | None = None
+    outcome: int | None = None
+    num_unique: int = 0
+    num_moves: int = 0
+    num_evicted: int = 0
+
+    def segments(self) -> Segments:
+        b, count = self.buffers, self.lookups
+        return Segments(
+            order=b.order[:count],
+            rank=b.rank[:count],
+            starts=b.starts[: count + 1],
+            ids=b.ids[:count],
+            count=b.counts[kernels.UNIQUE : kernels.UNIQUE + 1],
+        )
+
+
+@dataclass(eq=False)
+class Expected:
+    """A batch whose ids wait in a row of the window, which may change when the window grows."""
+
+    row: int
+    lookups: int
+
+
+class DevicePlanner:
+    """Decides for the slots of one scratchpad, batch after batch."""
+
+    def __init__(
+        self,
+        pad: DeviceScratchpad,
+        *,
+        hold: Hold,
+        eviction: Eviction,
+        refetch: bool = False,
+        max_moves: int | None = None,
+        pins: Pins | None = None,
+        window_bytes: int = 0,
+        tracks_slots: bool = True,
+    ) -> None:
+        self.pad, self.hold, self.eviction = pad, hold, eviction
+        self.refetch, self.pins, self.window_bytes = refetch, pins, window_bytes
+        self.max_moves = pad.num_slots if max_moves is None else max_moves
+        self.number = 0  # of the next batch to be planned, as far as the host knows
+        self._origin = 0
+        device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
+        self.device = device
+        self.last_use = torch.full((slots,), OLDEST, dtype=torch.int32, device=device)
+        self.next_use = torch.full((slots,), NEVER, dtype=torch.int32, device=device)
+        self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
+        self.state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
+        self.largest_batch = 0
+        self.window: deque[Expected] = deque()
+        self.capacity = 0
+        self._fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
+        self._fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
+        self._unread: deque[DevicePlan] = deque()
+        self._mean_missing = 0.0
+        self._queue_left = 0
+        self._most_taken = 0  # places of the queue that one plan has passed, lately
+        self._rankings = 0
+        self._tombstones = 0
+        self._rebuilds = 0
+
+    # -- ids of batches to come --------------------------------------------------------
+
+    @property
+    def slot_facts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.last_use, self.next_use, self.uses
+
+    def reserve(self, lookups: int) -> None:
+        """Make room for batches of so many lookups; waits for the device only when it grows."""
+        if lookups <= self.capacity:
+            return
+        self.capacity = -(-lookups * 9 // 8) if self.capacity else lookups
+        item = torch.empty(0, dtype=self.pad.id_type).element_size()
+        rows = self.window_bytes // max(1, self.capacity * item)
+        rows = max(len(self.window) + 1, self.hold.future + 4, min(rows, _MOST_BATCHES))
+        kept = [self.ids_of(each).clone() for each in self.window]
+        counts = [self.counts_of(each).clone() for each in self.window]
+        shape = (rows + 1, self.capacity)  # the last for a batch that nobody announced
+        self.window_ids = torch.full(
+            shape, self.pad.num_rows, dtype=self.pad.id_type, device=self.device
+        )
+        self.window_counts = self._fresh_counts.repeat(rows + 1, 1)
+        for row, (each, ids, count) in enumerate(zip(self.window, kept, counts, strict=True)):
+            self.window_ids[row, : ids.numel()] = ids
+            self.window_counts[row] = count
+            each.row = row
+        self._next_row = len(self.window) % rows
+        slots = self.last_use.numel()
+        bulk = min(slots, max(slots // _BULK_PART, 4 * self.capacity + kernels.BLOCK))
+        self.queue = torch.zeros(bulk, dtype=torch.int32, device=self.device)
+        self._queue_left = 0
+        self.scratch = torch.empty(
+            kernels.scratch_words(self.capacity, bulk), dtype=torch.int32, device=self.device
+        )
+
+    @property
+    def depth(self) -> int:
+        """Batches that the window's bytes can hold."""
+        return self.window_ids.shape[0] - 1 if self.capacity else _MOST_BATCHES
+
+    def ids_of(self, batch: Expected) -> Tensor:
+        return self.window_ids[batch.row, : batch.lookups]
+
+    def counts_of(self, batch: Expected) -> Tensor:
+        return self.window_counts[batch.row]
+
+    def admit(self, lookups: int, *, announced: bool) -> Expected:
+        """A place for a batch's ids; whoever asked writes them, and then `expect`s it.
+
+        One that is not announced has to be planned next.
+        """
+        self.reserve(lookups)
+        row = self.depth
+        if announced:
+            if len(self.window) >= self.depth:
+                raise RuntimeError(f"the window of {len(self.window)} batches is full")
+            row, self._next_row = self._next_row, (self._next_row + 1) % self.depth
+        self.window_counts[row] = self._fresh_counts
+        return Expected(row, lookups)
+
+    def expect(self, batch: Expected) -> None:
+        """A batch that will be planned after those already expected."""
+        if self.eviction.looks_ahead:
+            number = self.number + len(self.window)
+            self._find_next_uses(batch.row, 1, number)
+        self.window.append(batch)
+
+    def _find_next_uses(self, first_row: int, batches: int, number: int) -> None:
+        kernels.expect(
+            self.window_ids[:-1], first_row, batches, number, self.next_use, self.pad.map,
+            self.pad.num_rows,
+        )  # fmt: skip
+
+    # -- planning ----------------------------------------------------------------------
+
+    def plan(self, batch: Expected, buffers: PlanBuffers) -> DevicePlan:
+        """Launch the plan of the next batch."""
+        if self.window and self.window[0] is batch:
+            self.window.popleft()
+        self._read_finished()
+        self._renumber()
+        for ahead, later in enumerate(list(self.window)[: self.hold.future], start=1):
+            kernels.hold(
+                self.ids_of(later), ahead, self.last_use, self.state, self.pad.map,
+                self.pad.num_rows,
+            )  # fmt: skip
+        self._prepare_victims()
+        self._repin()
+        number = self._origin + self.number
+        plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds)
+        self._launch(batch, plan)
+        self.number += 1
+        self._unread.append(plan)
+        return plan
+
+    def _launch(self, batch: Expected, plan: DevicePlan) -> None:
+        b, count = plan.buffers, batch.lookups
+        b.status.fill_(-1)
+        kernels.plan(
+            self.ids_of(batch),
+            plan.segments(),
+            b.row_slots,
+            b.lookup_slots,
+            (b.move_slots, b.leaving, b.entering),
+            self.counts_of(batch),
+            b.counts,
+            b.status,
+            self.scratch[: kernels.scratch_words(count, self.queue.numel())],
+            state=self.state,
+            slot_facts=self.slot_facts,
+            queue=self.queue,
+            row_map=self.pad.map,
+            num_rows=self.pad.num_rows,
+            past=self.hold.past,
+            max_moves=self.max_moves,
+            refetch=self.refetch,
+            looks_ahead=self.eviction.looks_ahead,
+        )
+
+    def read(self, plan: DevicePlan) -> int:
+        """What became of a plan; waits for the device if it has not come there."""
+        if plan.outcome is None:
+            if plan.ready is not None:
+                plan.ready.wait()
+            self._note(plan)
+        assert plan.outcome is not None
+        return plan.outcome
+
+    def _read_finished(self) -> None:
+        while self._unread and _is_done(self._unread[0]):
+            self._note(self._unread.popleft())
+
+    def _note(self, plan: DevicePlan) -> None:
+        if plan.outcome is not None:
+            return
+        words = plan.buffers.status.tolist()
+        counts, state = words[:8], words[8:]
+        plan.outcome = counts[kernels.OUTCOME]
+        if plan.outcome != kernels.PLANNED:
+            return
+        plan.num_unique, plan.num_moves = counts[kernels.UNIQUE], counts[kernels.MOVES]
+        plan.num_evicted = counts[kernels.EVICTED] + counts[kernels.AGAIN]
+        missing = counts[kernels.MISSING]
+        self.largest_batch = max(self.largest_batch, plan.num_unique)
+        self._mean_missing += 0.1 * (missing - self._mean_missing)
+        if plan.ranking == self._rankings:
+            left = state[kernels.END] - state[kernels.HEAD]
+            self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
+            self._queue_left = left
+        if plan.rebuild == self._rebuilds:
+            self._tombstones = state[kernels.TOMBSTONES]
+
+    def resume(self, batch: Expected, plan: DevicePlan, *, retry: bool) -> bool:
+        """After a plan that failed, with nothing else running; True if it has been planned now.
+
+        A ranking may have run out of slots that may still leave, so a fresh one is tried first.
+        """
+        self.state[kernels.HALT] = 0
+        self.number = int(self.state[kernels.CLOCK])
+        self._unread.clear()
+        if retry:
+            self._rank()
+            plan.outcome, plan.number = None, self._origin + self.number
+            plan.ranking, plan.rebuild = self._rankings, self._rebuilds
+            self._launch(batch, plan)
+            plan.ready = None
+            _wait(self.device)
+            self._note(plan)
+            if plan.outcome == kernels.PLANNED:
+                self.number += 1
+                return True
+            self.state[kernels.HALT] = 0
+        self._make_room(int(plan.buffers.status[kernels.MISSING]))
+        return False
+
+    def _prepare_victims(self) -> None:
+        most = min(self.capacity, self.pad.num_slots)
+        usual = self._most_taken or most
+        since = sum(plan.ranking == self._rankings for plan in self._unread)
+        # A plan finds enough of them only if they are still there: keep a few batches' worth.
+        if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + kernels.BLOCK:
+            self._rank()
+        since = sum(plan.rebuild == self._rebuilds for plan in self._unread)
+        # More tombstones than that and a search for an absent row takes long, or never ends.
+        if self.pad.map.hashed and self._tombstones + (since + 1) * most > self.pad.map.size // 5:
+            self.pad.map.rebuild()
+            self.state[kernels.TOMBSTONES] = 0
+            self._rebuilds += 1
+            self._tombstones = 0
+
+    def _rank(self) -> None:
+        """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
+        if self.eviction.looks_ahead:
+            self.next_use.fill_(NEVER)
+            if self.window:
+                self._find_next_uses(self.window[0].row, len(self.window), self.number + 1)
+        if self.eviction.name == "random":
+            keys = torch.randint(1 << 30, self.last_use.shape, device=self.device)
+            may_leave = self.last_use < self.state[kernels.CLOCK] - self.hold.past
+            keys = torch.where(may_leave, keys, NEVER)
+        else:
+            keys = kernels.rank_keys(
+                self.slot_facts, self.state, self.hold.past, self.eviction.name
+            )
+        keys, slots = torch.topk(keys, self.queue.numel(), largest=False)
+        self.queue.copy_(slots)
+        self.state[kernels.HEAD] = 0
+        self.state[kernels.END] = (keys != NEVER).sum()
+        clock = self.state[kernels.CLOCK]
+        self.state[kernels.FLOOR] = clock - self.hold.past
+        self.state[kernels.KNOWN] = clock + len(self.window)
+        self._queue_left = self.queue.numel()
+        self._rankings += 1
+
+    def useful_depth(self) -> int:
+        """Batches until all slots have been replaced: to know more would change no choice."""
+        most = 2 + int(self.pad.num_slots / max(1.0, self._mean_missing))
+        return max(0, min(most, self.depth - 2))
+
+    def _renumber(self) -> None:
+        if self.number + len(self.window) < _LAST_NUMBER:
+            return
+        shift = self.number - self.hold.batches - len(self._unread)
+        shifted = (self.last_use - shift).clamp_(min=OLDEST)
+        self.last_use.copy_(torch.where(self.last_use == PINNED, PINNED, shifted))
+        self.state[kernels.CLOCK] -= shift
+        self._queue_left = 0
+        self.number -= shift
+        self._origin += shift
+
+    # -- pinned slots ------------------------------------------------------------------
+
+    @property
+    def room_for_pins(self) -> int:
+        """How many slots could be pinned and still leave room for the largest hold."""
+        largest = self.largest_batch or min(self.capacity, self.pad.num_slots)
+        return max(0, self.pad.num_slots - self.hold.batches * largest)
+
+    def _repin(self) -> None:
+        if self.pins is None:
+            return
+        number = self._origin + self.number
+        if self.pins.learned and (number in _EARLY_RELEARN or (number and number % _RELEARN == 0)):
+            self.pin_most_used(self.pins.part)
+
+    def pin_most_used(self, part: float) -> None:
+        """Re-pin by the uses counted while running; older uses count half next time."""
+        self._release(self.last_use == PINNED)
+        count = min(int(part * self.pad.num_slots), self.room_for_pins)
+        if count:
+            uses, slots = self.uses.topk(count)
+            self.last_use[slots] = torch.where(uses > 1, PINNED, self.last_use[slots])
+        self.uses >>= 1
+
+    def hottest(self) -> tuple[Tensor, Tensor]:
+        """Slots and ids of what is known to be hot beforehand, mapped and pinned; once, at first.
+
+        Nothing has been planned yet: whoever asks fills the slots.
+        """
+        assert self.pins is not None
+        count = min(int(self.pins.part * self.pad.num_slots), self.room_for_pins)
+        ids = self.pins.hottest(count).to(self.device, self.pad.id_type)
+        slots = torch.arange(ids.numel(), device=self.device)
+        self.pad.row_of_slot[slots] = ids
+        if self.pad.map.hashed:
+            self.pad.map.rebuild()
+        else:
+            self.pad.map.table[ids.long()] = slots.int()
+        self.last_use[slots] = PINNED
+        return slots, ids
+
+    def _release(self, pinned: Tensor) -> None:
+        # A pinned slot's true last use is not known: as if used by the newest batch.
+        self.last_use.copy_(torch.where(pinned, self.state[kernels.CLOCK] - 1, self.last_use))
+
+    def _make_room(self, count: int) -> None:
+        """After a batch that did not fit: the coldest pins give way, and no batch is in flight."""
+        pinned = (self.last_use == PINNED).nonzero().squeeze(1)
+        coldest = self.uses[pinned].sort()[1][: 2 * max(1, count)]
+        release = torch.zeros_like(self.last_use, dtype=torch.bool)
+        release[pinned[coldest]] = True
+        self._release(release)
+        self.state[kernels.CLOCK] += self.hold.past
+        self.number = int(self.state[kernels.CLOCK])
+        self._queue_left = 0
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        tensors = (self.last_use, self.next_use, self.uses, self.pad.row_of_slot)
+        state = sum(each.numel() * each.element_size() for each in tensors)
+        if not self.capacity:
+            return {"slot state": state}
+        window = self.window_ids.numel() * self.window_ids.element_size()
+        plan = 4 * (self.scratch.numel() + self.queue.numel())
+        return {"slot state": state, "look-ahead ids": window, "planning": plan}
+
+    def check(self) -> None:
+        """Prove the state consistent; for tests and long runs."""
+        self.pad.check()
+        free = self.pad.row_of_slot == FREE
+        assert bool((self.last_use[free] == OLDEST).all()), "a free slot was used"
+        assert int(self.state[kernels.HALT]) == 0, "planning has halted"
+
+
+def _is_done(plan: DevicePlan) -> bool:
+    return plan.outcome is not None or (plan.ready is not None and plan.ready.passed())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

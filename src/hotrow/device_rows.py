@@ -1,0 +1,567 @@
+"""Rows of one width on a GPU: slots in its memory, the store in page-locked host memory.
+
+The planned way never waits for the device. The direct way is rows.py's, and may: it serves what
+is rare. Which lane a stage runs in is the schedule's business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spans_of
+from hotrow.budget import Share
+from hotrow.device_planner import (
+    DevicePlan,
+    DevicePlanner,
+    DeviceScratchpad,
+    Expected,
+    PlanBuffers,
+)
+from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.kernels.triton import fill, lookup, start, update
+from hotrow.kernels.triton import plan as planning
+from hotrow.kernels.triton.segments import Segments, segments_of
+from hotrow.lanes import Lanes, Mark
+from hotrow.pinned import locked_rows
+from hotrow.planner import Hold
+from hotrow.rows import RowGroup
+from hotrow.scratchpad import FREE
+from hotrow.stages import Work
+from hotrow.store import Store, initialise_table, seed_word
+from hotrow.tables import Constant, Normal, Uniform, WidthGroup
+
+
+class DeviceWork(Work):
+    """One batch's lookups in one width group. Its ids are on the device; how many are unique, too."""
+
+    group: DeviceRows
+    plan: DevicePlan | None  # type: ignore[assignment]
+
+    def __init__(self, group: DeviceRows, batch: Batch) -> None:
+        self.group, self.batch = group, batch
+        self.plan = None
+        self.expected: Expected | None = None
+        self.incoming = self.outgoing = None
+        self.collected = self.inserted = self.confirmed = False
+        self._lookups: Lookups | None = None
+        self._bag_of: Tensor | None = None
+        self._sorted: SortedIds | None = None
+
+    @property
+    def num_lookups(self) -> int:
+        batch, layout = self.batch, self.group.layout
+        if batch.offsets is None:
+            return batch.num_samples * len(layout.features)
+        return sum(high - low for low, high in spans_of(batch, layout))
+
+    @property
+    def lookups(self) -> Lookups:  # type: ignore[override]
+        """Without ids: reading those would wait for the device."""
+        if self._lookups is None:
+            x = outline_of(self.batch, self.group.layout)
+            divisor = divisor_of(self.batch, x, self.group.layout)
+            self._lookups = Lookups(
+                x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
+            )
+        return self._lookups
+
+    @property
+    def bag_of(self) -> Tensor | None:
+        """The bag of each lookup; None where each is its own."""
+        if self._bag_of is None and self.lookups.offsets is not None:
+            self._bag_of = self.lookups.bag_of().int()
+        return self._bag_of
+
+    @property
+    def ids(self) -> SortedIds:  # type: ignore[override]
+        """Sorted on demand, for the direct way; waits for the device."""
+        if self._sorted is None:
+            found = lookups_of(self.batch, self.group.layout)
+            self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
+        return self._sorted
+
+    def arrive(self, batch: Batch) -> None:
+        """The batch's own tensors are on the device now."""
+        self.batch = batch
+        self._lookups = self._bag_of = self._sorted = None
+
+
+class DeviceRows(RowGroup):
+    """Rows of one width."""
+
+    plans_later = True
+    planner: DevicePlanner
+    pad: DeviceScratchpad  # type: ignore[assignment]
+    uncollected: list[DeviceWork]  # type: ignore[assignment]
+
+    def __init__(self, layout: WidthGroup, **options: Any) -> None:
+        """As RowGroup's."""
+        super().__init__(layout, **options)
+        device = self.device
+        if self.everything:
+            self.pad = _AllSlots(self.slots)  # type: ignore[assignment]
+            self.planner = _AllPlanner(self.pad)
+            self._past = 0
+        self.bases = torch.tensor([*layout.bases, layout.num_rows], device=device)
+        columns = [
+            (layout.bases[f.table], table.num_embeddings, table.padding_idx, f.column)
+            for f in layout.features
+            for table in (layout.tables[f.table],)
+        ]
+        self.features = torch.tensor(
+            [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
+        )
+        self._pool_of_buffers = _BufferPool(self.lanes)
+        self._scalar_names = [table.name for table in layout.tables]
+        self._scalar_values: Any = None
+        self._scalars_there: Tensor | None = None
+        self._started = False
+
+    # -- memory ------------------------------------------------------------------------
+
+    def _make_rows(self, share: Share | None) -> None:
+        layout, device = self.layout, self.device
+        if share is None:
+            rows = torch.zeros(layout.num_rows + 1, self.width, device=device)
+            self.slots, self.store = rows, Store(rows[:-1])
+            return
+        if device.type == "cuda":
+            self.locked = locked_rows(layout.num_rows, self.width)
+            self.store = Store(self.locked.rows)
+        else:
+            super()._make_rows(share)
+            return
+        self._make_scratchpad(share)
+
+    def _initialise(self, state: list[float], seed: int) -> None:
+        """On the GPU, which fills host memory as fast as the link goes."""
+        if self.device.type != "cuda" or (not self.everything and not self.locked.locked):
+            super()._initialise(state, seed)
+            return
+        columns = torch.tensor(state, device=self.device)
+        for table, base in zip(self.layout.tables, self.layout.bases, strict=True):
+            rows = self.store.rows[base : base + table.num_embeddings]
+            padding = -1 if table.padding_idx is None else table.padding_idx
+            words = [seed_word(seed, stream, self.dim) for stream in range(3)]
+            begin = table.start
+            if isinstance(begin, Constant):
+                start.start_constant(rows, columns, value=begin.value, padding=padding)
+            elif isinstance(begin, Uniform):
+                start.start_uniform(
+                    rows, columns, first_id=base, word=words[0], low=begin.low, high=begin.high,
+                    padding=padding,
+                )  # fmt: skip
+            elif isinstance(begin, Normal):
+                start.start_normal(
+                    rows, columns, first_id=base, words=(words[1], words[2]), mean=begin.mean,
+                    std=begin.std, padding=padding,
+                )  # fmt: skip
+            else:
+                torch.cuda.synchronize(self.device)
+                initialise_table(self.store.rows, self.layout, table, state, seed)
+        torch.cuda.synchronize(self.device)
+
+    def _make_scratchpad(self, share: Share) -> None:
+        self.pad = DeviceScratchpad(
+            share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
+        )
+        self.slots = self.pad.slots
+        self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
+        self._past = self.strategy.hold.past
+        self.planner = DevicePlanner(
+            self.pad,
+            hold=self.strategy.hold,
+            eviction=self.strategy.eviction,
+            refetch=self.strategy.refetch,
+            max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
+            pins=self._pins() if self.strategy.pinned_part else None,
+            window_bytes=self.window_bytes,
+        )
+
+    # -- the planned way ---------------------------------------------------------------
+
+    def work(self, batch: Batch) -> DeviceWork:
+        return DeviceWork(self, batch)
+
+    def expect(self, work: DeviceWork, values: Tensor) -> None:  # type: ignore[override]
+        """A batch is known that will be planned later; `values` are its indices, on the device."""
+        work.expected = self._admit(work, values, announced=True)
+        self.planner.expect(work.expected)
+
+    def _admit(self, work: DeviceWork, values: Tensor, *, announced: bool) -> Expected:
+        expected = self.planner.admit(work.num_lookups, announced=announced)
+        planning.globalise(
+            values,
+            self.planner.window_ids[expected.row],
+            self.features,
+            self._spans(work.batch),
+            expected.lookups,
+            self.layout.num_rows,
+            self.planner.counts_of(expected)[planning.FIRST_BAD :],
+        )
+        return expected
+
+    def _spans(self, batch: Batch) -> Tensor | None:
+        if batch.offsets is None:
+            return None
+        ends, shifts, end = [], [], 0
+        for low, high in spans_of(batch, self.layout):
+            shifts.append(low - end)
+            end += high - low
+            ends.append(end)
+        return torch.tensor([ends, shifts]).to(self.device, non_blocking=True)
+
+    def plan(self, work: DeviceWork) -> bool:  # type: ignore[override]
+        """Launch a plan; what became of it is known at `confirm`."""
+        if not self._started:
+            self._start()
+        if work.expected is None:
+            work.expected = self._admit(work, work.batch.values, announced=False)
+        buffers = self._pool_of_buffers.take(
+            max(self.planner.capacity, 1), self.pad.id_type, self.device
+        )
+        plan = self.planner.plan(work.expected, buffers)
+        work.plan = plan
+        self.uncollected.append(work)
+        weakref.finalize(plan, self._pool_of_buffers.give_back, buffers)
+        moves = (buffers.move_slots, buffers.leaving, buffers.entering)
+        planning.count_traffic(self.bases, plan.segments(), moves, buffers.counts, self.traffic)
+        return True
+
+    def _start(self) -> None:
+        """Pin what is known to be hot, before the first batch is planned."""
+        self._started = True
+        if self.everything or self.planner.pins is None:
+            return
+        self.planner.reserve(1)
+        slots, ids = self.planner.hottest()
+        if slots.numel():
+            none = torch.full_like(ids, FREE)
+            count = torch.tensor([slots.numel()], dtype=torch.int32, device=self.device)
+            self._move(slots.int(), none, ids, count)
+
+    def mark_planned(self, work: DeviceWork, mark: Mark) -> None:
+        if work.plan is not None and work.plan.ready is None:
+            work.plan.ready = mark
+
+    def confirm(self, work: DeviceWork) -> bool:  # type: ignore[override]
+        """Learn what became of a plan: `work.plan` is None if it failed. Raises on a bad id.
+
+        False if plans launched behind it were halted, though it may have been planned since.
+        """
+        plan = work.plan
+        if plan is None or work.collected:
+            return True
+        outcome = self.planner.read(plan)
+        if outcome == planning.PLANNED:
+            if not work.confirmed:
+                work.confirmed = True
+                self._note([plan.lookups, plan.num_unique, plan.num_moves, plan.num_evicted])
+            if self.everything:
+                self._mark_collected(work)
+                work.inserted = True
+            return True
+        self.lanes.join()
+        with self.lanes.on("plan"):
+            # Its ids may have been overwritten by those of a batch that was announced since.
+            expected = self._admit(work, work.batch.values, announced=False)
+            retry = outcome == planning.NO_ROOM and not self.everything
+            if self.planner.resume(expected, plan, retry=retry):
+                return False
+        self._forget(work)
+        if outcome == planning.BAD_ID:
+            lookups_of(work.batch, self.layout)  # says which
+            raise AssertionError("a plan found an id that no table has, and nobody else does")
+        if outcome == planning.NO_ROOM:
+            self._tell_of_chunks(int(plan.buffers.status[planning.UNIQUE]))
+            self.count_direct(work)
+        return False
+
+    def take_back(self, work: DeviceWork) -> None:  # type: ignore[override]
+        """A batch before this one failed: this one has to be planned again, if it was halted."""
+        plan = work.plan
+        if plan is not None and not work.collected:
+            if plan.outcome is None:
+                self.planner.read(plan)
+            if plan.outcome != planning.PLANNED:
+                self._forget(work)
+                work.expected = None
+
+    def _forget(self, work: DeviceWork) -> None:
+        work.plan = None
+        if work in self.uncollected:
+            self.uncollected.remove(work)
+
+    def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
+        assert work.plan is not None
+        b = work.plan.buffers
+        count = b.counts[planning.MOVES : planning.MOVES + 1]
+        self._move(b.move_slots, b.leaving, b.entering, count)
+        self._mark_collected(work)
+        work.inserted = True
+
+    def _move(self, slots: Tensor, leaving: Tensor, entering: Tensor, count: Tensor) -> None:
+        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count)
+
+    def slots_hold(self, work: Work) -> bool:
+        if self.everything:
+            return work.plan is not None
+        return super().slots_hold(work)
+
+    # -- lookup and update -------------------------------------------------------------
+
+    def lookup(self, work: DeviceWork, x: Lookups) -> Tensor:  # type: ignore[override]
+        if not self.slots_hold(work):
+            return self.read(self._with_ids(work, x))
+        assert work.plan is not None
+        slots = work.plan.buffers.lookup_slots[: work.plan.lookups]
+        return lookup.pool(
+            self.slots, slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
+        )
+
+    def _with_ids(self, work: DeviceWork, x: Lookups) -> Lookups:
+        found = lookups_of(work.batch, self.layout)
+        return Lookups(
+            found.ids, found.offsets, found.divisor, found.bags_per_feature, found.by_sample,
+            found.spans, x.weights,
+        )  # fmt: skip
+
+    def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
+        slots = index[inverse].int()
+        return lookup.pool(
+            rows, slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
+        )
+
+    def weight_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
+        if self.slots_hold(work):
+            assert work.plan is not None
+            slots = work.plan.buffers.lookup_slots[: work.plan.lookups]
+            return lookup.weight_grads(self.slots, slots, work.bag_of, grads, self.dim)
+        pieces, first = [], 0
+        for part, ids, rows, index in self._pass_through(self._with_ids(work, x)):
+            mine = grads[first : first + part.num_bags]
+            slots = index[ids.inverse].int()
+            pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
+            first += part.num_bags
+        return torch.cat(pieces) if pieces else grads.new_zeros(0)
+
+    def row_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
+        """The gradient of each unique row, [U, dim]; waits for the device."""
+        segments, ids = self._segments(work), work.ids.ids
+        found = update.sum_by_row(grads, work.bag_of, x.weights, x.divisor, segments)
+        return found[: ids.numel()]
+
+    def _segments(self, work: DeviceWork) -> Segments:
+        if work.plan is not None:
+            return work.plan.segments()
+        ids = lookups_of(work.batch, self.layout).ids
+        return segments_of(torch.where(ids < 0, self.layout.num_rows, ids))
+
+    def update_at_once(self, work: DeviceWork, x: Lookups, grads: Tensor) -> bool:
+        """Sum gradients and update rows in their slots, without waiting; False if they left."""
+        if not self.slots_hold(work):
+            return False
+        assert work.plan is not None
+        scalars, bases = self.device_scalars()
+        b = work.plan.buffers
+        update.update_slots(
+            self.slots, b.row_slots[: work.plan.lookups], work.plan.segments(), grads, work.bag_of,
+            x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
+        )  # fmt: skip
+        return True
+
+    def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
+        scalars, bases = self.device_scalars()
+        for first in range(0, ids.numel(), self.chunk_rows):
+            part = slice(first, first + self.chunk_rows)
+            rows = self._buffer(ids[part].numel())
+            self.gather(ids[part], out=rows)
+            update.update_rows(
+                rows, None, ids[part], None, grads[part], self.optimizer.rule, scalars, bases,
+                self.dim,
+            )  # fmt: skip
+            self.scatter(ids[part], rows)
+
+    def device_scalars(self) -> tuple[Tensor, Tensor | None]:
+        """The rule's numbers for each table, [T, K] on the device; bases where tables differ.
+
+        One tensor for ever, so that a captured step follows a schedule.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            assert self._scalars_there is not None
+        else:
+            self.push_scalars()
+        assert self._scalars_there is not None
+        return self._scalars_there, None if self.scalars_alike else self.bases[:-1]
+
+    def push_scalars(self) -> None:
+        values = self.optimizer.table_scalars(self._scalar_names)
+        if values == self._scalar_values:
+            return
+        self._scalar_values = values
+        self.scalars_alike = all(each == values[0] for each in values)
+        there = torch.tensor(values, dtype=torch.float32)
+        if self._scalars_there is None:
+            self._scalars_there = there.to(self.device)
+            return
+        if self.device.type == "cuda":
+            there = there.pin_memory()
+        self._scalars_there.copy_(there, non_blocking=True)
+
+    # -- the direct way ----------------------------------------------------------------
+
+    def settle(self) -> None:
+        self.lanes.join()
+        super().settle()
+
+    def locate(self, ids: Tensor) -> Tensor:
+        for work in self.uncollected:
+            assert work.plan is not None
+            self.planner.read(work.plan)
+        return super().locate(ids)
+
+    def _slots_of(self, ids: Tensor) -> Tensor:
+        return self.pad.map.lookup(ids.to(self.pad.id_type)).long()
+
+    def _moves_of(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(work.plan, DevicePlan)
+        b, count = work.plan.buffers, work.plan.num_moves
+        if work.plan.outcome != planning.PLANNED:
+            count = 0
+        return b.move_slots[:count].long(), b.leaving[:count].long(), b.entering[:count].long()
+
+    def gather(self, ids: Tensor, out: Tensor) -> Tensor:
+        if out.device != self.device:
+            out.copy_(self.gather(ids.to(self.device), torch.empty(out.shape, device=self.device)))
+            return out
+        if self.everything:
+            self.lanes.join()
+            return self.store.read(ids, out=out)
+        self.settle()
+        slots = self.locate(ids)
+        absent = slots == FREE
+        fill.gather(self.store.rows, torch.where(absent, ids, FREE), out)
+        here = (~absent).nonzero().squeeze(1)
+        out[here] = self.slots.index_select(0, slots[here])
+        return out
+
+    def scatter(self, ids: Tensor, rows: Tensor) -> None:
+        ids, rows = ids.to(self.device), rows.to(self.device)
+        if self.everything:
+            self.lanes.join()
+            self.store.write(ids, rows)
+            return
+        self.settle()
+        slots = self.locate(ids)
+        absent = slots == FREE
+        here = (~absent).nonzero().squeeze(1)
+        self.slots.index_copy_(0, slots[here], rows[here])
+        fill.scatter(self.store.rows, torch.where(absent, ids, FREE), rows.contiguous())
+
+    def flush(self) -> None:
+        if self.everything:
+            return
+        self.settle()
+        rows = self.pad.row_of_slot.long()
+        for work in reversed(self.uncollected):
+            assert work.plan is not None
+            self.planner.read(work.plan)
+            slots, leaving, _ = self._moves_of(work)
+            rows[slots] = leaving
+        taken = (rows != FREE).nonzero().squeeze(1)
+        for part in taken.split(self.chunk_rows):
+            fill.scatter(self.store.rows, rows[part], self.slots.index_select(0, part))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # ----------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        if self.everything:
+            return {"rows": self.slots.numel() * 4}
+        return {
+            "slots": self.slots.numel() * 4,
+            **self.planner.num_bytes,
+            "row-to-slot map": self.pad.map.num_bytes,
+            "plans": self._pool_of_buffers.num_bytes,
+            "buffer": self.buffer.numel() * 4,
+        }
+
+
+class _BufferPool:
+    """Buffers of plans that nobody reads any more, used again when the device has caught up."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._returned: deque[PlanBuffers] = deque()
+        self._free: deque[tuple[PlanBuffers, list[Mark]]] = deque()
+        self.num_bytes = 0
+
+    def give_back(self, buffers: PlanBuffers) -> None:
+        # From whichever thread dropped the plan: no stream is known here.
+        self._returned.append(buffers)
+
+    def take(self, capacity: int, id_type: torch.dtype, device: torch.device) -> PlanBuffers:
+        """For the plan lane, which waits until others have done with them."""
+        while self._returned:
+            marks = [self._lanes.mark("train"), self._lanes.mark("rows")]
+            self._free.append((self._returned.popleft(), marks))
+        while self._free:
+            buffers, marks = self._free.popleft()
+            if buffers.capacity >= capacity:
+                for mark in marks:
+                    self._lanes.after("plan", mark)
+                return buffers
+            self.num_bytes -= buffers.num_bytes
+        buffers = PlanBuffers(capacity, id_type, device)
+        self.num_bytes += buffers.num_bytes
+        return buffers
+
+
+class _AllSlots:
+    """Stands for a scratchpad where every row is its own slot."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
+        self.id_type = torch.int32
+
+    def check(self) -> None:
+        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
+
+
+class _AllPlanner(DevicePlanner):
+    """Sorts and checks ids; every row is where it belongs."""
+
+    def __init__(self, pad: Any) -> None:
+        from hotrow.evict import EVICTIONS
+
+        super().__init__(
+            pad, hold=Hold(0, 0), eviction=EVICTIONS["least-recent"], tracks_slots=False
+        )
+
+    def _prepare_victims(self) -> None: ...
+
+    def _launch(self, batch: Expected, plan: DevicePlan) -> None:
+        b = plan.buffers
+        b.status.fill_(-1)
+        planning.plan_everything(
+            self.ids_of(batch),
+            plan.segments(),
+            b.row_slots,
+            b.lookup_slots,
+            (b.move_slots, b.leaving, b.entering),
+            self.counts_of(batch),
+            b.counts,
+            b.status,
+            self.scratch,
+            state=self.state,
+        )
+
+    def check(self) -> None:
+        self.pad.check()

@@ -1,0 +1,191 @@
+"""Rows between the store and the slots, read and written by the GPU where they lie.
+
+The store is page-locked host memory that the GPU addresses directly, so a row crosses the link
+once and nothing is staged. Knows rows by number; not which rows ought to move, nor when: how many
+do, only the GPU knows.
+
+A thread block takes a whole multiprocessor from training, so there are few of them, and each keeps
+many rows in flight: a row from the host takes microseconds, whatever its size. Blocks take tiles of
+pieces. A piece is a part of a row whose length is a power of two, as Triton wants, and divides the
+row nearly: 192 floats are three pieces of 64, not one of 256 with a quarter of it idle.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WARPS = 16
+_LOADS = 8  # per thread and way
+_ALL_BLOCKS = 16  # saturate the link, when no training runs beside
+
+
+def fill(
+    slots: Tensor,  # [C, width] float32, on the device
+    store: Tensor,  # [N, width] float32, page-locked
+    move_slots: Tensor,  # [cap] int32
+    leaving: Tensor,  # [cap] int32 or int64, -1 for none
+    entering: Tensor,  # [cap] int32 or int64, -1 for none
+    count: Tensor,  # [1] int32: the moves there are
+    blocks: int = 2,
+    *,
+    num_warps: int = _WARPS,
+    tile_floats: int | None = None,
+) -> None:
+    """Write leaving rows to the store and read entering rows from it.
+
+    A row that leaves and enters the same slot is written back and stays. No slot may be named
+    twice, and no row may leave one slot and enter another: moves are done in any order.
+    """
+    width = _width(slots, store)
+    piece, pieces = _pieces(width)
+    _fill[(blocks,)](
+        slots,
+        store,
+        move_slots,
+        leaving,
+        entering,
+        count,
+        WIDTH=width,
+        PIECE=piece,
+        PIECES=pieces,
+        TILE=(tile_floats or _tile_floats(width)) // piece,
+        num_warps=num_warps,
+    )
+
+
+def gather(
+    store: Tensor,  # [N, width] float32, page-locked
+    ids: Tensor,  # [cap] int32 or int64, -1 for none
+    out: Tensor,  # [cap, width] float32, on the device
+    count: Tensor | None = None,  # [1] int32; None: all of them
+    blocks: int = _ALL_BLOCKS,
+) -> None:
+    """Copy the rows of `ids` into `out`; nothing is written where an id is -1."""
+    _copy_rows(out, store, ids, count, blocks, to_store=False)
+
+
+def scatter(
+    store: Tensor,  # [N, width] float32, page-locked
+    ids: Tensor,  # [cap] int32 or int64, -1 for none
+    rows: Tensor,  # [cap, width] float32, on the device
+    count: Tensor | None = None,  # [1] int32; None: all of them
+    blocks: int = _ALL_BLOCKS,
+) -> None:
+    """Replace the rows of `ids`, each given once; -1 is skipped."""
+    _copy_rows(rows, store, ids, count, blocks, to_store=True)
+
+
+def _copy_rows(
+    rows: Tensor, store: Tensor, ids: Tensor, count: Tensor | None, blocks: int, *, to_store: bool
+) -> None:
+    width = _width(rows, store)
+    piece, pieces = _pieces(width)
+    _copy[(blocks,)](
+        rows,
+        store,
+        ids,
+        ids.numel() if count is None else count,
+        COUNTED=count is not None,
+        TO_STORE=to_store,
+        WIDTH=width,
+        PIECE=piece,
+        PIECES=pieces,
+        TILE=_tile_floats(width) // piece,
+        num_warps=_WARPS,
+    )
+
+
+def _width(rows: Tensor, store: Tensor) -> int:
+    for each in (rows, store):
+        assert each.dtype is torch.float32
+        assert each.is_contiguous()
+    assert rows.shape[1] == store.shape[1]
+    return rows.shape[1]
+
+
+def _pieces(width: int) -> tuple[int, int]:
+    """Floats in a piece and pieces in a row, such that at most an eighth of them is idle."""
+    piece = 64
+    while piece > 1 and triton.cdiv(width, piece) * piece * 8 > width * 9:
+        piece //= 2
+    return piece, triton.cdiv(width, piece)
+
+
+def _tile_floats(width: int) -> int:
+    """64 KiB each way, half of a multiprocessor's registers, where rows divide into 16 bytes."""
+    return _LOADS * _WARPS * 32 * math.gcd(width, 4)
+
+
+@triton.jit
+def _tile(
+    first, total, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr
+):
+    """Of a tile of pieces: the rows' places and whether they are there, [TILE]; their columns and
+    whether those are there, [TILE, PIECE]."""
+    piece = first + tl.arange(0, TILE)
+    column = (piece % PIECES * PIECE)[:, None] + tl.arange(0, PIECE)[None, :]
+    return piece // PIECES, piece < total, column, column < WIDTH
+
+
+@triton.jit
+def _fill(
+    slots,
+    store,
+    move_slots,
+    leaving,
+    entering,
+    count,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    total = tl.load(count) * PIECES
+    first = tl.program_id(0) * TILE
+    while first < total:  # Triton 3.6 interprets no `for` whose end is read from memory
+        move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
+        old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
+        new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
+        leaves = (old >= 0)[:, None] & inside
+        enters = ((new >= 0) & (new != old))[:, None] & inside
+        in_slots = slots + slot[:, None] * WIDTH + column
+        # Both loads are under way before the first store waits for either.
+        incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
+        outgoing = tl.load(in_slots, mask=leaves)
+        tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
+        tl.store(in_slots, incoming, mask=enters)
+        first += tl.num_programs(0) * TILE
+
+
+@triton.jit
+def _copy(
+    rows,
+    store,
+    ids,
+    count,
+    COUNTED: tl.constexpr,
+    TO_STORE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    total = (tl.load(count) if COUNTED else count) * PIECES
+    first = tl.program_id(0) * TILE
+    while first < total:
+        place, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        row = tl.load(ids + place, mask=there, other=-1).to(tl.int64)
+        moves = (row >= 0)[:, None] & inside
+        in_rows = rows + place.to(tl.int64)[:, None] * WIDTH + column
+        in_store = store + row[:, None] * WIDTH + column
+        if TO_STORE:
+            tl.store(in_store, tl.load(in_rows, mask=moves), mask=moves)
+        else:
+            tl.store(in_rows, tl.load(in_store, mask=moves), mask=moves)
+        first += tl.num_programs(0) * TILE

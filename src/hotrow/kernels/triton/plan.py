@@ -1,0 +1,630 @@
+"""Planning on the device: from ids to sorted segments, hits, victims and slots.
+
+Every launch depends on shapes the host knows; how many rows are unique or missing is known to
+the device alone. Order is kept wherever it decides anything, so equal inputs give equal plans.
+Sees ids and counters, never a row's bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotrow.kernels.triton.maps import BLOCK as LANES
+from hotrow.kernels.triton.maps import DeviceMap, find_slots, insert, remove
+from hotrow.kernels.triton.segments import Segments
+
+BLOCK = 1024
+NEVER = 2**31 - 1
+PINNED = 2**31 - 1
+
+# Words of `state`, one set per scratchpad: what planning remembers from batch to batch.
+CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES = range(7)
+STATE_WORDS = 8
+# Words of `counts`, one set per plan.
+UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED = range(7)
+COUNT_WORDS = 8
+# What became of a plan.
+PLANNED, NO_ROOM, BAD_ID, NOT_PLANNED = range(4)
+NO_BAD_ID = 2**31 - 1
+
+
+# -- ids -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _globalise(
+    values, ids, features, ends, lows, num_lookups, capacity, num_features, row_stride, num_rows,
+    first_bad, JAGGED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """User's indices -> ids; what is outside its table is noted, and read as padding."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = place < num_lookups
+    if JAGGED:
+        low = tl.zeros(place.shape, tl.int32)
+        high = low + num_features
+        for _ in tl.static_range(SEARCH):
+            middle = (low + high) // 2
+            end = tl.load(ends + middle, mask=real & (low < high), other=0)
+            low, high = (
+                tl.where(end <= place, middle + 1, low),
+                tl.where(end <= place, high, middle),
+            )
+        feature = tl.minimum(low, num_features - 1)
+        source = place + tl.load(lows + feature, mask=real, other=0)
+    else:
+        feature = (place % num_features).to(tl.int32)
+        source = place // num_features * row_stride + tl.load(features + feature * 4 + 3)
+    value = tl.load(values + source, mask=real, other=0).to(tl.int64)
+    base = tl.load(features + feature * 4)
+    limit = tl.load(features + feature * 4 + 1)
+    padding = tl.load(features + feature * 4 + 2)
+    bad = real & ((value < 0) | (value >= limit))
+    id_ = tl.where(real & ~bad & (value != padding), base + value, num_rows)
+    tl.store(ids + place, id_.to(ids.dtype.element_ty), mask=place < capacity)
+    worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
+    if worst < 2147483647:
+        tl.atomic_min(first_bad, worst)
+
+
+def globalise(
+    values: Tensor,  # dense [B, columns], or [V]
+    ids: Tensor,  # out: [capacity], padding beyond the lookups
+    features: Tensor,  # [F, 4] int64: base, limit, padding index or -1, column
+    spans: Tensor | None,  # jagged: [2, F] int64: end of each feature among ids; shift to values
+    num_lookups: int,
+    num_rows: int,
+    first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
+) -> None:
+    """Indices of several tables -> ids of one width."""
+    if ids.numel() == 0:
+        return
+    count = features.shape[0]
+    _globalise[(triton.cdiv(ids.numel(), BLOCK),)](
+        values, ids, features, spans, None if spans is None else spans[1], num_lookups, ids.numel(),
+        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad,
+        JAGGED=spans is not None, SEARCH=count.bit_length(), BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+# -- the plan --------------------------------------------------------------------------
+
+
+@triton.jit
+def _prefix(per_block, program, num_blocks, word, BLOCKS: tl.constexpr):
+    """The sum of a counter over the blocks before this one, and over all of them."""
+    block = tl.arange(0, BLOCKS)
+    counts = tl.load(per_block + block * 4 + word, mask=block < num_blocks, other=0)
+    return tl.sum(tl.where(block < program, counts, 0), axis=0), tl.sum(counts, axis=0)
+
+
+@triton.jit
+def _classify(
+    keys, found, per_block, state, counts, last_use, uses, table, row_of_slot, num_lookups,
+    num_rows, num_slots, size, past, HASHED: tl.constexpr, REFETCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Look each unique row up, once; use the slots of those that are there."""
+    program = tl.program_id(0)
+    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+        return
+    number = tl.load(state)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_lookups
+    key = tl.load(keys + place, mask=inside, other=0)
+    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
+    is_first = inside & (key != before)
+    real = is_first & (key != num_rows)
+    slot = find_slots(key, real, table, row_of_slot, size, HASHED)
+    hit = real & (slot >= 0)
+    last = tl.load(last_use + slot, mask=hit, other=0)
+    tl.store(last_use + slot, tl.maximum(last, number), mask=hit)
+    used = tl.load(uses + slot, mask=hit, other=0)
+    tl.store(uses + slot, tl.minimum(used + 1, 32767).to(tl.int16), mask=hit)
+    if REFETCH:
+        # Fetched anew, unless a batch in flight has just done so.
+        again = hit & (last < number - past)
+    else:
+        again = hit & (place < 0)
+    # Hits: the slot; rows to fetch anew: -2 - slot; missing ones -1; padding: the null slot.
+    code = tl.where(again, -2 - slot, slot)
+    code = tl.where(is_first & (key == num_rows), num_slots, code)
+    tl.store(found + place, code, mask=inside)
+    missing = real & (slot < 0)
+    tl.store(per_block + program * 4, tl.sum(is_first.to(tl.int32), axis=0))
+    tl.store(per_block + program * 4 + 1, tl.sum(missing.to(tl.int32), axis=0))
+    tl.store(per_block + program * 4 + 2, tl.sum(again.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _segment(
+    keys, order64, found, per_block, state, counts, order, rank, starts, ids, row_slots,
+    missing_rank, entering, leaving, move_slots, num_lookups, num_blocks, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Number the unique rows and the missing ones, in the order of ids."""
+    program = tl.program_id(0)
+    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+        return
+    firsts, num_unique = _prefix(per_block, program, num_blocks, 0, BLOCKS)
+    misses, num_missing = _prefix(per_block, program, num_blocks, 1, BLOCKS)
+    agains, num_again = _prefix(per_block, program, num_blocks, 2, BLOCKS)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_lookups
+    key = tl.load(keys + place, mask=inside, other=0)
+    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
+    is_first = inside & (key != before)
+    code = tl.load(found + place, mask=is_first, other=0)
+    my_rank = firsts + tl.cumsum(is_first.to(tl.int32), axis=0) - 1
+    tl.store(rank + place, my_rank, mask=inside)
+    position = tl.load(order64 + place, mask=inside, other=0)
+    tl.store(order + place, position.to(tl.int32), mask=inside)
+    tl.store(starts + my_rank, place, mask=is_first)
+    tl.store(ids + my_rank, key, mask=is_first)
+    missing = is_first & (code == -1)
+    miss = misses + tl.cumsum(missing.to(tl.int32), axis=0) - 1
+    tl.store(missing_rank + miss, my_rank, mask=missing)
+    tl.store(entering + miss, key, mask=missing)
+    again = is_first & (code < -1)
+    slot = tl.where(again, -2 - code, code)
+    tl.store(row_slots + my_rank, slot, mask=is_first & ~missing)
+    # Rows fetched anew stand behind the missing ones among the moves.
+    move = num_missing + agains + tl.cumsum(again.to(tl.int32), axis=0) - 1
+    tl.store(entering + move, key, mask=again)
+    tl.store(leaving + move, key, mask=again)
+    tl.store(move_slots + move, slot, mask=again)
+    if program == 0:
+        tl.store(starts + num_unique, num_lookups)
+        tl.store(counts, num_unique)
+        tl.store(counts + 1, num_missing)
+        tl.store(counts + 2, num_again)
+
+
+@triton.jit
+def _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD: tl.constexpr):
+    """Whether each place of the queue still names a slot that nobody has used, or will, since."""
+    head = tl.load(state + 2)
+    asked = (place < limit) & (head + place < tl.load(state + 3))
+    slot = tl.load(queue + head + place, mask=asked, other=0)
+    last = tl.load(last_use + slot, mask=asked, other=2147483647)
+    valid = asked & (last < tl.load(state + 4))
+    if LOOKS_AHEAD:
+        soon = tl.load(next_use + slot, mask=valid, other=0)
+        valid = valid & ((soon == 2147483647) | (soon <= tl.load(state + 5)))
+    return slot, valid
+
+
+@triton.jit
+def _count_victims(
+    queue, state, counts, last_use, next_use, per_block, spread, LOOKS_AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+        return
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.load(counts + 1) * 4 + spread
+    _, valid = _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD)
+    tl.store(per_block + program * 4, tl.sum(valid.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _take_victims(
+    queue, state, counts, last_use, next_use, per_block, row_of_slot, move_slots, leaving,
+    new_head, spread, max_moves, num_blocks, LOOKS_AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The first slots of the queue that may still leave, one for each missing row."""
+    program = tl.program_id(0)
+    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+        if program == 0:
+            tl.store(counts + 3, 0)
+            bad = tl.load(counts + 4) != 2147483647
+            tl.store(counts + 5, tl.where(bad & (tl.load(state + 1) == 0), 2, 3))
+        return
+    num_missing = tl.load(counts + 1)
+    num_moves = num_missing + tl.load(counts + 2)
+    valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
+    fits = (num_valid >= num_missing) & (num_moves <= max_moves)
+    if program == 0:
+        tl.store(counts + 3, tl.where(fits, num_moves, 0))
+        tl.store(counts + 5, tl.where(fits, 0, 1))
+        if num_missing == 0:
+            tl.store(new_head, tl.load(state + 2))
+    if fits:
+        place = program * BLOCK + tl.arange(0, BLOCK)
+        limit = num_missing * 4 + spread
+        slot, valid = _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD)
+        move = valid_before + tl.cumsum(valid.to(tl.int32), axis=0) - 1
+        taken = valid & (move < num_missing)
+        row = tl.load(row_of_slot + slot, mask=taken, other=-1)
+        tl.store(move_slots + move, slot, mask=taken)
+        tl.store(leaving + move, row, mask=taken)
+        evicted = tl.sum((taken & (row >= 0)).to(tl.int32), axis=0)
+        if evicted > 0:
+            tl.atomic_add(counts + 6, evicted)
+        last = taken & (move == num_missing - 1)
+        head = tl.load(state + 2) + place + 1
+        tl.store(new_head + tl.zeros(place.shape, tl.int32), head, mask=last)
+
+
+@triton.jit
+def _exchange(
+    move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
+    uses, row_of_slot, table, spare, size, HASHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Change the maps: they describe the future, bytes follow later."""
+    if tl.load(counts + 5) != 0:
+        return
+    move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = move < tl.load(counts + 1)
+    if tl.max(mask.to(tl.int32), axis=0) == 0:
+        return
+    slot = tl.load(move_slots + move, mask=mask, other=0)
+    out = tl.load(leaving + move, mask=mask, other=-1)
+    in_ = tl.load(entering + move, mask=mask, other=0)
+    goes = mask & (out >= 0)
+    remove(out, slot, goes, table, size, HASHED)
+    tl.store(row_of_slot + slot, in_, mask=mask)
+    taken_over = insert(in_, slot, mask, table, spare, size, HASHED)
+    if HASHED:
+        change = tl.sum(goes.to(tl.int32), axis=0) - tl.sum(taken_over, axis=0)
+        tl.atomic_add(state + 6, change)
+    tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state), mask=mask)
+    tl.store(next_use + slot, tl.full(slot.shape, 2147483647, tl.int32), mask=mask)
+    tl.store(uses + slot, tl.full(slot.shape, 1, tl.int16), mask=mask)
+    rank = tl.load(missing_rank + move, mask=mask, other=0)
+    tl.store(row_slots + rank, slot, mask=mask)
+
+
+@triton.jit
+def _resolve(
+    order, rank, row_slots, lookup_slots, counts, state, new_head, kept, status, num_lookups,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The slot of every lookup; the first program tells the host and moves the clock."""
+    program = tl.program_id(0)
+    outcome = tl.load(counts + 5)
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_lookups
+    if outcome == 0:
+        position = tl.load(order + place, mask=inside, other=0)
+        my_rank = tl.load(rank + place, mask=inside, other=0)
+        slot = tl.load(row_slots + my_rank, mask=inside, other=0)
+        tl.store(lookup_slots + position, slot, mask=inside)
+    if program == 0:
+        if outcome == 0:
+            tl.store(state, tl.load(state) + 1)
+            tl.store(state + 2, tl.load(new_head))
+        else:
+            tl.store(state + 1, 1)
+        word = tl.arange(0, 8)
+        tl.store(kept + word, tl.load(counts + word))
+        tl.store(status + word, tl.load(counts + word))
+        tl.store(status + 8 + word, tl.load(state + word))
+
+
+# -- what planning knows of slots ------------------------------------------------------
+
+
+@triton.jit
+def _expect(
+    ids, next_use, table, row_of_slot, num_rows, size, capacity, number, first_row, num_rings,
+    HASHED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Note for every resident row of the batches `number`, ... when it is used next."""
+    ahead = tl.program_id(1)
+    ring = (first_row + ahead) % num_rings
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < capacity
+    id_ = tl.load(ids + ring.to(tl.int64) * capacity + place, mask=mask, other=num_rows)
+    mask = mask & (id_ < num_rows)
+    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+    mask = mask & (slot >= 0)
+    # Most are known to be used sooner: look before the atomic.
+    known = tl.load(next_use + slot, mask=mask, other=0)
+    tl.atomic_min(next_use + slot, number + ahead, mask=mask & (known > number + ahead))
+
+
+@triton.jit
+def _hold(
+    ids, last_use, state, table, row_of_slot, num_rows, size, count, ahead, HASHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keep the resident rows of a later batch: as if it had used them."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    id_ = tl.load(ids + place, mask=mask, other=num_rows)
+    mask = mask & (id_ < num_rows)
+    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+    number = tl.load(state) + ahead
+    tl.atomic_max(last_use + slot, number, mask=mask & (slot >= 0))
+
+
+@triton.jit
+def _rank_keys(
+    keys, last_use, next_use, uses, state, num_slots, past, ORDER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The order in which slots leave, smallest first; the largest number: it may not."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = slot < num_slots
+    number = tl.load(state)
+    last = tl.load(last_use + slot, mask=mask, other=0)
+    may_leave = last < number - past
+    # Slots that nobody has used have a last use near the smallest integer.
+    age = number - tl.maximum(last, number - (1 << 30))
+    if ORDER == 0:  # least recent
+        key = (1 << 30) - age
+    elif ORDER == 1:  # most recent
+        key = age
+    else:
+        fresh = (1 << 20) - 1 - tl.minimum(age, (1 << 20) - 1)
+        used = tl.load(uses + slot, mask=mask, other=0).to(tl.int32)
+        key = tl.minimum(used, 511) * (1 << 20) + fresh
+        if ORDER == 3:  # farthest next use; those of which none is known leave first
+            soon = tl.load(next_use + slot, mask=mask, other=0)
+            key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
+    tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
+
+
+ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 3}
+
+
+# -- launches --------------------------------------------------------------------------
+
+
+def plan(
+    ids: Tensor,  # [L], num_rows for padding
+    segments: Segments,  # out
+    row_slots: Tensor,  # out: [L] int32
+    lookup_slots: Tensor,  # out: [L] int32
+    moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= L] each
+    counts: Tensor,  # [8] int32, FIRST_BAD set; the others are written
+    kept: Tensor,  # out: [8] int32: the counts, for whoever reads the plan
+    status: Tensor,  # out: [16] int32, page-locked: counts, then state
+    scratch: Tensor,  # [words] int32
+    *,
+    state: Tensor,  # [8] int32
+    slot_facts: tuple[Tensor, Tensor, Tensor],  # last use, next use int32; uses int16
+    queue: Tensor,
+    row_map: DeviceMap,
+    num_rows: int,
+    past: int,
+    max_moves: int,
+    refetch: bool,
+    looks_ahead: bool,
+) -> None:
+    """Plan one batch; on failure `state` is halted and no map has changed."""
+    count, num_slots = ids.numel(), row_map.row_of_slot.numel()
+    last_use, next_use, uses = slot_facts
+    move_slots, leaving, entering = moves
+    blocks, victim_blocks = max(1, triton.cdiv(count, BLOCK)), _victim_blocks(count, queue.numel())
+    found, missing_rank = scratch[:count], scratch[count : 2 * count]
+    new_head = scratch[2 * count : 2 * count + 1]
+    per_block = scratch[2 * count + 4 : 2 * count + 4 + 4 * max(blocks, victim_blocks)]
+    keys, order64 = torch.sort(ids, stable=True)
+    widest = triton.next_power_of_2(blocks)
+    widest_victims = triton.next_power_of_2(victim_blocks)
+    _classify[(blocks,)](
+        keys, found, per_block, state, counts, last_use, uses, row_map.table,
+        row_map.row_of_slot, count, num_rows, num_slots, row_map.size, past,
+        HASHED=row_map.hashed, REFETCH=refetch, BLOCK=BLOCK,
+    )  # fmt: skip
+    _segment[(blocks,)](
+        keys, order64, found, per_block, state, counts, segments.order, segments.rank,
+        segments.starts, segments.ids, row_slots, missing_rank, entering, leaving, move_slots,
+        count, blocks, BLOCK=BLOCK, BLOCKS=widest,
+    )  # fmt: skip
+    _count_victims[(victim_blocks,)](
+        queue, state, counts, last_use, next_use, per_block, BLOCK, LOOKS_AHEAD=looks_ahead,
+        BLOCK=BLOCK,
+    )  # fmt: skip
+    _take_victims[(victim_blocks,)](
+        queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, move_slots,
+        leaving, new_head, BLOCK, max_moves, victim_blocks, LOOKS_AHEAD=looks_ahead, BLOCK=BLOCK,
+        BLOCKS=widest_victims,
+    )  # fmt: skip
+    _exchange[(max(1, triton.cdiv(count, LANES)),)](
+        move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
+        uses, row_map.row_of_slot, row_map.table, row_map.spare, row_map.size,
+        HASHED=row_map.hashed, BLOCK=LANES,
+    )  # fmt: skip
+    _resolve[(blocks,)](
+        segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
+        status, count, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def _victim_blocks(lookups: int, queue: int) -> int:
+    return max(1, triton.cdiv(min(4 * lookups + BLOCK, queue), BLOCK))
+
+
+def scratch_words(lookups: int, queue: int) -> int:
+    """How much scratch `plan` wants for so many lookups."""
+    blocks = max(1, triton.cdiv(lookups, BLOCK), _victim_blocks(lookups, queue))
+    return 2 * lookups + 4 + 4 * blocks
+
+
+def expect(
+    window: Tensor,  # [rings, capacity] ids
+    first_row: int,
+    batches: int,
+    number: int,
+    next_use: Tensor,
+    row_map: DeviceMap,
+    num_rows: int,
+) -> None:
+    """Rows used by `batches` batches from `number` on, whose ids begin at a row of the ring."""
+    rings, capacity = window.shape
+    if batches == 0 or capacity == 0:
+        return
+    _expect[(triton.cdiv(capacity, LANES), batches)](
+        window, next_use, row_map.table, row_map.row_of_slot, num_rows, row_map.size, capacity,
+        number, first_row, rings, HASHED=row_map.hashed, BLOCK=LANES,
+    )  # fmt: skip
+
+
+def hold(
+    ids: Tensor, ahead: int, last_use: Tensor, state: Tensor, row_map: DeviceMap, num_rows: int
+) -> None:
+    """Rows of a later batch may not leave."""
+    if ids.numel() == 0:
+        return
+    _hold[(triton.cdiv(ids.numel(), LANES),)](
+        ids, last_use, state, row_map.table, row_map.row_of_slot, num_rows, row_map.size,
+        ids.numel(), ahead, HASHED=row_map.hashed, BLOCK=LANES,
+    )  # fmt: skip
+
+
+def rank_keys(
+    slot_facts: tuple[Tensor, Tensor, Tensor], state: Tensor, past: int, order: str
+) -> Tensor:
+    """A key per slot, [C] int32: the smallest leave first, the largest integer may not leave."""
+    last_use, next_use, uses = slot_facts
+    keys = torch.empty_like(last_use)
+    _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
+        keys, last_use, next_use, uses, state, keys.numel(), past, ORDER=ORDERS[order], BLOCK=BLOCK
+    )
+    return keys
+
+
+# -- every row in fast memory ----------------------------------------------------------
+
+
+@triton.jit
+def _count_firsts(keys, found, per_block, state, counts, num_lookups, BLOCK: tl.constexpr):
+    """As `_classify` where row and slot are one: nothing is missing."""
+    program = tl.program_id(0)
+    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+        return
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_lookups
+    key = tl.load(keys + place, mask=inside, other=0)
+    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
+    tl.store(found + place, key.to(tl.int32), mask=inside)
+    firsts = tl.sum((inside & (key != before)).to(tl.int32), axis=0)
+    tl.store(per_block + program * 4, firsts)
+    tl.store(per_block + program * 4 + 1, 0)
+    tl.store(per_block + program * 4 + 2, 0)
+
+
+@triton.jit
+def _nothing_moves(state, counts, new_head):
+    bad = tl.load(counts + 4) != 2147483647
+    halted = tl.load(state + 1) != 0
+    tl.store(counts + 3, 0)
+    tl.store(counts + 5, tl.where(halted, 3, tl.where(bad, 2, 0)))
+    tl.store(new_head, 0)
+
+
+def plan_everything(
+    ids: Tensor,
+    segments: Segments,
+    row_slots: Tensor,
+    lookup_slots: Tensor,
+    moves: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    kept: Tensor,
+    status: Tensor,
+    scratch: Tensor,
+    *,
+    state: Tensor,
+) -> None:
+    """`plan` where every row has its slot: sorts, and checks ids."""
+    count = ids.numel()
+    move_slots, leaving, entering = moves
+    blocks = max(1, triton.cdiv(count, BLOCK))
+    found, missing_rank = scratch[:count], scratch[count : 2 * count]
+    new_head, per_block = scratch[2 * count : 2 * count + 1], scratch[2 * count + 4 :]
+    keys, order64 = torch.sort(ids, stable=True)
+    _count_firsts[(blocks,)](keys, found, per_block, state, counts, count, BLOCK=BLOCK)
+    _segment[(blocks,)](
+        keys, order64, found, per_block, state, counts, segments.order, segments.rank,
+        segments.starts, segments.ids, row_slots, missing_rank, entering, leaving, move_slots,
+        count, blocks, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks),
+    )  # fmt: skip
+    _nothing_moves[(1,)](state, counts, new_head)
+    _resolve[(blocks,)](
+        segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
+        status, count, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+# -- counting --------------------------------------------------------------------------
+
+
+@triton.jit
+def _lower_bound(sorted_, low, high, value):
+    """The first place in [low, high) that is not below `value`."""
+    low = tl.zeros([], tl.int32) + low  # the loop's type, though 0 was given
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(sorted_ + middle) < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _count_tables(bases, ids, starts, entering, counts, traffic):
+    """One program per table: lookups, unique rows and rows fetched."""
+    if tl.load(counts + 5) != 0:
+        return
+    table = tl.program_id(0)
+    first, next_ = tl.load(bases + table), tl.load(bases + table + 1)
+    unique, missing = tl.load(counts), tl.load(counts + 1)
+    moves = tl.load(counts + 3)
+    low = _lower_bound(ids, 0, unique, first)
+    high = _lower_bound(ids, low, unique, next_)
+    fetched = _lower_bound(entering, 0, missing, next_) - _lower_bound(entering, 0, missing, first)
+    fetched += _lower_bound(entering, missing, moves, next_)
+    fetched -= _lower_bound(entering, missing, moves, first)
+    mine = traffic + table * 4
+    tl.store(mine, tl.load(mine) + (tl.load(starts + high) - tl.load(starts + low)))
+    tl.store(mine + 1, tl.load(mine + 1) + (high - low))
+    tl.store(mine + 2, tl.load(mine + 2) + fetched)
+
+
+@triton.jit
+def _count_leaving(bases, leaving, counts, traffic, num_tables, BLOCK: tl.constexpr,
+                   SEARCH: tl.constexpr, TABLES: tl.constexpr):  # fmt: skip
+    move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(counts + 5) != 0:
+        return
+    mask = move < tl.load(counts + 3)
+    if tl.max(mask.to(tl.int32), axis=0) == 0:
+        return
+    row = tl.load(leaving + move, mask=mask, other=-1)
+    mask = mask & (row >= 0)
+    low = tl.zeros(move.shape, tl.int32)
+    high = low + num_tables
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        end = tl.load(bases + middle + 1, mask=mask & (low < high), other=0)
+        low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
+    per_table = tl.histogram(tl.where(mask, low, TABLES - 1), TABLES)
+    table = tl.arange(0, TABLES)
+    wanted = (table < num_tables) & (per_table > 0)
+    tl.atomic_add(traffic + table * 4 + 3, per_table.to(tl.int64), mask=wanted)
+
+
+def count_traffic(
+    bases: Tensor,  # [T + 1] int64: the first id of each table, then the number of rows
+    segments: Segments,
+    moves: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    traffic: Tensor,  # [T, 4] int64: lookups, unique rows, fetched, evicted
+) -> None:
+    """Add a plan's numbers to those of each table."""
+    tables = bases.numel() - 1
+    _, leaving, entering = moves
+    _count_tables[(tables,)](bases, segments.ids, segments.starts, entering, counts, traffic)
+    # One bin more than there are tables: what is masked goes there.
+    _count_leaving[(max(1, triton.cdiv(segments.order.numel(), BLOCK)),)](
+        bases, leaving, counts, traffic, tables, BLOCK=BLOCK, SEARCH=tables.bit_length(),
+        TABLES=triton.next_power_of_2(tables + 1),
+    )  # fmt: skip

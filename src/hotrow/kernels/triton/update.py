@@ -1,0 +1,527 @@
+"""Writing rows: the gradient of each row, and the optimizer's step on it.
+
+Knows sorted lookups, row addresses and formulas; nothing of where a step's settings come from
+or of how rows came to their slots. A row's bits depend on its own bytes and its own gradients
+alone: every sum has an order counted from the row's first lookup, every operation rounds by
+itself, and tile sizes follow from the dimension, not from the batch.
+
+A row's lookups lie side by side once sorted. Short rows, of at most CHUNK lookups, are summed
+one lookup after the other. Long rows are cut into chunks; drawn with a CHUNK of 4:
+
+    windows   |0  |1  |2  |3  |4
+    rows      aabccccccccccccccdde
+    chunks       0   1   2   3        of c: where each of them starts
+
+Later chunks of one row start CHUNK apart, and those of the next long row more than CHUNK after
+them. So at most one later chunk starts in a window, it belongs to the row that is there at the
+window's beginning, and one place for a partial sum per window is enough: no list, no scan, and
+nothing that the host would have to know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotrow.kernels.reference import CHUNK
+from hotrow.kernels.triton.lookup import EXACT, sum_columns, tile_rows, tile_warps
+from hotrow.kernels.triton.segments import Segments
+
+if TYPE_CHECKING:
+    from hotrow.optim import RowRule
+
+# What `scalars` holds per table, in the order of each rule's own dict.
+NUM_SCALARS = {"SGD": 2, "Adagrad": 2, "RowWiseAdagrad": 2, "Adam": 4, "AdamW": 5}
+MOST_PROGRAMS = 16384  # for tiles of rows, whose number only the GPU knows: no army of idle ones
+
+
+def sum_by_row(
+    grads: Tensor,  # [bags, dim] float32 or bfloat16
+    bag_of: Tensor | None,  # [L]; None: the position is the bag
+    weights: Tensor | None,  # [L] float32
+    divisor: Tensor | None,  # [bags, 1] float32
+    segments: Segments,
+) -> Tensor:
+    """The gradient of each unique row, [L, dim] float32; only the first U are written."""
+    num_lookups, dim = segments.order.numel(), grads.shape[1]
+    out = torch.empty(num_lookups, dim, dtype=torch.float32, device=grads.device)
+    _reduce(out, None, segments, (grads, bag_of, weights, divisor), _NO_STEP, -1, dim)
+    return out
+
+
+def update_slots(
+    rows: Tensor,  # [C + 1, width] float32
+    row_slots: Tensor,  # [L] int32: where each unique row lies
+    segments: Segments,
+    grads: Tensor,  # [bags, dim] float32 or bfloat16
+    bag_of: Tensor | None,  # [L]; None: the position is the bag
+    weights: Tensor | None,  # [L] float32
+    divisor: Tensor | None,  # [bags, 1] float32
+    rule: RowRule,
+    scalars: Tensor,  # [T, K] float32, the values of `rule.scalars`
+    bases: Tensor | None,  # [T] int64: the first id of each table; None: scalars[0] is for all
+    null_slot: int,
+    dim: int,
+) -> None:
+    """One optimizer step on every unique row but those at the null slot."""
+    terms = (grads, bag_of, weights, divisor)
+    step = _step_of(rule, scalars, bases)
+    _reduce(rows, row_slots, segments, terms, step, null_slot, dim)
+
+
+def update_rows(
+    rows: Tensor,  # [R, width] float32
+    index: Tensor | None,  # [n]; None: row i
+    ids: Tensor,  # [n]: of which only the table matters
+    count: Tensor | None,  # [1] int32: how many of the n; None: all
+    row_grads: Tensor,  # [n, dim] float32, summed
+    rule: RowRule,
+    scalars: Tensor,  # [T, K] float32
+    bases: Tensor | None,  # [T] int64
+    dim: int,
+    null_slot: int = -1,  # entries of `index` that are skipped
+) -> None:
+    """One optimizer step on some rows, each at most once, from gradients already summed."""
+    num_rows = row_grads.shape[0]
+    if num_rows == 0:
+        return
+    columns = triton.next_power_of_2(dim)
+    tile = tile_rows(columns)
+    _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
+        *(rows, rows.stride(0), index, null_slot, ids, count, num_rows, row_grads.contiguous()),
+        *_step_of(rule, scalars, bases),
+        *(dim, columns, tile),
+        num_warps=tile_warps(columns),
+        **EXACT,
+    )
+
+
+_NO_STEP = (None, None, 0, 0, None)  # the sum itself is stored
+
+
+def _step_of(rule: RowRule, scalars: Tensor, bases: Tensor | None) -> tuple[Any, ...]:
+    """What kernels are told about a step: settings, tables, and the rule's name as a constant."""
+    name = type(rule).__name__
+    assert scalars.shape[1] == NUM_SCALARS[name]
+    num_tables = scalars.shape[0]
+    search_steps = 0 if bases is None else (num_tables - 1).bit_length()
+    return scalars.contiguous(), bases, num_tables, search_steps, name
+
+
+def _reduce(
+    rows: Tensor,
+    row_slots: Tensor | None,  # None: row i of `rows` is the i-th unique one
+    segments: Segments,
+    terms: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    step: tuple[Any, ...],
+    null_slot: int,
+    dim: int,
+) -> None:
+    num_lookups = segments.order.numel()
+    if num_lookups == 0:
+        return
+    terms = (terms[0].contiguous(), *terms[1:])
+    columns = triton.next_power_of_2(dim)
+    part, chunk_warps = chunk_part(columns)
+    chunk_shape = (dim, columns, part, CHUNK)
+    num_windows = triton.cdiv(num_lookups, CHUNK)
+    partial = torch.empty(num_windows, dim, dtype=torch.float32, device=rows.device)
+    runs = (segments.order, segments.rank, segments.starts)
+    target = (rows, rows.stride(0), row_slots, null_slot, segments.ids)
+    _chunks[(num_windows,)](
+        *(partial, row_slots, null_slot, *runs, *terms, *chunk_shape),
+        num_warps=chunk_warps,
+        **EXACT,
+    )
+    _long_rows[(num_windows,)](
+        *(*target, partial, *runs, *terms, *step, *chunk_shape),
+        num_warps=chunk_warps,
+        **EXACT,
+    )
+    tile = tile_rows(columns)
+    _short_rows[(min(triton.cdiv(num_lookups, tile), MOST_PROGRAMS),)](
+        *(*target, segments.count, segments.order, segments.starts, *terms, *step),
+        *(dim, columns, tile, CHUNK),
+        num_warps=tile_warps(columns),
+        **EXACT,
+    )
+
+
+def chunk_part(columns: int) -> tuple[int, int]:
+    """How much of a chunk is loaded at once, and by how many warps: what their registers hold."""
+    part = max(1, min(CHUNK, 4096 // columns))
+    return part, max(1, min(8, part * columns // 1024))
+
+
+# -- sums --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _find(order, bag_of, at, is_there):
+    """Position and bag of the sorted lookups `at`; 0 where there is none."""
+    position = tl.load(order + at, mask=is_there, other=0)
+    bag = position
+    if bag_of is not None:
+        bag = tl.load(bag_of + position, mask=is_there, other=0)
+    return position, bag.to(tl.int64)
+
+
+@triton.jit
+def _terms(found, is_there, grads, weights, divisor, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """What lookups add to the gradients of their rows, 0 where there is none: [n, COLUMNS]."""
+    position, bag = found
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = is_there[:, None] & (column < DIM)
+    values = tl.load(grads + bag[:, None] * DIM + column, mask=mask, other=0.0).to(tl.float32)
+    if divisor is not None:
+        values = tl.div_rn(values, tl.load(divisor + bag, mask=is_there, other=1.0)[:, None])
+    if weights is not None:
+        values = values * tl.load(weights + position, mask=is_there, other=0.0)[:, None]
+    return values
+
+
+@triton.jit
+def _sum_tile(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] -> [1, COLUMNS] by halving: tl.sum would add in an order of its own."""
+    for half in tl.static_range(ROWS.bit_length() - 1):
+        values = tl.sum(tl.reshape(values, [2, ROWS >> (half + 1), COLUMNS]), axis=0)
+    return tl.reshape(values, [1, COLUMNS])
+
+
+@triton.jit
+def _sum_chunk(
+    order,
+    start,
+    length,
+    grads,
+    bag_of,
+    weights,
+    divisor,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The sum of up to CHUNK lookups, [1, COLUMNS]; all loads of a part are under way at once."""
+    total = tl.zeros([1, COLUMNS], tl.float32)
+    for first in range(0, CHUNK, PART):
+        place = first + tl.arange(0, PART)
+        found = _find(order, bag_of, start + place, place < length)
+        values = _terms(found, place < length, grads, weights, divisor, DIM, COLUMNS)
+        total = total + _sum_tile(values, PART, COLUMNS)
+    return total
+
+
+@triton.jit
+def _chunk_in(window, rank, starts, CHUNK: tl.constexpr):
+    """The chunk that starts in a window: its row, the row's run, and its number; 0 is none."""
+    row = tl.load(rank + window * CHUNK)
+    start = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    number = (window * CHUNK - start + CHUNK - 1) // CHUNK
+    return row, start, end, tl.where(start + number * CHUNK < end, number, 0)
+
+
+@triton.jit
+def _address(row_slots, row, mask, null_slot):
+    """Where the unique rows lie, int64; the null slot where there is none."""
+    if row_slots is None:
+        slot = tl.where(mask, row, null_slot)
+    else:
+        slot = tl.load(row_slots + row, mask=mask, other=null_slot)
+    return slot.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["null_slot"])
+def _chunks(
+    partial,  # [windows, DIM]
+    row_slots,
+    null_slot,
+    order,
+    rank,
+    starts,
+    grads,
+    bag_of,
+    weights,
+    divisor,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sums every chunk of a long row but its first."""
+    window = tl.program_id(0)
+    row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
+    if number == 0:
+        return
+    if _address(row_slots, row, True, null_slot) == null_slot:  # padding may be the longest row
+        return
+    first = start + number * CHUNK
+    total = _sum_chunk(
+        order,
+        first,
+        end - first,
+        grads,
+        bag_of,
+        weights,
+        divisor,
+        DIM,
+        COLUMNS,
+        PART,
+        CHUNK,
+    )
+    column = tl.arange(0, COLUMNS)[None, :]
+    tl.store(partial + window.to(tl.int64) * DIM + column, total, mask=column < DIM)
+
+
+@triton.jit(do_not_specialize=["null_slot"])
+def _long_rows(
+    rows,
+    width,
+    row_slots,
+    null_slot,
+    ids,
+    partial,  # [windows, DIM]
+    order,
+    rank,
+    starts,
+    grads,
+    bag_of,
+    weights,
+    divisor,
+    scalars,
+    bases,
+    num_tables,
+    SEARCH: tl.constexpr,
+    RULE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Joins the chunks of each long row, in the program of its second chunk's window."""
+    window = tl.program_id(0)
+    row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
+    if number != 1:
+        return
+    slot = _address(row_slots, row, True, null_slot)
+    if slot == null_slot:
+        return
+    total = _sum_chunk(
+        order, start, CHUNK, grads, bag_of, weights, divisor, DIM, COLUMNS, PART, CHUNK
+    )
+    column = tl.arange(0, COLUMNS)[None, :]
+    behind = window + tl.cdiv(end - start, CHUNK) - 1  # its chunks lie in windows one by one
+    first = window
+    while first < behind:
+        place = (first + tl.arange(0, PART))[:, None]
+        mask = (place < behind) & (column < DIM)
+        values = tl.load(partial + place.to(tl.int64) * DIM + column, mask=mask, other=0.0)
+        total = total + _sum_tile(values, PART, COLUMNS)
+        first += PART
+    only = tl.zeros([1], tl.int32)
+    table = _table_of(ids, row + only, only == 0, bases, num_tables, SEARCH)
+    old = _read(rows, width, slot + only, only == 0, RULE, DIM, COLUMNS, 1)
+    _write(rows, width, slot + only, only == 0, old, total, scalars, table, RULE, DIM, COLUMNS, 1)
+
+
+@triton.jit(do_not_specialize=["null_slot"])
+def _short_rows(
+    rows,
+    width,
+    row_slots,
+    null_slot,
+    ids,
+    count,
+    order,
+    starts,
+    grads,
+    bag_of,
+    weights,
+    divisor,
+    scalars,
+    bases,
+    num_tables,
+    SEARCH: tl.constexpr,
+    RULE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sums the rows of at most CHUNK lookups, tile by tile."""
+    num_rows = tl.load(count)
+    tile = tl.program_id(0)
+    while tile * TILE < num_rows:
+        row = tile * TILE + tl.arange(0, TILE)
+        start = tl.load(starts + row, mask=row < num_rows, other=0)
+        end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+        slot = _address(row_slots, row, row < num_rows, null_slot)
+        is_mine = (end - start <= CHUNK) & (slot != null_slot)
+        table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
+        # Read before the sum, so that the row is on its way meanwhile.
+        old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)
+        end = tl.where(is_mine, end, start)
+        total = tl.zeros([TILE, COLUMNS], tl.float32)
+        # Four at a time, so that their loads are under way together; added one after the other.
+        # Only a number is carried along: of tensors, the layout would be changed in every round.
+        longest = tl.max(end - start, axis=0)
+        done = 0
+        while done < longest:
+            at = start + done
+            found_a = _find(order, bag_of, at, at < end)
+            found_b = _find(order, bag_of, at + 1, at + 1 < end)
+            found_c = _find(order, bag_of, at + 2, at + 2 < end)
+            found_d = _find(order, bag_of, at + 3, at + 3 < end)
+            a = _terms(found_a, at < end, grads, weights, divisor, DIM, COLUMNS)
+            b = _terms(found_b, at + 1 < end, grads, weights, divisor, DIM, COLUMNS)
+            c = _terms(found_c, at + 2 < end, grads, weights, divisor, DIM, COLUMNS)
+            d = _terms(found_d, at + 3 < end, grads, weights, divisor, DIM, COLUMNS)
+            total = (((total + a) + b) + c) + d
+            done += 4
+        _write(rows, width, slot, is_mine, old, total, scalars, table, RULE, DIM, COLUMNS, TILE)
+        tile += tl.num_programs(0)
+
+
+# -- the optimizer's step ----------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["null_slot", "num_rows"])
+def _update_rows(
+    rows,
+    width,
+    index,
+    null_slot,
+    ids,
+    count,
+    num_rows,
+    row_grads,
+    scalars,
+    bases,
+    num_tables,
+    SEARCH: tl.constexpr,
+    RULE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    if count is not None:
+        num_rows = tl.load(count)
+    column = tl.arange(0, COLUMNS)[None, :]
+    tile = tl.program_id(0)
+    while tile * TILE < num_rows:
+        row = tile * TILE + tl.arange(0, TILE)
+        slot = _address(index, row, row < num_rows, null_slot)
+        is_mine = slot != null_slot
+        table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
+        old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)
+        mask = is_mine[:, None] & (column < DIM)
+        grad = tl.load(row_grads + row.to(tl.int64)[:, None] * DIM + column, mask=mask, other=0.0)
+        _write(rows, width, slot, is_mine, old, grad, scalars, table, RULE, DIM, COLUMNS, TILE)
+        tile += tl.num_programs(0)
+
+
+@triton.jit
+def _table_of(ids, row, mask, bases, num_tables, SEARCH: tl.constexpr):
+    """The table of each row: the last whose first id is not above the row's, by halving."""
+    table = tl.zeros_like(row)
+    if bases is not None:
+        own = tl.load(ids + row, mask=mask, other=0)
+        for half in tl.static_range(SEARCH):
+            later = table + (1 << (SEARCH - 1 - half))
+            base = tl.load(bases + later, mask=later < num_tables, other=0)
+            table = tl.where((later < num_tables) & (base <= own), later, table)
+    return table
+
+
+@triton.jit
+def _read(
+    rows,
+    width,
+    slot,
+    is_mine,
+    RULE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Weights and up to two pieces of state of some rows; zeros stand for what is not needed."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    at = rows + slot[:, None] * width + column
+    mask = is_mine[:, None] & (column < DIM)
+    weight = tl.zeros([TILE, COLUMNS], tl.float32)
+    first = weight
+    second = weight
+    if RULE is not None:
+        weight = tl.load(at, mask=mask, other=0.0)
+    if RULE == "RowWiseAdagrad":
+        first = tl.load(rows + slot * width + DIM, mask=is_mine, other=0.0)[:, None]
+    elif RULE == "Adagrad" or RULE == "Adam" or RULE == "AdamW":
+        first = tl.load(at + DIM, mask=mask, other=0.0)
+    if RULE == "Adam" or RULE == "AdamW":
+        second = tl.load(at + 2 * DIM, mask=mask, other=0.0)
+    return weight, first, second
+
+
+@triton.jit
+def _write(
+    rows,
+    width,
+    slot,
+    is_mine,
+    old,
+    grad,
+    scalars,
+    table,
+    RULE: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """What optim.py's `update` does, operation by operation; without a rule, stores the sum."""
+    weight, first, second = old
+    column = tl.arange(0, COLUMNS)[None, :]
+    at = rows + slot[:, None] * width + column
+    mask = is_mine[:, None] & (column < DIM)
+    if RULE is None:
+        weight = grad
+    elif RULE == "SGD":
+        lr = _scalar(scalars, table, 0, 2)
+        decay = _scalar(scalars, table, 1, 2)
+        weight = weight - (grad + weight * decay) * lr
+    elif RULE == "Adagrad" or RULE == "RowWiseAdagrad":
+        lr = _scalar(scalars, table, 0, 2)
+        eps = _scalar(scalars, table, 1, 2)
+        square = grad * grad
+        if RULE == "RowWiseAdagrad":
+            square = sum_columns(square, TILE, COLUMNS)
+            first = first + tl.div_rn(square, tl.full([TILE, 1], DIM, tl.float32))
+            to = rows + slot[:, None] * width + DIM
+            tl.store(to, first, mask=is_mine[:, None])
+        else:
+            first = first + square
+            tl.store(at + DIM, first, mask=mask)
+        weight = weight - tl.div_rn(grad * lr, tl.sqrt_rn(first) + eps)
+    else:
+        NUM_SCALARS: tl.constexpr = 5 if RULE == "AdamW" else 4
+        keep1 = _scalar(scalars, table, 0, NUM_SCALARS)
+        keep2 = _scalar(scalars, table, 1, NUM_SCALARS)
+        size = _scalar(scalars, table, 2, NUM_SCALARS)
+        eps = _scalar(scalars, table, 3, NUM_SCALARS)
+        if RULE == "AdamW":
+            weight = weight * _scalar(scalars, table, 4, NUM_SCALARS)
+        first = first + (grad - first) * keep1
+        second = second + (grad * grad - second) * keep2
+        weight = weight - tl.div_rn(first * size, tl.sqrt_rn(second) + eps)
+        tl.store(at + DIM, first, mask=mask)
+        tl.store(at + 2 * DIM, second, mask=mask)
+    tl.store(at, weight, mask=mask)
+
+
+@triton.jit
+def _scalar(scalars, table, place: tl.constexpr, NUM_SCALARS: tl.constexpr):
+    return tl.load(scalars + table * NUM_SCALARS + place)[:, None]
