@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from hotrow import schedule
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.interrupt import Standing
 from hotrow.schedule import Ticket
+from hotrow.stages import Work
 from hotrow.strategy import Strategy
+
+# Puts a batch's tensors where a captured step reads them; None if it cannot.
+Land = Callable[[Any, Sequence[Work]], Any]
 
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
 
@@ -49,14 +54,17 @@ class Ahead:
         ids: Callable[[Any], Any] | None,
         *,
         depth: int | None,
+        land: Land | None = None,
     ) -> None:
+        """`land` puts a batch on the device, instead of `to_device`."""
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
         if ids is not None and not callable(ids):
             raise TypeError(f"ids must be a function of a batch, got {type(ids).__name__}")
         if depth is not None and depth < 0:
             raise ValueError(f"depth must be at least 0 batches, not {depth}")
-        self._loader, self._ids, self._depth = loader, ids, depth
+        self._loader, self._ids, self._depth, self._land = loader, ids, depth, land
+        self._standing = Standing()
         self._running: Generator[Ticket, None, None] | None = None
         self._collections = _collections_in(model)
         self._strategy = _common_strategy(list(self._collections.values()))
@@ -83,7 +91,8 @@ class Ahead:
         assert isinstance(ticket, _Read)
         self._last = ticket
         self._reader.yielded += 1
-        self._reader.lanes.hand_over(tensors_in(ticket.batch))
+        if not ticket.is_landed:
+            self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
             collection.arrive(arrival)
         return ticket.batch
@@ -118,6 +127,7 @@ class Ahead:
         try:
             running.close()
         finally:
+            self._standing.take_down()
             for collection in self._collections.values():
                 collection.leave(self)
 
@@ -134,7 +144,7 @@ class Ahead:
             # The reader must not know this object: leaving a loop drops the last reference to
             # it, and that has to close it at once.
             self._reader = _Reader(
-                self._loader, self._collections, self._ids, self._strategy, self._depth
+                self._loader, self._collections, self._ids, self._strategy, self._depth, self._land
             )
         except BaseException:
             for collection in entered:
@@ -147,6 +157,7 @@ class Ahead:
             self._strategy.order,
             self._reader.lanes,
         )
+        self._standing.put_up()
 
 
 class _Read(Ticket):
@@ -162,6 +173,7 @@ class _Read(Ticket):
         super().__init__(batch, [w for _, each in arrivals for w in each.works], error)
         self.arrivals, self.names = arrivals, names
         self.loader_state: Any = None
+        self.is_landed = False  # at a place of its own, which nobody frees
 
 
 class _Reader:
@@ -174,9 +186,10 @@ class _Reader:
         ids: Callable[[Any], Any] | None,
         strategy: Strategy,
         depth: int | None,
+        land: Land | None,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
-        self._strategy, self._depth = strategy, depth
+        self._strategy, self._depth, self._land = strategy, depth, land
         self.lanes = next(iter(collections.values())).lanes
         self._iterator = iter(loader)
         self._known: deque[_Read] = deque()
@@ -207,7 +220,9 @@ class _Reader:
         device = self.lanes.device
         if device.type != "cpu" and read.error is None:
             with self.lanes.on("plan"):
-                read.batch = to_device(read.batch, device)
+                landed = None if self._land is None else self._land(read.batch, read.works)
+                read.is_landed = landed is not None
+                read.batch = to_device(read.batch, device) if landed is None else landed
                 features = read.batch if self._ids is None else self._ids(read.batch)
                 read.arrivals = [
                     (each, each.upload(arrival, _features_of(features, name, self._collections)))

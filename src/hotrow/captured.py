@@ -1,14 +1,16 @@
 """A training step as CUDA graphs: the host launches it at once, instead of kernel by kernel.
 
-A graph reads its inputs at fixed places. Batches are copied there; plans stay where they are, in
-one of a few sets of buffers, and each set has a graph of its own. What a graph cannot do (another
+A graph reads its inputs at fixed places: a few berths, each with room for a batch and its plans,
+which are used in turn; each has a graph of its own. What a graph cannot do (another
 shape, a batch that goes the direct way) runs eagerly, with the same kernels and the same bits.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from hotrow.ahead import map_tensors, tensors_in
 from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.lanes import Lanes, Mark, capture
 from hotrow.optim import RowOptimizer
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
-_MOST_GRAPHS = 24
+_MOST_SHAPES = 4
+_BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
 
 class CapturedStep:
@@ -30,66 +34,65 @@ class CapturedStep:
         step: Callable[[Any], Tensor],
         ids: Callable[[Any], Any],
         optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
+        lanes: Lanes,
     ) -> None:
-        self._step, self._ids, self._optimizer, self._device = step, ids, optimizer, device
+        self._step, self._ids, self._optimizer, self._lanes = step, ids, optimizer, lanes
         self._shapes: dict[Any, _Shape] = {}
+        self._berths: dict[int, _Berth] = {}  # by the identity of the batch they hold
         self._settings: Any = None
-        self._loss = torch.zeros((), device=device)
+        self._loss = torch.zeros((), device=lanes.device)
         self._pool: Any = None
         self._stale = 0
 
-    def run(self, batch: Any, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> Tensor:
-        """One step; the loss is valid until the next one."""
-        if not self._can_capture(arrivals):
-            return self._step(batch)
+    def land(self, batch: Any, works: Sequence[Any]) -> Any:
+        """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
         tensors = tensors_in(batch)
-        shape = self._shape(batch, tensors)
-        if shape.steps < _EAGER_FIRST:
-            shape.steps += 1
-            return self._step(batch)
-        self._drop_if_stale(arrivals)
-        key = tuple(id(work.plan.buffers) for _, each in arrivals for work in each.works)
-        graph = shape.graphs.get(key)
-        if graph is None:
-            if sum(len(each.graphs) for each in self._shapes.values()) >= _MOST_GRAPHS:
-                return self._step(batch)
-            graph = shape.graphs[key] = self._capture(shape, arrivals)
-        for there, here in zip(shape.tensors, tensors, strict=True):
+        key = tuple((each.shape, each.dtype) for each in tensors)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_SHAPES or not tensors:
+                return None
+            shape = self._shapes[key] = _Shape()
+        shape.seen += 1
+        if shape.seen <= _EAGER_FIRST or any(work.batch.offsets is not None for work in works):
+            return None
+        berth = shape.next_berth(batch, self._lanes)
+        self._berths[id(berth.batch)] = berth
+        self._lanes.after("plan", berth.trained)
+        for there, here in zip(berth.tensors, tensors, strict=True):
             there.copy_(here, non_blocking=True)
+        for work in works:
+            work.berth = berth.number
+        return berth.batch
+
+    def run(
+        self, batch: Any, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
+    ) -> Tensor | None:
+        """One step, captured; None if it has to run eagerly. The loss lasts until the next one."""
+        berth = self._berths.get(id(batch))
+        works = [work for _, each in arrivals for work in each.works]
+        if berth is None or not all(work.group.slots_hold(work) for work in works):
+            return None
+        self._drop_if_stale(arrivals)
+        key = tuple(id(work.plan.buffers) for work in works)
+        graph = berth.graphs.get(key)
+        if graph is None:
+            graph = berth.graphs[key] = self._capture(berth)
+            berth.kept.append([work.plan.buffers for work in works])
         for embedding, _ in arrivals:
             embedding.optimizer.count_step()
             for group in embedding.groups:
                 group.push_scalars()
         graph.replay()
+        berth.trained = self._lanes.mark("train")
         return self._loss
 
-    def _can_capture(self, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> bool:
-        return bool(arrivals) and all(
-            work.group.slots_hold(work) and each.batch.offsets is None
-            for _, each in arrivals
-            for work in each.works
-        )
+    def _capture(self, berth: _Berth) -> torch.cuda.CUDAGraph:
+        def launch() -> None:
+            self._loss.copy_(self._step(berth.batch))
 
-    def _shape(self, batch: Any, tensors: list[Tensor]) -> _Shape:
-        key = tuple((each.shape, each.dtype) for each in tensors)
-        if key not in self._shapes:
-            copy = map_tensors(batch, torch.clone)
-            self._shapes[key] = _Shape(copy, tensors_in(copy))
-        return self._shapes[key]
-
-    def _capture(
-        self, shape: _Shape, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
-    ) -> torch.cuda.CUDAGraph:
-        features = self._ids(shape.batch)
-        for embedding, arrival in arrivals:
-            embedding.arrive_as(features, arrival)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may pin memory or load batches meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._loss.copy_(self._step(shape.batch).detach())
+        graph = capture(launch, self._pool)
         self._pool = graph.pool()
-        shape.kept.append([work.plan.buffers for _, each in arrivals for work in each.works])
         return graph
 
     def _drop_if_stale(self, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> None:
@@ -101,8 +104,8 @@ class CapturedStep:
         if settings == self._settings:
             return
         if self._settings is not None:
-            for shape in self._shapes.values():
-                shape.graphs.clear()
+            for berth in self._berths.values():
+                berth.graphs.clear()
             self._stale += 1
             if self._stale == 3:
                 warnings.warn(
@@ -115,14 +118,32 @@ class CapturedStep:
         self._settings = settings
 
 
-class _Shape:
-    """Inputs of one shape: where graphs read them, and the graphs."""
+class _Berth:
+    """A place for one batch in flight, and the graphs that read it."""
 
-    def __init__(self, batch: Any, tensors: list[Tensor]) -> None:
-        self.batch, self.tensors = batch, tensors
-        self.steps = 0
+    def __init__(self, number: int, batch: Any, trained: Mark) -> None:
+        self.number, self.batch, self.trained = number, batch, trained
+        self.tensors = tensors_in(batch)
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.kept: list[Any] = []  # buffers that graphs read
+
+
+class _Shape:
+    """Batches of one shape, and their berths, used in turn."""
+
+    _numbers = count()
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.berths: deque[_Berth] = deque()
+
+    def next_berth(self, batch: Any, lanes: Lanes) -> _Berth:
+        if len(self.berths) < _BERTHS:
+            there = map_tensors(batch, lambda each: torch.empty_like(each, device=lanes.device))
+            self.berths.append(_Berth(next(self._numbers), there, lanes.mark("train")))
+        else:
+            self.berths.rotate(-1)
+        return self.berths[-1]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

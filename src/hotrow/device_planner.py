@@ -7,7 +7,9 @@ fails halts all that were launched behind it, before any map has changed, until 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from hotrow.evict import Eviction
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE, DeviceMap
 from hotrow.kernels.triton.segments import Segments
-from hotrow.lanes import Mark
+from hotrow.lanes import Mark, Recorder
 from hotrow.planner import OLDEST, Hold, Pins
 
 _LAST_NUMBER = 2**30
@@ -126,7 +128,9 @@ class DevicePlanner:
         pins: Pins | None = None,
         window_bytes: int = 0,
         tracks_slots: bool = True,
+        on_plan: Callable[[DevicePlan], None] | None = None,
     ) -> None:
+        """`on_plan` launches what is to follow every plan's kernels."""
         self.pad, self.hold, self.eviction = pad, hold, eviction
         self.refetch, self.pins, self.window_bytes = refetch, pins, window_bytes
         self.max_moves = pad.num_slots if max_moves is None else max_moves
@@ -141,8 +145,10 @@ class DevicePlanner:
         self.largest_batch = 0
         self.window: deque[Expected] = deque()
         self.capacity = 0
-        self._fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
-        self._fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
+        self.generation = 0  # of the tensors that `reserve` makes
+        self.recorder, self._on_plan = Recorder(device), on_plan
+        self.fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
+        self.fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
         self._unread: deque[DevicePlan] = deque()
         self._mean_missing = 0.0
         self._queue_left = 0
@@ -171,12 +177,22 @@ class DevicePlanner:
         self.window_ids = torch.full(
             shape, self.pad.num_rows, dtype=self.pad.id_type, device=self.device
         )
-        self.window_counts = self._fresh_counts.repeat(rows + 1, 1)
+        self.window_counts = self.fresh_counts.repeat(rows + 1, 1)
+        # Captured launches read and write at fixed places.
+        self.incoming_ids = torch.full_like(self.window_ids[0], self.pad.num_rows)
+        self.plan_ids = torch.full_like(self.window_ids[0], self.pad.num_rows)
+        self.incoming_counts, self.plan_counts = (
+            self.fresh_counts.clone(),
+            self.fresh_counts.clone(),
+        )
+        self.generation += 1
         for row, (each, ids, count) in enumerate(zip(self.window, kept, counts, strict=True)):
             self.window_ids[row, : ids.numel()] = ids
             self.window_counts[row] = count
             each.row = row
         self._next_row = len(self.window) % rows
+        self.state[kernels.ROW_IN] = self._next_row
+        self.state[kernels.ROW_OUT] = 0
         slots = self.last_use.numel()
         bulk = min(slots, max(slots // _BULK_PART, 4 * self.capacity + kernels.BLOCK))
         self.queue = torch.zeros(bulk, dtype=torch.int32, device=self.device)
@@ -207,27 +223,47 @@ class DevicePlanner:
             if len(self.window) >= self.depth:
                 raise RuntimeError(f"the window of {len(self.window)} batches is full")
             row, self._next_row = self._next_row, (self._next_row + 1) % self.depth
-        self.window_counts[row] = self._fresh_counts
         return Expected(row, lookups)
 
-    def expect(self, batch: Expected) -> None:
-        """A batch that will be planned after those already expected."""
-        if self.eviction.looks_ahead:
-            number = self.number + len(self.window)
-            self._find_next_uses(batch.row, 1, number)
+    def expect(
+        self, batch: Expected, write_ids: Callable[[Tensor, Tensor], None], key: Any
+    ) -> None:
+        """A batch that will be planned after those already expected.
+
+        `write_ids(ids, counts)` writes its ids; the same launches every time for one `key`.
+        """
+
+        def launch() -> None:
+            self.incoming_counts.copy_(self.fresh_counts)
+            write_ids(self.incoming_ids, self.incoming_counts)
+            if self.eviction.looks_ahead:
+                kernels.expect(
+                    self.incoming_ids[None], 0, 1, self._word(kernels.EXPECTED), 0, self.next_use,
+                    self.pad.map, self.pad.num_rows,
+                )  # fmt: skip
+            kernels.enter_window(
+                self.incoming_ids, self.incoming_counts, self.window_ids[:-1], self.window_counts,
+                self.state,
+            )  # fmt: skip
+
+        self.recorder.run(("expect", batch.lookups, self.generation, key), launch)
         self.window.append(batch)
 
-    def _find_next_uses(self, first_row: int, batches: int, number: int) -> None:
-        kernels.expect(
-            self.window_ids[:-1], first_row, batches, number, self.next_use, self.pad.map,
-            self.pad.num_rows,
-        )  # fmt: skip
+    def forget_window(self) -> None:
+        """The batches expected will not come."""
+        self.window.clear()
+        self._word(kernels.EXPECTED).copy_(self._word(kernels.CLOCK))
+        self._word(kernels.ROW_OUT).copy_(self._word(kernels.ROW_IN))
+
+    def _word(self, word: int) -> Tensor:
+        return self.state[word : word + 1]
 
     # -- planning ----------------------------------------------------------------------
 
     def plan(self, batch: Expected, buffers: PlanBuffers) -> DevicePlan:
         """Launch the plan of the next batch."""
-        if self.window and self.window[0] is batch:
+        announced = bool(self.window) and self.window[0] is batch
+        if announced:
             self.window.popleft()
         self._read_finished()
         self._renumber()
@@ -240,21 +276,38 @@ class DevicePlanner:
         self._repin()
         number = self._origin + self.number
         plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds)
-        self._launch(batch, plan)
+        self._launch(batch, plan, announced=announced)
         self.number += 1
         self._unread.append(plan)
         return plan
 
-    def _launch(self, batch: Expected, plan: DevicePlan) -> None:
+    def _launch(self, batch: Expected, plan: DevicePlan, *, announced: bool) -> None:
+        if not announced:
+            self.plan_ids[: batch.lookups].copy_(self.ids_of(batch))
+            self.plan_counts.copy_(self.counts_of(batch))
+
+        def launch() -> None:
+            if announced:
+                kernels.leave_window(
+                    self.plan_ids, self.plan_counts, self.window_ids[:-1], self.window_counts,
+                    self.state,
+                )  # fmt: skip
+            self._launch_kernels(batch, plan)
+            if self._on_plan is not None:
+                self._on_plan(plan)
+
+        key = ("plan", announced, batch.lookups, self.generation, id(plan.buffers))
+        self.recorder.run(key, launch, keep=plan.buffers)
+
+    def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
         b, count = plan.buffers, batch.lookups
-        b.status.fill_(-1)
         kernels.plan(
-            self.ids_of(batch),
+            self.plan_ids[:count],
             plan.segments(),
             b.row_slots,
             b.lookup_slots,
             (b.move_slots, b.leaving, b.entering),
-            self.counts_of(batch),
+            self.plan_counts,
             b.counts,
             b.status,
             self.scratch[: kernels.scratch_words(count, self.queue.numel())],
@@ -308,13 +361,13 @@ class DevicePlanner:
         A ranking may have run out of slots that may still leave, so a fresh one is tried first.
         """
         self.state[kernels.HALT] = 0
-        self.number = int(self.state[kernels.CLOCK])
+        self._take_clock()
         self._unread.clear()
         if retry:
             self._rank()
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
-            self._launch(batch, plan)
+            self._launch(batch, plan, announced=False)
             plan.ready = None
             _wait(self.device)
             self._note(plan)
@@ -345,7 +398,10 @@ class DevicePlanner:
         if self.eviction.looks_ahead:
             self.next_use.fill_(NEVER)
             if self.window:
-                self._find_next_uses(self.window[0].row, len(self.window), self.number + 1)
+                kernels.expect(
+                    self.window_ids[:-1], self.window[0].row, len(self.window),
+                    self._word(kernels.CLOCK), 1, self.next_use, self.pad.map, self.pad.num_rows,
+                )  # fmt: skip
         if self.eviction.name == "random":
             keys = torch.randint(1 << 30, self.last_use.shape, device=self.device)
             may_leave = self.last_use < self.state[kernels.CLOCK] - self.hold.past
@@ -376,6 +432,7 @@ class DevicePlanner:
         shifted = (self.last_use - shift).clamp_(min=OLDEST)
         self.last_use.copy_(torch.where(self.last_use == PINNED, PINNED, shifted))
         self.state[kernels.CLOCK] -= shift
+        self.state[kernels.EXPECTED] -= shift
         self._queue_left = 0
         self.number -= shift
         self._origin += shift
@@ -433,8 +490,12 @@ class DevicePlanner:
         release[pinned[coldest]] = True
         self._release(release)
         self.state[kernels.CLOCK] += self.hold.past
-        self.number = int(self.state[kernels.CLOCK])
+        self._take_clock()
         self._queue_left = 0
+
+    def _take_clock(self) -> None:
+        self.number = int(self.state[kernels.CLOCK])
+        self.state[kernels.EXPECTED] = self.number + len(self.window)
 
     @property
     def num_bytes(self) -> dict[str, int]:

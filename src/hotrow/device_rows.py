@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hotrow.device_planner import (
     Expected,
     PlanBuffers,
 )
+from hotrow.evict import EVICTIONS
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.kernels.triton import fill, lookup, start, update
 from hotrow.kernels.triton import plan as planning
@@ -35,9 +37,11 @@ from hotrow.stages import Work
 from hotrow.store import Store, initialise_table, seed_word
 from hotrow.tables import Constant, Normal, Uniform, WidthGroup
 
+FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+
 
 class DeviceWork(Work):
-    """One batch's lookups in one width group. Its ids are on the device; how many are unique, too."""
+    """One batch's lookups in one width group; how many are unique, only the device knows."""
 
     group: DeviceRows
     plan: DevicePlan | None  # type: ignore[assignment]
@@ -48,6 +52,7 @@ class DeviceWork(Work):
         self.expected: Expected | None = None
         self.incoming = self.outgoing = None
         self.collected = self.inserted = self.confirmed = False
+        self.berth: int | None = None  # the plan's buffers are to be the same for each
         self._lookups: Lookups | None = None
         self._bag_of: Tensor | None = None
         self._sorted: SortedIds | None = None
@@ -105,7 +110,7 @@ class DeviceRows(RowGroup):
         device = self.device
         if self.everything:
             self.pad = _AllSlots(self.slots)  # type: ignore[assignment]
-            self.planner = _AllPlanner(self.pad)
+            self.planner = _AllPlanner(self.pad, self._count_plan)
             self._past = 0
         self.bases = torch.tensor([*layout.bases, layout.num_rows], device=device)
         columns = [
@@ -117,7 +122,7 @@ class DeviceRows(RowGroup):
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
         self._pool_of_buffers = _BufferPool(self.lanes)
-        self._scalar_names = [table.name for table in layout.tables]
+        self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
         self._scalars_there: Tensor | None = None
         self._started = False
@@ -181,6 +186,7 @@ class DeviceRows(RowGroup):
             max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
             pins=self._pins() if self.strategy.pinned_part else None,
             window_bytes=self.window_bytes,
+            on_plan=self._count_plan,
         )
 
     # -- the planned way ---------------------------------------------------------------
@@ -190,21 +196,37 @@ class DeviceRows(RowGroup):
 
     def expect(self, work: DeviceWork, values: Tensor) -> None:  # type: ignore[override]
         """A batch is known that will be planned later; `values` are its indices, on the device."""
-        work.expected = self._admit(work, values, announced=True)
-        self.planner.expect(work.expected)
+        expected = work.expected = self.planner.admit(work.num_lookups, announced=True)
+        spans = self._spans(work.batch)
 
-    def _admit(self, work: DeviceWork, values: Tensor, *, announced: bool) -> Expected:
-        expected = self.planner.admit(work.num_lookups, announced=announced)
-        planning.globalise(
-            values,
-            self.planner.window_ids[expected.row],
-            self.features,
+        def write_ids(ids: Tensor, counts: Tensor) -> None:
+            self._write_ids(values, spans, expected.lookups, ids, counts)
+
+        # Spans are new tensors every time.
+        key = (values.data_ptr(), values.shape, object() if spans is not None else None)
+        self.planner.expect(expected, write_ids, key)
+
+    def _admit(self, work: DeviceWork) -> Expected:
+        """A place for a batch that nobody announced."""
+        expected = self.planner.admit(work.num_lookups, announced=False)
+        counts = self.planner.counts_of(expected)
+        counts.copy_(self.planner.fresh_counts)
+        self._write_ids(
+            work.batch.values,
             self._spans(work.batch),
             expected.lookups,
-            self.layout.num_rows,
-            self.planner.counts_of(expected)[planning.FIRST_BAD :],
+            self.planner.window_ids[expected.row],
+            counts,
         )
         return expected
+
+    def _write_ids(
+        self, values: Tensor, spans: Tensor | None, lookups: int, ids: Tensor, counts: Tensor
+    ) -> None:
+        first_bad = counts[planning.FIRST_BAD :]
+        planning.globalise(
+            values, ids, self.features, spans, lookups, self.layout.num_rows, first_bad
+        )
 
     def _spans(self, batch: Batch) -> Tensor | None:
         if batch.offsets is None:
@@ -221,17 +243,20 @@ class DeviceRows(RowGroup):
         if not self._started:
             self._start()
         if work.expected is None:
-            work.expected = self._admit(work, work.batch.values, announced=False)
+            work.expected = self._admit(work)
         buffers = self._pool_of_buffers.take(
-            max(self.planner.capacity, 1), self.pad.id_type, self.device
+            max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth
         )
         plan = self.planner.plan(work.expected, buffers)
         work.plan = plan
         self.uncollected.append(work)
-        weakref.finalize(plan, self._pool_of_buffers.give_back, buffers)
-        moves = (buffers.move_slots, buffers.leaving, buffers.entering)
-        planning.count_traffic(self.bases, plan.segments(), moves, buffers.counts, self.traffic)
+        weakref.finalize(plan, self._pool_of_buffers.give_back, buffers, work.berth)
         return True
+
+    def _count_plan(self, plan: DevicePlan) -> None:
+        b = plan.buffers
+        moves = (b.move_slots, b.leaving, b.entering)
+        planning.count_traffic(self.bases, plan.segments(), moves, b.counts, self.traffic)
 
     def _start(self) -> None:
         """Pin what is known to be hot, before the first batch is planned."""
@@ -269,7 +294,7 @@ class DeviceRows(RowGroup):
         self.lanes.join()
         with self.lanes.on("plan"):
             # Its ids may have been overwritten by those of a batch that was announced since.
-            expected = self._admit(work, work.batch.values, announced=False)
+            expected = self._admit(work)
             retry = outcome == planning.NO_ROOM and not self.everything
             if self.planner.resume(expected, plan, retry=retry):
                 return False
@@ -300,13 +325,18 @@ class DeviceRows(RowGroup):
     def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
         assert work.plan is not None
         b = work.plan.buffers
-        count = b.counts[planning.MOVES : planning.MOVES + 1]
-        self._move(b.move_slots, b.leaving, b.entering, count)
+
+        def launch() -> None:
+            count = b.counts[planning.MOVES : planning.MOVES + 1]
+            self._move(b.move_slots, b.leaving, b.entering, count)
+
+        self.planner.recorder.run(("fill", self.width, id(b)), launch, keep=b)
         self._mark_collected(work)
         work.inserted = True
 
     def _move(self, slots: Tensor, leaving: Tensor, entering: Tensor, count: Tensor) -> None:
-        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count)
+        blocks = FILL_BLOCKS
+        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, blocks)
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
@@ -401,7 +431,7 @@ class DeviceRows(RowGroup):
 
     def push_scalars(self) -> None:
         values = self.optimizer.table_scalars(self._scalar_names)
-        if values == self._scalar_values:
+        if values is self._scalar_values:
             return
         self._scalar_values = values
         self.scalars_alike = all(each == values[0] for each in values)
@@ -498,21 +528,26 @@ class _BufferPool:
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._returned: deque[PlanBuffers] = deque()
-        self._free: deque[tuple[PlanBuffers, list[Mark]]] = deque()
+        self._returned: deque[tuple[PlanBuffers, int | None]] = deque()
+        self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark]]]] = {}
         self.num_bytes = 0
 
-    def give_back(self, buffers: PlanBuffers) -> None:
+    def give_back(self, buffers: PlanBuffers, berth: int | None) -> None:
         # From whichever thread dropped the plan: no stream is known here.
-        self._returned.append(buffers)
+        self._returned.append((buffers, berth))
 
-    def take(self, capacity: int, id_type: torch.dtype, device: torch.device) -> PlanBuffers:
+    def take(
+        self, capacity: int, id_type: torch.dtype, device: torch.device, berth: int | None
+    ) -> PlanBuffers:
         """For the plan lane, which waits until others have done with them."""
-        while self._returned:
+        if self._returned:
             marks = [self._lanes.mark("train"), self._lanes.mark("rows")]
-            self._free.append((self._returned.popleft(), marks))
-        while self._free:
-            buffers, marks = self._free.popleft()
+            while self._returned:
+                buffers, place = self._returned.popleft()
+                self._free.setdefault(place, deque()).append((buffers, marks))
+        free = self._free.get(berth)
+        while free:
+            buffers, marks = free.popleft()
             if buffers.capacity >= capacity:
                 for mark in marks:
                     self._lanes.after("plan", mark)
@@ -538,25 +573,26 @@ class _AllSlots:
 class _AllPlanner(DevicePlanner):
     """Sorts and checks ids; every row is where it belongs."""
 
-    def __init__(self, pad: Any) -> None:
-        from hotrow.evict import EVICTIONS
-
+    def __init__(self, pad: Any, on_plan: Callable[[DevicePlan], None]) -> None:
         super().__init__(
-            pad, hold=Hold(0, 0), eviction=EVICTIONS["least-recent"], tracks_slots=False
+            pad,
+            hold=Hold(0, 0),
+            eviction=EVICTIONS["least-recent"],
+            tracks_slots=False,
+            on_plan=on_plan,
         )
 
     def _prepare_victims(self) -> None: ...
 
-    def _launch(self, batch: Expected, plan: DevicePlan) -> None:
+    def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
         b = plan.buffers
-        b.status.fill_(-1)
         planning.plan_everything(
-            self.ids_of(batch),
+            self.plan_ids[: batch.lookups],
             plan.segments(),
             b.row_slots,
             b.lookup_slots,
             (b.move_slots, b.leaving, b.entering),
-            self.counts_of(batch),
+            self.plan_counts,
             b.counts,
             b.status,
             self.scratch,

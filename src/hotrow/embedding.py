@@ -180,6 +180,7 @@ class EmbeddingBagCollection(nn.Module):
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         # Plans on a device keep their buffers for as long as they can be found.
         self._arrivals: deque[Arrival] = deque(maxlen=2 if self._plans_later else 64)
+        self._places: dict[Any, Tensor] = {}
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
 
@@ -300,9 +301,20 @@ class EmbeddingBagCollection(nn.Module):
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
         with self.lanes.on("plan"):
-            values = arrival.batch.values.to(self.device, non_blocking=True)
+            values = self._staged(arrival.batch.values)
             for work in arrival.works:
                 work.group.expect(work, values)
+
+    def _staged(self, values: Tensor) -> Tensor:
+        """Indices on the device, at the same place for the same shape; read before the next."""
+        if values.device == self.device:
+            return values
+        key = (values.shape, values.dtype)
+        if key not in self._places:
+            if len(self._places) >= 8:  # shapes that change all the time
+                return values.to(self.device, non_blocking=True)
+            self._places[key] = torch.empty(*key[:1], dtype=key[1], device=self.device)
+        return self._places[key].copy_(values, non_blocking=True)
 
     def upload(self, arrival: Arrival, features: Any) -> Arrival:
         """The same batch, of which `features` are the ids on the device now."""
@@ -334,7 +346,7 @@ class EmbeddingBagCollection(nn.Module):
         self._arrivals.clear()
         for group in self.groups:
             if not group.everything:
-                group.planner.window.clear()
+                group.planner.forget_window()
 
     def useful_depth(self) -> int:
         """How many batches ahead are worth knowing, within the budget's bytes for ids."""

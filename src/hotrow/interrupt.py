@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -15,27 +13,92 @@ _SIGNALS = [
 ]
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+class _Gate:
+    """Lets signals through, or keeps them until it opens again."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.standing = 0
+        self.asked: list[tuple[int, FrameType | None]] = []
+        self.handlers: dict[int, Any] = {}
+
+    def put_up(self) -> None:
+        for each in _SIGNALS:
+            handler = signal.getsignal(each)
+            if callable(handler) and handler != self.receive:
+                self.handlers[each] = handler
+                signal.signal(each, self.receive)
+
+    def take_down(self) -> None:
+        for each, handler in self.handlers.items():
+            if signal.getsignal(each) == self.receive:  # whoever came since stays
+                signal.signal(each, handler)
+        self.handlers = {}
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if self.closed:
+            self.asked.append((number, frame))
+        else:
+            self.handlers[number](number, frame)
+
+    @property
+    def is_up(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self.receive
+
+
+_gate = _Gate()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class uninterrupted:
     """Let an interrupt wait until the block has ended.
 
     Maps and bytes change together, or a row is lost: Python would raise KeyboardInterrupt
     between any two lines.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are handled in the main thread alone
-        return
-    handlers = {each: signal.getsignal(each) for each in _SIGNALS}
-    deferred: dict[int, Callable[[int, FrameType | None], Any]] = {
-        each: handler for each, handler in handlers.items() if callable(handler)
-    }
-    asked: list[tuple[int, FrameType | None]] = []
-    for each in deferred:
-        signal.signal(each, lambda number, frame: asked.append((number, frame)))
-    try:
-        yield
-    finally:
-        for each, handler in deferred.items():
-            signal.signal(each, handler)
+
+    def __enter__(self) -> None:
+        self._mine = self._put_up = False
+        if not _in_main_thread():
+            return  # signals are handled in the main thread alone
+        if not _gate.closed and not (_gate.standing and _gate.is_up):
+            self._put_up = True
+            _gate.put_up()
+        self._mine = True
+        _gate.closed += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not self._mine:
+            return
+        _gate.closed -= 1
+        if _gate.closed:
+            return
+        asked, _gate.asked = _gate.asked, []
+        handlers = dict(_gate.handlers)
+        if self._put_up and not _gate.standing:
+            _gate.take_down()
         for number, frame in asked:
-            deferred[number](number, frame)
+            handlers[number](number, frame)
+
+
+class Standing:
+    """While one of these is up, `uninterrupted` does not ask the system, and costs nothing."""
+
+    def __init__(self) -> None:
+        self._up = False
+
+    def put_up(self) -> None:
+        if _in_main_thread() and not self._up:
+            self._up = True
+            _gate.standing += 1
+            _gate.put_up()
+
+    def take_down(self) -> None:
+        if self._up and _in_main_thread():
+            self._up = False
+            _gate.standing -= 1
+            if not _gate.standing and not _gate.closed:
+                _gate.take_down()

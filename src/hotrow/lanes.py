@@ -1,4 +1,4 @@
-"""Where work is queued: beside training, ahead of it, or with it. The only place that knows streams.
+"""Where work is queued: beside training, or with it. The only place that knows streams.
 
 On a GPU every lane is a stream and marks are events. On a CPU everything runs at once, in order,
 and marks say nothing.
@@ -6,8 +6,9 @@ and marks say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -45,12 +46,29 @@ class _Event:
         return self.event.query()
 
 
+class _On:
+    """As torch.cuda.stream, which asks for the device again and again."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
+_NOWHERE: AbstractContextManager[None] = nullcontext()
+
+
 class Lanes:
     """`plan` and `rows` run beside `train`, the lane of whoever calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[Name, torch.cuda.Stream] = {}
         if device.type == "cuda":
             # First in line for the few multiprocessors they need: training waits for them.
             self._streams = {
@@ -58,16 +76,12 @@ class Lanes:
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
-        return self._streams.get(name) or torch.cuda.current_stream(self.device)
+        return self._streams.get(name) or torch.cuda.current_stream(self.device.index)
 
-    @contextmanager
-    def on(self, name: Name) -> Iterator[None]:
+    def on(self, name: Name) -> AbstractContextManager[None]:
         """What is launched inside runs in a lane."""
-        if not self._streams or name == "train":
-            yield
-            return
-        with torch.cuda.stream(self._streams[name]):
-            yield
+        stream = self._streams.get(name)
+        return _NOWHERE if stream is None else _On(stream)
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
@@ -84,15 +98,16 @@ class Lanes:
 
     def join(self) -> None:
         """What training does next waits for all lanes, and they for what it has done so far."""
-        marks = {name: self.mark(name) for name in ("plan", "rows", "train")}  # type: ignore[arg-type]
-        for name in marks:
-            for mark in marks.values():
-                self.after(name, mark)  # type: ignore[arg-type]
+        names: tuple[Name, ...] = ("plan", "rows", "train")
+        marks = [self.mark(name) for name in names]
+        for name in names:
+            for mark in marks:
+                self.after(name, mark)
 
     def hand_over(self, tensors: list[Tensor]) -> None:
         """Tensors made in another lane are used by training: their memory lives that long."""
         if self._streams:
-            stream = torch.cuda.current_stream(self.device)
+            stream = torch.cuda.current_stream(self.device.index)
             for tensor in tensors:
                 tensor.record_stream(stream)
 
@@ -103,3 +118,54 @@ def lanes_of(device: Any) -> Lanes:
     if device.type == "cuda" and device.index is None:
         return lanes_of(torch.device("cuda", torch.cuda.current_device()))  # type: ignore[no-any-return]
     return Lanes(device)
+
+
+class Recorder:
+    """Launches that are the same every time: captured as CUDA graphs when they come again.
+
+    Each launch from Python costs the host as much as the GPU takes for a small kernel.
+    """
+
+    _EAGER_FIRST = 2  # Triton compiles, and memory is found, before anything is captured
+    _MOST_GRAPHS = 96
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seen: dict[Any, int] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+
+    def run(self, key: Any, launch: Callable[[], None], *, keep: Any = None) -> None:
+        """Launch, or replay what was captured under `key`; `keep` lives as long as the graph."""
+        if not self._on_gpu:
+            launch()
+            return
+        found = self._graphs.get(key)
+        if found is None:
+            kinds = key[:-1]  # shapes that change all the time would be captured for nothing
+            self._seen[kinds] = self._seen.get(kinds, 0) + 1
+            if self._seen[kinds] <= self._EAGER_FIRST or len(self._graphs) >= self._MOST_GRAPHS:
+                launch()
+                return
+            found = self._graphs[key] = (self._capture(launch), keep)
+        found[0].replay()
+
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = capture(launch, self._pool)
+        self._pool = graph.pool()
+        return graph
+
+
+def capture(launch: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """What `launch` launches, as a graph, whose memory is in `pool`."""
+    graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # to free an older graph now would spoil this one
+    try:
+        # Other threads may allocate, or pin memory, meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            launch()
+    finally:
+        if collects:
+            gc.enable()
+    return graph

@@ -33,6 +33,7 @@ class RowRule:
     lr: float
     state_names: ClassVar[tuple[str, ...]] = ()
     row_wise: ClassVar[bool] = False  # one state value per row instead of one per weight
+    uses_step: ClassVar[bool] = False  # what it computes depends on how many updates there were
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -125,6 +126,7 @@ class Adam(RowRule):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    uses_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,6 +188,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self.names = [table.name for table in tables]
         # Updates so far. On the host, which counts them: no device has to be asked.
         self.steps = torch.zeros(len(tables), dtype=torch.int64)
+        self._last_scalars: dict[tuple[str, ...], tuple[Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
 
@@ -213,10 +216,18 @@ class RowOptimizer(torch.optim.Optimizer):
         setting = {key: torch.tensor(values, dtype=torch.float64) for key, values in table.items()}
         return self.rule.scalars(setting, self.steps[places])
 
-    def table_scalars(self, names: Sequence[str]) -> list[tuple[float, ...]]:
-        """`scalars` as rows of numbers, one row per table."""
-        columns = [values.tolist() for values in self.scalars(names).values()]
-        return list(zip(*columns, strict=True))
+    def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
+        """`scalars` as rows of numbers, one row per table; the same list while nothing changes."""
+        settings = [field.name for field in fields(self.rule)]
+        key = [[group[name] for name in settings] for group in self.param_groups]
+        if self.rule.uses_step:
+            key.append(self.steps.tolist())
+        found, rows = self._last_scalars.get(names, (None, []))
+        if found != key:
+            columns = [values.tolist() for values in self.scalars(names).values()]
+            rows = list(zip(*columns, strict=True))
+            self._last_scalars[names] = key, rows
+        return rows
 
     def count_step(self) -> None:
         """One more update, for every table alike, also those without a lookup."""

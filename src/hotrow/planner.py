@@ -96,6 +96,10 @@ class Planner:
             self.next_use[slots] = known.clamp(max=self.number + len(self.window))
         self.window.append(ids.ids)
 
+    def forget_window(self) -> None:
+        """The batches expected will not come."""
+        self.window.clear()
+
     def plan(self, ids: SortedIds) -> Plan | None:
         """Decide for the next batch; None, and nothing changed, if its rows do not fit."""
         if self.window and self.window[0] is ids.ids:

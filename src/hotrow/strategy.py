@@ -57,7 +57,12 @@ class Strategy:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("all-fast", "every row in fast memory: the upper bound", everything=True),
+        Strategy(
+            "all-fast",
+            "every row in fast memory: the upper bound",
+            everything=True,
+            overlapped=True,
+        ),
         Strategy("uncached", "every row fetched for every batch: the lower bound", refetch=True),
         Strategy(
             "static", "the hottest rows pinned, the others fetched", pinned_part=1.0, refetch=True

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.ahead import Ahead, ahead, to_device
+from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
+from hotrow.lanes import lanes_of
 from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
@@ -72,7 +73,8 @@ class Trainer(Generic[Batch]):
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._captured: CapturedStep | None = None
         if graphs and self.device.type == "cuda":
-            self._captured = CapturedStep(self._step_on, ids, dense_optimizer, self.device)
+            lanes = lanes_of(self.device)
+            self._captured = CapturedStep(self._step_on, ids, dense_optimizer, lanes)
         self._losses: _Losses | None = None
         self._collections = [
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
@@ -86,12 +88,12 @@ class Trainer(Generic[Batch]):
         """
         if not self.model.training:
             self.model.train()
-        source = ahead(batches, self.model, self.ids, depth=self.depth)
+        land = None if self._captured is None else self._captured.land
+        source = Ahead(batches, self.model, self.ids, depth=self.depth, land=land)
         try:
             before, started = self._counters(), perf_counter()
             for batch in source:
-                with self._algorithms():  # not while the caller has its turn
-                    loss = self._train(batch, source)
+                loss = self._train(batch, source)
                 samples = len(self.labels(batch))
                 after = self._counters()
                 moved = {key: after[key] - before[key] for key in after}
@@ -118,10 +120,9 @@ class Trainer(Generic[Batch]):
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
     def _train(self, batch: Batch, source: Ahead) -> float | Callable[[], float]:
-        if self._captured is None:
+        loss = None if self._captured is None else self._captured.run(batch, source.arrivals)
+        if loss is None:
             loss = self._step_on(batch)
-        else:
-            loss = self._captured.run(batch, source.arrivals)
         self.step += 1
         if loss.device.type == "cpu":
             return loss.item()
@@ -130,13 +131,14 @@ class Trainer(Generic[Batch]):
         return self._losses.note(loss)
 
     def _step_on(self, batch: Batch) -> Tensor:
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            loss = self.loss_fn(self._forward(batch), self.labels(batch)).mean()
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.zero_grad()
-        loss.backward()
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.step()
+        with self._algorithms():  # not while the caller has its turn
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                loss = self.loss_fn(self._forward(batch), self.labels(batch)).mean()
+            if self.dense_optimizer is not None:
+                self.dense_optimizer.zero_grad()
+            loss.backward()
+            if self.dense_optimizer is not None:
+                self.dense_optimizer.step()
         return loss.detach()
 
     def _counters(self) -> dict[str, int]:

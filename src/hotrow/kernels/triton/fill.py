@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WARPS = 16
-_LOADS = 8  # per thread and way
+# With so many threads a block has all registers of its multiprocessor, and nothing runs beside it:
+# what did would wait with its loads behind those from the host, and the kernel it belongs to, too.
+_WARPS = 32
+_LOADS = 4  # per thread and way
 _ALL_BLOCKS = 16  # saturate the link, when no training runs beside
 
 

@@ -30,19 +30,32 @@ def first_place(ids, size):
 
 
 @triton.jit
+def _next_places(place, size, PROBES: tl.constexpr):
+    """[n, PROBES]: where rows are looked for in one turn, which takes as long as one place."""
+    places = place[:, None] + tl.arange(0, PROBES)[None, :]
+    return tl.where(places >= size, places - size, places)
+
+
+@triton.jit
 def find_slots(ids, mask, table, row_of_slot, size, HASHED: tl.constexpr):
     """The slot of each id, -1 for none. `size` is the number of places of a hash."""
     if HASHED:
+        PROBES: tl.constexpr = 4
+        turn = tl.arange(0, PROBES)[None, :]
         place = first_place(ids, size)
         slot = tl.full(ids.shape, -1, tl.int32)
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            here = tl.load(table + place, mask=looking, other=EMPTY)
-            row = tl.load(row_of_slot + here, mask=looking & (here >= 0), other=-1)
-            found = looking & (here >= 0) & (row == ids)
-            slot = tl.where(found, here, slot)
-            looking = looking & (here != EMPTY) & (row != ids)
-            place = tl.where(place + 1 == size, 0, place + 1)
+            places = _next_places(place, size, PROBES)
+            here = tl.load(table + places, mask=looking[:, None], other=EMPTY)
+            row = tl.load(row_of_slot + here, mask=here >= 0, other=-1)
+            # A row lies before the first empty place on its way, or nowhere.
+            end = tl.min(tl.where(here == EMPTY, turn, PROBES), axis=1)
+            match = (here >= 0) & (row == ids[:, None]) & (turn < end[:, None])
+            slot = tl.maximum(slot, tl.max(tl.where(match, here, -1), axis=1))
+            looking = looking & (slot < 0) & (end == PROBES)
+            place = place + PROBES
+            place = tl.where(place >= size, place - size, place)
         return slot
     else:
         return tl.load(table + ids.to(tl.int64), mask=mask, other=-1)
@@ -52,14 +65,17 @@ def find_slots(ids, mask, table, row_of_slot, size, HASHED: tl.constexpr):
 def remove(ids, slots, mask, table, size, HASHED: tl.constexpr):
     """Forget resident rows, of which the slots are known."""
     if HASHED:
+        PROBES: tl.constexpr = 4
         place = first_place(ids, size)
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            here = tl.load(table + place, mask=looking, other=EMPTY)
-            found = looking & (here == slots)
-            tl.store(table + place, tl.full(ids.shape, -2, tl.int32), mask=found)
-            looking = looking & (here != slots)
-            place = tl.where(place + 1 == size, 0, place + 1)
+            places = _next_places(place, size, PROBES)
+            here = tl.load(table + places, mask=looking[:, None], other=EMPTY)
+            found = looking[:, None] & (here == slots[:, None])
+            tl.store(table + places, tl.full(here.shape, -2, tl.int32), mask=found)
+            looking = looking & (tl.max(found.to(tl.int32), axis=1) == 0)
+            place = place + PROBES
+            place = tl.where(place >= size, place - size, place)
     else:
         tl.store(table + ids.to(tl.int64), tl.full(ids.shape, -1, tl.int32), mask=mask)
 
@@ -73,19 +89,25 @@ def insert(ids, slots, mask, table, spare, size, HASHED: tl.constexpr):
     """
     taken_over = tl.zeros(ids.shape, tl.int32)
     if HASHED:
+        PROBES: tl.constexpr = 4
+        turn = tl.arange(0, PROBES)[None, :]
         place = first_place(ids, size)
         lane = tl.arange(0, ids.shape[0])
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            here = tl.load(table + place, mask=looking, other=0)
-            want = looking & (here < 0)
+            places = _next_places(place, size, PROBES)
+            here = tl.load(table + places, mask=looking[:, None], other=0)
+            free = tl.min(tl.where(here < 0, turn, PROBES), axis=1)
+            want = looking & (free < PROBES)
+            there = tl.max(tl.where(turn == free[:, None], here, -3), axis=1)
+            place = place + free
+            place = tl.where(place >= size, place - size, place)
             target = tl.where(want, table + place, spare + lane)
-            before = tl.atomic_cas(target, tl.where(want, here, -3), tl.where(want, slots, -3))
-            won = want & (before == here)
-            taken_over += tl.where(won & (here == TOMBSTONE), 1, 0)
+            before = tl.atomic_cas(target, tl.where(want, there, -3), tl.where(want, slots, -3))
+            won = want & (before == there)
+            taken_over += tl.where(won & (there == TOMBSTONE), 1, 0)
             looking = looking & ~won
-            # A lost place was taken by another row: on to the next one.
-            place = tl.where(place + 1 == size, 0, place + 1)
+            # A lost place was taken by another row: on from there, where it is no longer free.
     else:
         tl.store(table + ids.to(tl.int64), slots, mask=mask)
     return taken_over
@@ -113,7 +135,7 @@ class DeviceMap:
     def __init__(self, row_of_slot: Tensor, num_rows: int, *, dense: bool) -> None:
         self.row_of_slot = row_of_slot
         self.hashed = not dense
-        self.size = 2 * row_of_slot.numel() if self.hashed else 0
+        self.size = max(8, 2 * row_of_slot.numel()) if self.hashed else 0
         device = row_of_slot.device
         self.table = torch.full((self.size or num_rows,), FREE, dtype=torch.int32, device=device)
         self.spare = torch.zeros(BLOCK, dtype=torch.int32, device=device)

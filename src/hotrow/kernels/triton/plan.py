@@ -21,8 +21,8 @@ NEVER = 2**31 - 1
 PINNED = 2**31 - 1
 
 # Words of `state`, one set per scratchpad: what planning remembers from batch to batch.
-CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES = range(7)
-STATE_WORDS = 8
+CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT = range(10)
+STATE_WORDS = 16
 # Words of `counts`, one set per plan.
 UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED = range(7)
 COUNT_WORDS = 8
@@ -123,11 +123,8 @@ def _classify(
     tl.store(last_use + slot, tl.maximum(last, number), mask=hit)
     used = tl.load(uses + slot, mask=hit, other=0)
     tl.store(uses + slot, tl.minimum(used + 1, 32767).to(tl.int16), mask=hit)
-    if REFETCH:
-        # Fetched anew, unless a batch in flight has just done so.
-        again = hit & (last < number - past)
-    else:
-        again = hit & (place < 0)
+    # Fetched anew, unless a batch in flight has just done so.
+    again = hit & REFETCH & (last < number - past)
     # Hits: the slot; rows to fetch anew: -2 - slot; missing ones -1; padding: the null slot.
     code = tl.where(again, -2 - slot, slot)
     code = tl.where(is_first & (key == num_rows), num_slots, code)
@@ -306,16 +303,76 @@ def _resolve(
         tl.store(status + 8 + word, tl.load(state + word))
 
 
+# -- the window ------------------------------------------------------------------------
+
+
+@triton.jit
+def _enter_window(
+    ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
+):
+    """Copy a batch's ids to the next row of the ring, which only the device counts."""
+    row = tl.load(state + 8)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < capacity
+    id_ = tl.load(ids + place, mask=mask, other=0)
+    tl.store(window + row.to(tl.int64) * capacity + place, id_, mask=mask)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, 8)
+        tl.store(window_counts + row * 8 + word, tl.load(counts + word))
+
+
+@triton.jit
+def _leave_window(
+    ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
+):
+    row = tl.load(state + 9)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < capacity
+    id_ = tl.load(window + row.to(tl.int64) * capacity + place, mask=mask, other=0)
+    tl.store(ids + place, id_, mask=mask)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, 8)
+        tl.store(counts + word, tl.load(window_counts + row * 8 + word))
+
+
+@triton.jit
+def _step_on(state, word, num_rings, EXPECTED: tl.constexpr):
+    tl.store(state + word, (tl.load(state + word) + 1) % num_rings)
+    if EXPECTED:
+        tl.store(state + 7, tl.load(state + 7) + 1)
+
+
+def enter_window(
+    ids: Tensor, counts: Tensor, window: Tensor, window_counts: Tensor, state: Tensor
+) -> None:
+    """A batch is expected; `window` [rings, capacity] holds the ids of those that are."""
+    rings, capacity = window.shape
+    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
+    _enter_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
+    _step_on[(1,)](state, ROW_IN, rings, EXPECTED=True)
+
+
+def leave_window(
+    ids: Tensor, counts: Tensor, window: Tensor, window_counts: Tensor, state: Tensor
+) -> None:
+    """The oldest batch of the window is planned."""
+    rings, capacity = window.shape
+    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
+    _leave_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
+    _step_on[(1,)](state, ROW_OUT, rings, EXPECTED=False)
+
+
 # -- what planning knows of slots ------------------------------------------------------
 
 
 @triton.jit
 def _expect(
-    ids, next_use, table, row_of_slot, num_rows, size, capacity, number, first_row, num_rings,
-    HASHED: tl.constexpr, BLOCK: tl.constexpr,
+    ids, next_use, table, row_of_slot, num_rows, size, capacity, first_number, later, first_row,
+    num_rings, HASHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Note for every resident row of the batches `number`, ... when it is used next."""
+    """Note for every resident row of the batches from a number on when it is used next."""
     ahead = tl.program_id(1)
+    number = tl.load(first_number) + later
     ring = (first_row + ahead) % num_rings
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < capacity
@@ -384,7 +441,7 @@ def plan(
     moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= L] each
     counts: Tensor,  # [8] int32, FIRST_BAD set; the others are written
     kept: Tensor,  # out: [8] int32: the counts, for whoever reads the plan
-    status: Tensor,  # out: [16] int32, page-locked: counts, then state
+    status: Tensor,  # out: [16] int32, page-locked: counts, then most of the state
     scratch: Tensor,  # [words] int32
     *,
     state: Tensor,  # [8] int32
@@ -452,18 +509,19 @@ def expect(
     window: Tensor,  # [rings, capacity] ids
     first_row: int,
     batches: int,
-    number: int,
+    number: Tensor,  # [1] int32: the first one's number is `later` more
+    later: int,
     next_use: Tensor,
     row_map: DeviceMap,
     num_rows: int,
 ) -> None:
-    """Rows used by `batches` batches from `number` on, whose ids begin at a row of the ring."""
+    """Note when rows are used next, of batches whose ids begin at a row of the ring."""
     rings, capacity = window.shape
     if batches == 0 or capacity == 0:
         return
     _expect[(triton.cdiv(capacity, LANES), batches)](
         window, next_use, row_map.table, row_map.row_of_slot, num_rows, row_map.size, capacity,
-        number, first_row, rings, HASHED=row_map.hashed, BLOCK=LANES,
+        number, later, first_row, rings, HASHED=row_map.hashed, BLOCK=LANES,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A batch's lookups sorted by id, in tensors of fixed capacity: how many rows, only the GPU knows."""
+"""A batch's lookups sorted by id, in tensors of fixed capacity."""
 
 from __future__ import annotations
 
