@@ -6,6 +6,7 @@ is rare. Which lane a stage runs in is the schedule's business.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -36,8 +37,11 @@ from hotrow.scratchpad import FREE
 from hotrow.stages import Work
 from hotrow.store import Store, initialise_table, seed_word
 from hotrow.tables import Constant, Normal, Uniform, WidthGroup
+from hotrow.writeback import WriteBack
 
 FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+WRITE_BACK = True
+_MOST_PACKED = 1 << 16
 
 
 class DeviceWork(Work):
@@ -100,6 +104,7 @@ class DeviceRows(RowGroup):
     """Rows of one width."""
 
     plans_later = True
+    zero_copy = True  # the device reads and writes the store by itself
     planner: DevicePlanner
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
@@ -135,17 +140,18 @@ class DeviceRows(RowGroup):
             rows = torch.zeros(layout.num_rows + 1, self.width, device=device)
             self.slots, self.store = rows, Store(rows[:-1])
             return
-        if device.type == "cuda":
-            self.locked = locked_rows(layout.num_rows, self.width)
-            self.store = Store(self.locked.rows)
-        else:
+        if device.type != "cuda":
             super()._make_rows(share)
             return
+        found = locked_rows(layout.num_rows, self.width)
+        self.zero_copy, self.store = found.locked, Store(found.rows)
+        if not found.locked:
+            warnings.warn(found.reason, stacklevel=5)
         self._make_scratchpad(share)
 
     def _initialise(self, state: list[float], seed: int) -> None:
         """On the GPU, which fills host memory as fast as the link goes."""
-        if self.device.type != "cuda" or (not self.everything and not self.locked.locked):
+        if self.device.type != "cuda" or not self.zero_copy:
             super()._initialise(state, seed)
             return
         columns = torch.tensor(state, device=self.device)
@@ -178,6 +184,11 @@ class DeviceRows(RowGroup):
         self.slots = self.pad.slots
         self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
         self._past = self.strategy.hold.past
+        self.write_back: WriteBack | None = None
+        # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
+        if self.strategy.overlapped and not self.strategy.refetch and self.zero_copy and WRITE_BACK:
+            most = min(share.slots, max(1024, share.buffer_rows // 4), _MOST_PACKED)
+            self.write_back = WriteBack(self.store, most, self.pad.id_type, self.device, self.lanes)
         self.planner = DevicePlanner(
             self.pad,
             hold=self.strategy.hold,
@@ -266,9 +277,10 @@ class DeviceRows(RowGroup):
         self.planner.reserve(1)
         slots, ids = self.planner.hottest()
         if slots.numel():
-            none = torch.full_like(ids, FREE)
-            count = torch.tensor([slots.numel()], dtype=torch.int32, device=self.device)
-            self._move(slots.int(), none, ids, count)
+            for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
+                rows = self._buffer(part.numel())
+                self._read_store(ids[part], rows)
+                self.slots.index_copy_(0, slots[part], rows)
 
     def mark_planned(self, work: DeviceWork, mark: Mark) -> None:
         if work.plan is not None and work.plan.ready is None:
@@ -324,19 +336,61 @@ class DeviceRows(RowGroup):
 
     def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
         assert work.plan is not None
-        b = work.plan.buffers
-
-        def launch() -> None:
-            count = b.counts[planning.MOVES : planning.MOVES + 1]
-            self._move(b.move_slots, b.leaving, b.entering, count)
-
-        self.planner.recorder.run(("fill", self.width, id(b)), launch, keep=b)
+        b, count = work.plan.buffers, work.plan.num_moves
+        if not self.zero_copy:
+            self._fill_by_host(work)
+            return
+        back = self.write_back
+        if back is not None:
+            # A row on its way back may be fetched again.
+            back.wait()
+            if work.plan.num_evicted and count <= back.most:
+                number, packed = back.next_packet()
+                self._replay("pack", b, lambda n: fill.pack(self.slots, b.move_slots, n, packed))
+                back.send(number, b.leaving, count)
+            elif work.plan.num_evicted:
+                back = None
+        leaving = b.leaving if back is None else None
+        kind = "fill" if back is None else "fetch"
+        self._replay(kind, b, lambda n: self._move(b.move_slots, leaving, b.entering, n))
         self._mark_collected(work)
         work.inserted = True
 
-    def _move(self, slots: Tensor, leaving: Tensor, entering: Tensor, count: Tensor) -> None:
-        blocks = FILL_BLOCKS
-        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, blocks)
+    def _fill_by_host(self, work: DeviceWork) -> None:
+        """Where the device cannot reach the store: the host waits, gathers and copies."""
+        slots, leaving, entering = self._moves_of(work)
+        goes, comes = leaving >= 0, (entering >= 0) & (entering != leaving)
+        self._write_store(leaving[goes], self.slots.index_select(0, slots[goes]))
+        rows = torch.empty(int(comes.sum()), self.width, device=self.device)
+        self._read_store(entering[comes], rows)
+        self.slots.index_copy_(0, slots[comes], rows)
+        self._mark_collected(work)
+        work.inserted = True
+
+    def _read_store(self, ids: Tensor, out: Tensor) -> None:
+        """Rows of the store; -1: nothing is read."""
+        if self.zero_copy:
+            fill.gather(self.store.rows, ids, out)
+            return
+        there = ids >= 0
+        out[there] = self.store.rows[ids[there].cpu()].to(self.device)
+
+    def _write_store(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace rows of the store; -1: nothing is written."""
+        if self.zero_copy:
+            fill.scatter(self.store.rows, ids, rows.contiguous())
+            return
+        there = ids >= 0
+        self.store.write(ids[there].cpu(), rows[there].cpu())
+
+    def _replay(self, kind: str, b: PlanBuffers, launch: Callable[[Tensor], None]) -> None:
+        moves = b.counts[planning.MOVES : planning.MOVES + 1]
+        place = 0 if self.write_back is None else self.write_back.place
+        key = (kind, self.width, place, id(b))
+        self.planner.recorder.run(key, lambda: launch(moves), keep=b)
+
+    def _move(self, slots: Tensor, leaving: Tensor | None, entering: Tensor, count: Tensor) -> None:
+        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, FILL_BLOCKS)
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
@@ -447,6 +501,8 @@ class DeviceRows(RowGroup):
 
     def settle(self) -> None:
         self.lanes.join()
+        if not self.everything and self.write_back is not None:
+            self.write_back.wait()
         super().settle()
 
     def locate(self, ids: Tensor) -> Tensor:
@@ -475,7 +531,7 @@ class DeviceRows(RowGroup):
         self.settle()
         slots = self.locate(ids)
         absent = slots == FREE
-        fill.gather(self.store.rows, torch.where(absent, ids, FREE), out)
+        self._read_store(torch.where(absent, ids, FREE), out)
         here = (~absent).nonzero().squeeze(1)
         out[here] = self.slots.index_select(0, slots[here])
         return out
@@ -491,7 +547,7 @@ class DeviceRows(RowGroup):
         absent = slots == FREE
         here = (~absent).nonzero().squeeze(1)
         self.slots.index_copy_(0, slots[here], rows[here])
-        fill.scatter(self.store.rows, torch.where(absent, ids, FREE), rows.contiguous())
+        self._write_store(torch.where(absent, ids, FREE), rows)
 
     def flush(self) -> None:
         if self.everything:
@@ -505,7 +561,7 @@ class DeviceRows(RowGroup):
             rows[slots] = leaving
         taken = (rows != FREE).nonzero().squeeze(1)
         for part in taken.split(self.chunk_rows):
-            fill.scatter(self.store.rows, rows[part], self.slots.index_select(0, part))
+            self._write_store(rows[part], self.slots.index_select(0, part))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -520,6 +576,7 @@ class DeviceRows(RowGroup):
             "row-to-slot map": self.pad.map.num_bytes,
             "plans": self._pool_of_buffers.num_bytes,
             "buffer": self.buffer.numel() * 4,
+            "rows on their way back": 0 if self.write_back is None else self.write_back.num_bytes,
         }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Name = Literal["plan", "rows", "train"]
+Name = Literal["plan", "rows", "back", "train"]
 
 
 class Mark(Protocol):
@@ -64,7 +64,7 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """`plan` and `rows` run beside `train`, the lane of whoever calls."""
+    """`plan`, `rows` and `back` run beside `train`, the lane of whoever calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -72,7 +72,7 @@ class Lanes:
         if device.type == "cuda":
             # First in line for the few multiprocessors they need: training waits for them.
             self._streams = {
-                name: torch.cuda.Stream(device, priority=-1) for name in ("plan", "rows")
+                name: torch.cuda.Stream(device, priority=-1) for name in ("plan", "rows", "back")
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
@@ -98,7 +98,7 @@ class Lanes:
 
     def join(self) -> None:
         """What training does next waits for all lanes, and they for what it has done so far."""
-        names: tuple[Name, ...] = ("plan", "rows", "train")
+        names: tuple[Name, ...] = ("plan", "rows", "back", "train")
         marks = [self.mark(name) for name in names]
         for name in names:
             for mark in marks:

@@ -30,7 +30,7 @@ def fill(
     slots: Tensor,  # [C, width] float32, on the device
     store: Tensor,  # [N, width] float32, page-locked
     move_slots: Tensor,  # [cap] int32
-    leaving: Tensor,  # [cap] int32 or int64, -1 for none
+    leaving: Tensor | None,  # [cap] int32 or int64, -1 for none; None: nothing is written back
     entering: Tensor,  # [cap] int32 or int64, -1 for none
     count: Tensor,  # [1] int32: the moves there are
     blocks: int = 2,
@@ -58,6 +58,22 @@ def fill(
         TILE=(tile_floats or _tile_floats(width)) // piece,
         num_warps=num_warps,
     )
+
+
+def pack(
+    slots: Tensor,  # [C, width] float32
+    move_slots: Tensor,  # [cap] int32
+    count: Tensor,  # [1] int32
+    out: Tensor,  # [most, width] float32
+) -> None:
+    """Copy the rows at the first `count` slots side by side, `most` at the most."""
+    width = _width(slots, out)
+    piece, pieces = _pieces(width)
+    tile = max(1, 2048 // piece)
+    _pack[(triton.cdiv(out.shape[0] * pieces, tile),)](
+        slots, move_slots, count, out, out.shape[0], WIDTH=width, PIECE=piece, PIECES=pieces,
+        TILE=tile,
+    )  # fmt: skip
 
 
 def gather(
@@ -152,17 +168,37 @@ def _fill(
     while first < total:  # Triton 3.6 interprets no `for` whose end is read from memory
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
-        old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
         new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
-        leaves = (old >= 0)[:, None] & inside
-        enters = ((new >= 0) & (new != old))[:, None] & inside
         in_slots = slots + slot[:, None] * WIDTH + column
-        # Both loads are under way before the first store waits for either.
-        incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
-        outgoing = tl.load(in_slots, mask=leaves)
-        tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
-        tl.store(in_slots, incoming, mask=enters)
+        if leaving is None:
+            enters = (new >= 0)[:, None] & inside
+            incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
+            tl.store(in_slots, incoming, mask=enters)
+        else:
+            old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
+            leaves = (old >= 0)[:, None] & inside
+            enters = ((new >= 0) & (new != old))[:, None] & inside
+            # Both loads are under way before the first store waits for either.
+            incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
+            outgoing = tl.load(in_slots, mask=leaves)
+            tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
+            tl.store(in_slots, incoming, mask=enters)
         first += tl.num_programs(0) * TILE
+
+
+@triton.jit
+def _pack(
+    slots, move_slots, count, out, most, WIDTH: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    total = tl.minimum(tl.load(count), most) * PIECES
+    first = tl.program_id(0) * TILE
+    if first < total:
+        move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
+        mask = there[:, None] & inside
+        rows = tl.load(slots + slot[:, None] * WIDTH + column, mask=mask)
+        tl.store(out + move.to(tl.int64)[:, None] * WIDTH + column, rows, mask=mask)
 
 
 @triton.jit
