@@ -59,6 +59,7 @@ class Budget:
 
     shares: tuple[Share, ...]
     window_bytes: int  # for the ids of batches known ahead
+    total_bytes: int = 0  # of all of it, where it was given in bytes
 
 
 # Per slot: its row (8), last use (4), next use (4), uses counted (4), its place among the pinned
@@ -126,4 +127,4 @@ def share_out(
         used = slots * slot_bytes(row_bytes[g]) + (buffer_rows + 2) * row_bytes[g]
         spare -= max(0, used - least)
         weight -= parts[g]
-    return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes)
+    return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes, budget_bytes)

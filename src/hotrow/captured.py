@@ -43,6 +43,7 @@ class CapturedStep:
         self._loss = torch.zeros((), device=lanes.device)
         self._pool: Any = None
         self._stale = 0
+        self._refused = False
 
     def land(self, batch: Any, works: Sequence[Any]) -> Any:
         """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
@@ -65,27 +66,46 @@ class CapturedStep:
             work.berth = berth.number
         return berth.batch
 
-    def run(
-        self, batch: Any, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
-    ) -> Tensor | None:
-        """One step, captured; None if it has to run eagerly. The loss lasts until the next one."""
+    def run(self, batch: Any, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> Tensor:
+        """One step, captured where that is possible. The loss lasts until the next one."""
         berth = self._berths.get(id(batch))
-        works = [work for _, each in arrivals for work in each.works]
-        if berth is None or not all(work.group.slots_hold(work) for work in works):
+        graph = None if berth is None else self._graph_for(berth, arrivals)
+        if graph is None:
+            loss = self._step(batch)
+        else:
+            for embedding, _ in arrivals:
+                embedding.optimizer.count_step()
+                for group in embedding.groups:
+                    group.push_scalars()
+            graph.replay()
+            loss = self._loss
+        if berth is not None:
+            berth.trained = self._lanes.mark("train")
+        return loss
+
+    def _graph_for(
+        self, berth: _Berth, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
+    ) -> torch.cuda.CUDAGraph | None:
+        works: list[Any] = [work for _, each in arrivals for work in each.works]
+        if self._refused or not all(work.group.slots_hold(work) for work in works):
             return None
         self._drop_if_stale(arrivals)
         key = tuple(id(work.plan.buffers) for work in works)
-        graph = berth.graphs.get(key)
-        if graph is None:
-            graph = berth.graphs[key] = self._capture(berth)
+        if key not in berth.graphs:
+            try:
+                berth.graphs[key] = self._capture(berth)
+            except RuntimeError as error:
+                self._refused = True
+                warnings.warn(
+                    f"this training step cannot be captured as a CUDA graph, so it runs kernel by "
+                    f"kernel, with the same result but slower: {str(error).splitlines()[0]}. A "
+                    "step that reads values back (.item(), prints, branches on a tensor) cannot; "
+                    "graphs=False says so beforehand",
+                    stacklevel=4,
+                )
+                return None
             berth.kept.append([work.plan.buffers for work in works])
-        for embedding, _ in arrivals:
-            embedding.optimizer.count_step()
-            for group in embedding.groups:
-                group.push_scalars()
-        graph.replay()
-        berth.trained = self._lanes.mark("train")
-        return self._loss
+        return berth.graphs[key]
 
     def _capture(self, berth: _Berth) -> torch.cuda.CUDAGraph:
         def launch() -> None:

@@ -167,6 +167,7 @@ class DevicePlanner:
         """Make room for batches of so many lookups; waits for the device only when it grows."""
         if lookups <= self.capacity:
             return
+        self.recorder.forget()
         self.capacity = -(-lookups * 9 // 8) if self.capacity else lookups
         item = torch.empty(0, dtype=self.pad.id_type).element_size()
         rows = self.window_bytes // max(1, self.capacity * item)

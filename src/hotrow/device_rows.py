@@ -39,9 +39,8 @@ from hotrow.store import Store, initialise_table, seed_word
 from hotrow.tables import Constant, Normal, Uniform, WidthGroup
 from hotrow.writeback import WriteBack
 
-FILL_BLOCKS = 2  # each takes a multiprocessor away from training
-WRITE_BACK = True
-_MOST_PACKED = 1 << 16
+_FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+_MOST_PACKED = 1 << 16  # rows
 
 
 class DeviceWork(Work):
@@ -94,6 +93,27 @@ class DeviceWork(Work):
             self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
         return self._sorted
 
+    def reads_like(self, planned: Work) -> bool:
+        assert isinstance(planned, DeviceWork)
+        mine, theirs = self.lookups, planned.lookups
+        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
+            return False
+        if mine.offsets is not None:
+            assert theirs.offsets is not None
+            if not torch.equal(mine.offsets, theirs.offsets):
+                return False
+        return torch.equal(self._looked_up(), planned._looked_up())
+
+    def _looked_up(self) -> Tensor:
+        """The ids of the lookups, as they were when they were planned."""
+        if self.plan is None:
+            ids = lookups_of(self.batch, self.group.layout).ids
+            return torch.where(ids < 0, self.group.layout.num_rows, ids)
+        segments = self.plan.segments()
+        ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
+        ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
+        return ids
+
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now."""
         self.batch = batch
@@ -105,7 +125,7 @@ class DeviceRows(RowGroup):
 
     plans_later = True
     zero_copy = True  # the device reads and writes the store by itself
-    planner: DevicePlanner
+    planner: DevicePlanner  # type: ignore[assignment]
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
 
@@ -186,7 +206,7 @@ class DeviceRows(RowGroup):
         self._past = self.strategy.hold.past
         self.write_back: WriteBack | None = None
         # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
-        if self.strategy.overlapped and not self.strategy.refetch and self.zero_copy and WRITE_BACK:
+        if self.fill_form == "mixed" and self.zero_copy and not self.strategy.refetch:
             most = min(share.slots, max(1024, share.buffer_rows // 4), _MOST_PACKED)
             self.write_back = WriteBack(self.store, most, self.pad.id_type, self.device, self.lanes)
         self.planner = DevicePlanner(
@@ -282,7 +302,7 @@ class DeviceRows(RowGroup):
                 self._read_store(ids[part], rows)
                 self.slots.index_copy_(0, slots[part], rows)
 
-    def mark_planned(self, work: DeviceWork, mark: Mark) -> None:
+    def mark_planned(self, work: DeviceWork, mark: Mark) -> None:  # type: ignore[override]
         if work.plan is not None and work.plan.ready is None:
             work.plan.ready = mark
 
@@ -390,7 +410,7 @@ class DeviceRows(RowGroup):
         self.planner.recorder.run(key, lambda: launch(moves), keep=b)
 
     def _move(self, slots: Tensor, leaving: Tensor | None, entering: Tensor, count: Tensor) -> None:
-        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, FILL_BLOCKS)
+        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, _FILL_BLOCKS)
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
@@ -446,7 +466,9 @@ class DeviceRows(RowGroup):
         ids = lookups_of(work.batch, self.layout).ids
         return segments_of(torch.where(ids < 0, self.layout.num_rows, ids))
 
-    def update_at_once(self, work: DeviceWork, x: Lookups, grads: Tensor) -> bool:
+    def update_at_once(  # type: ignore[override]
+        self, work: DeviceWork, x: Lookups, grads: Tensor
+    ) -> bool:
         """Sum gradients and update rows in their slots, without waiting; False if they left."""
         if not self.slots_hold(work):
             return False

@@ -27,7 +27,7 @@ from hotrow.batch import (
     raw_weights,
     weights_of,
 )
-from hotrow.budget import Budget, parse_bytes, share_out
+from hotrow.budget import Budget, parse_bytes, share_out, show_bytes
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.profile import Profile, byte_parts, check_profile
@@ -40,6 +40,8 @@ from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_b
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
+# How a GPU moves rows: by itself, or with those that leave by way of the copy engine and the CPU.
+FILLS = ("zero-copy", "mixed")
 _OLDEST_CAPABILITY = (8, 0)
 
 
@@ -54,16 +56,8 @@ class Arrival:
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
-        mine, theirs = self.batch, other.batch
-        if (mine.keys, mine.ends, mine.num_samples) != (
-            theirs.keys,
-            theirs.ends,
-            theirs.num_samples,
-        ):
-            return False
-        if mine.offsets is None or theirs.offsets is None:
-            return mine.offsets is theirs.offsets and torch.equal(mine.values, theirs.values)
-        return torch.equal(mine.values, theirs.values) and torch.equal(mine.offsets, theirs.offsets)
+        pairs = zip(self.works, other.works, strict=True)
+        return all(mine.reads_like(theirs) for mine, theirs in pairs)
 
 
 class Embedded:
@@ -121,7 +115,8 @@ class EmbeddingBagCollection(nn.Module):
 
     `budget` is "4GiB", "512MB", a number of bytes, or "10%" of the rows with their optimizer
     state. `strategy` and its contract: see the README. Rows are updated in `backward()`, by
-    `optimizer`; `embedding.optimizer.param_groups` has the settings of each table.
+    `optimizer`; `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
+    `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
     """
 
     _prefix = "embedding_bags"
@@ -138,12 +133,15 @@ class EmbeddingBagCollection(nn.Module):
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
+        fill: str = "zero-copy",
     ) -> None:
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = _usable(torch.device(device))
-        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
+        _check_arguments(seed, optimizer, on_nonfinite, output_dtype, self.device)
+        if fill not in FILLS:
+            raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
         self.tables = tuple(tables)
         self.strategy = find_strategy(strategy)
         self.features = feature_order(self.tables)
@@ -158,6 +156,8 @@ class EmbeddingBagCollection(nn.Module):
             size * each.num_rows for size, each in zip(row_bytes, layouts, strict=True)
         )
         shared = self._share(budget, row_bytes, layouts, profile)
+        if self.device.type == "cuda":
+            _check_room(self.device, self.bytes_total if shared is None else shared.total_bytes)
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
@@ -172,6 +172,7 @@ class EmbeddingBagCollection(nn.Module):
                 profile=profile,
                 window_bytes=self.window_bytes * len(layout.features) // len(self.features),
                 output_dtype=output_dtype,
+                fill=fill,
             )
             for g, layout in enumerate(layouts)
         ]
@@ -211,7 +212,8 @@ class EmbeddingBagCollection(nn.Module):
             row_bytes=row_bytes,
             num_rows=[each.num_rows for each in layouts],
             parts=byte_parts(layouts, row_bytes, total, profile),
-            buffer_part=self.strategy.buffer_part,
+            # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
+            buffer_part=self.strategy.buffer_part / (4 if self.device.type == "cuda" else 1),
         )
 
     # -- lookup ------------------------------------------------------------------------
@@ -354,7 +356,7 @@ class EmbeddingBagCollection(nn.Module):
         if not planners:
             return 0
         if self._plans_later:
-            return min(planner.useful_depth() for planner in planners)
+            return int(min(planner.useful_depth() for planner in planners))
         bytes_per_batch = 8 * sum(planner.largest_batch for planner in planners)
         affordable = self.window_bytes // max(1, bytes_per_batch)
         return int(min(affordable, max(planner.useful_depth() for planner in planners)))
@@ -575,6 +577,18 @@ def _usable(device: torch.device) -> torch.device:
     return torch.device("cuda", number)
 
 
+def _check_room(device: torch.device, wanted: int) -> None:
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch keeps for itself can be used again.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if wanted > free:
+        raise ValueError(
+            f"{show_bytes(wanted)} of rows and what belongs to them do not fit {device}: "
+            f"{show_bytes(free)} of its {show_bytes(total)} are free. Give a smaller budget, such "
+            f"as budget='{max(1, int(free * 0.8 / 2**20))}MiB', or free memory"
+        )
+
+
 def _engine(device: torch.device) -> Any:
     """What keeps rows on a device. Not at import: Triton takes as long as all of hotrow."""
     if device.type == "cpu":
@@ -590,12 +604,18 @@ def _engine(device: torch.device) -> Any:
 
 
 def _check_arguments(
-    seed: object, optimizer: object, on_nonfinite: str, output_dtype: torch.dtype
+    seed: object,
+    optimizer: object,
+    on_nonfinite: str,
+    output_dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     if output_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"output_dtype must be torch.float32 or torch.bfloat16, not {output_dtype}"
         )
+    if output_dtype != torch.float32 and device.type == "cpu":
+        raise ValueError(f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32")
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
     if not isinstance(optimizer, RowRule):

@@ -43,7 +43,7 @@ class _Event:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
 
 class _On:
@@ -116,7 +116,7 @@ class Lanes:
 def lanes_of(device: Any) -> Lanes:
     """The lanes of a device, shared by all that runs on it."""
     if device.type == "cuda" and device.index is None:
-        return lanes_of(torch.device("cuda", torch.cuda.current_device()))  # type: ignore[no-any-return]
+        return lanes_of(torch.device("cuda", torch.cuda.current_device()))
     return Lanes(device)
 
 
@@ -149,6 +149,12 @@ class Recorder:
                 return
             found = self._graphs[key] = (self._capture(launch), keep)
         found[0].replay()
+
+    def forget(self) -> None:
+        """What was captured reads tensors that are about to go."""
+        if self._graphs:
+            torch.cuda.synchronize()  # graphs may still be running
+            self._graphs.clear()
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = capture(launch, self._pool)

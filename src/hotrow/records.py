@@ -32,13 +32,13 @@ class LateStepRecord(StepRecord):
     """A step whose loss is still on its way from a device: reading it waits."""
 
     __slots__ = ("_late",)
+    _late: Callable[[], float]
 
-    @property  # type: ignore[override]
+    @property
     def loss(self) -> float:
-        late: Callable[[], float] = self._late
-        return late()
+        return self._late()
 
-    @loss.setter
+    @loss.setter  # type: ignore[override]
     def loss(self, late: Callable[[], float]) -> None:
         object.__setattr__(self, "_late", late)
 

@@ -47,9 +47,10 @@ class RowGroup:
         profile: Profile | None,
         window_bytes: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        fill: str = "zero-copy",
     ) -> None:
         """`share` is None when every row lives in fast memory."""
-        self.window_bytes, self.output_dtype = window_bytes, output_dtype
+        self.window_bytes, self.output_dtype, self.fill_form = window_bytes, output_dtype, fill
         self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
         self.device, self.profile = device, profile
         self.kernels = kernels.for_device(device)

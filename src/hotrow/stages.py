@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hotrow.batch import Batch, Lookups
@@ -30,6 +31,15 @@ class Work:
         self.outgoing: Tensor | None = None
         self.collected = False
         self.inserted = False
+
+    def reads_like(self, planned: Work) -> bool:
+        """Whether both look up the same, bag by bag."""
+        mine, theirs = self.lookups, planned.lookups
+        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
+            return False
+        if mine.offsets is None or theirs.offsets is None:
+            return mine.offsets is theirs.offsets and torch.equal(mine.ids, theirs.ids)
+        return torch.equal(mine.ids, theirs.ids) and torch.equal(mine.offsets, theirs.offsets)
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now; here nobody asks for them."""

@@ -21,6 +21,8 @@ def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
 
 def training_first(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
     """Launch training before what runs beside it: the host may have to wait for rows to leave."""
+    if stages[0].cycle == stages[-1].cycle:  # nothing runs beside it: rows have to come first
+        return stages
     return sorted(stages, key=lambda stage: stage.lane == "rows")
 
 

@@ -122,9 +122,10 @@ class Trainer(Generic[Batch]):
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
     def _train(self, batch: Batch, source: Ahead) -> float | Callable[[], float]:
-        loss = None if self._captured is None else self._captured.run(batch, source.arrivals)
-        if loss is None:
+        if self._captured is None:
             loss = self._step_on(batch)
+        else:
+            loss = self._captured.run(batch, source.arrivals)
         self.step += 1
         if loss.device.type == "cpu":
             return loss.item()

@@ -39,11 +39,9 @@ class WriteBack:
         width = store.rows.shape[1]
         self._packets = [_Packet(most, width, id_type, device) for _ in range(_AT_ONCE)]
         self._next = 0
-        self._thread = ThreadPoolExecutor(1, "hotrow-writeback", self._use_all_cores)
-        self._threads = torch.get_num_threads()
-
-    def _use_all_cores(self) -> None:
-        torch.set_num_threads(self._threads)  # a new thread would use one
+        # A new thread would use one core. It must not know this object, or neither would ever go.
+        cores = torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "hotrow-writeback", torch.set_num_threads, (cores,))
 
     @property
     def num_bytes(self) -> int:
@@ -67,15 +65,7 @@ class WriteBack:
             packet.host_ids[:count].copy_(ids[:count], non_blocking=True)
             packet.host_rows[:count].copy_(packet.rows[:count], non_blocking=True)
             arrived = self._lanes.mark("back")
-        packet.written = self._thread.submit(self._write, packet, count, arrived)
-
-    def _write(self, packet: _Packet, count: int, arrived: Mark) -> None:
-        arrived.wait()
-        ids, rows = packet.host_ids[:count].long(), packet.host_rows[:count]
-        there = ids >= 0
-        if not bool(there.all()):
-            ids, rows = ids[there], rows[there]
-        self._store.write(ids, rows)
+        packet.written = self._thread.submit(_write, self._store, packet, count, arrived)
 
     def wait(self) -> None:
         """Every row sent is in its place when this returns."""
@@ -83,3 +73,12 @@ class WriteBack:
             written, packet.written = packet.written, None
             if written is not None:
                 written.result()
+
+
+def _write(store: Store, packet: _Packet, count: int, arrived: Mark) -> None:
+    arrived.wait()
+    ids, rows = packet.host_ids[:count].long(), packet.host_rows[:count]
+    there = ids >= 0
+    if not bool(there.all()):
+        ids, rows = ids[there], rows[there]
+    store.write(ids, rows)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import hotrow.cli.train
@@ -132,7 +133,6 @@ def test_runs_go_where_they_are_asked_to(folder: Path) -> None:
             "error: --set training.step=3: unknown key 'step' in [training]; did you mean 'steps'?",
         ),
         (["run.toml", "--set", "embedding.budget=64"], "the smallest that works"),
-        (["run.toml", "--set", "run.device=cuda"], "device"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(
@@ -143,6 +143,31 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = train("run.toml", "--set", f"run.device={device}")
+    assert result.exit_code == 2
+    assert f"error: device '{device}': torch {torch.__version__} sees no CUDA" in result.stderr
+    assert "Traceback" not in result.output
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_on_a_gpu_equals_all_fast() -> None:
+    result = train("run.toml", "--set", "run.device=cuda", "--set", "training.epochs=4")
+    assert result.exit_code == 0, result.output
+    run = read_run("runs/small")
+    steps = list(read_steps("runs/small"))
+    assert [step.step for step in steps] == list(range(1, 41))
+    assert run.summary.loss == steps[-1].loss
+    assert run.summary.equal_to_all_fast is True
+    assert run.environment["gpu"] == torch.cuda.get_device_name()
 
 
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, after_step: int, times: int = 1) -> None:

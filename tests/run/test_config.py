@@ -25,6 +25,17 @@ def test_without_a_file_the_built_in_job_proves_equality() -> None:
     assert config.embedding.strategy == "lookahead"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
+def test_a_device_is_accepted_wherever_the_file_is_read(device: str) -> None:
+    assert load(overrides=[f"run.device={device}"]).run.device == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:", "cuda:x", "cuda:-1", ""])
+def test_a_device_that_hotrow_does_not_know_is_refused(device: str) -> None:
+    message = f'device must be "cpu", "cuda" or "cuda:1", not {device!r}'
+    assert message in refused(None, f"run.device={device}")
+
+
 def test_an_empty_file_gives_the_defaults(file: Path) -> None:
     file.write_text("")
     assert load(file) == RunConfig()

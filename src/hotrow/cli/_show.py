@@ -35,6 +35,8 @@ class Screen:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
+        self._memory: Mapping[str, int] = {}
+        self._all_rows = 0
 
     def start(self, job: Job, folder: Path) -> None:
         config, embedding = job.config, job.embedding
@@ -43,7 +45,8 @@ class Screen:
             f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
             f"state), strategy {embedding.strategy.name}"
         )
-        self._console.print(_memory_table(embedding.memory(), all_rows=embedding.bytes_total))
+        self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
+        self._console.print(_memory_table(self._memory, all_rows=self._all_rows))
 
     @contextmanager
     def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
@@ -59,7 +62,7 @@ class Screen:
         task = bar.add_task(title, total=steps, facts="")
 
         def advance(tally: Tally) -> None:
-            bar.update(task, completed=len(tally.losses), facts=_facts(tally))
+            bar.update(task, completed=tally.steps, facts=_facts(tally))
 
         with bar:
             yield advance
@@ -68,6 +71,8 @@ class Screen:
         self._console.print(f"[red]not equal to all-fast:[/] {', '.join(what)}")
 
     def end(self, record: RunRecord, folder: Path) -> None:
+        if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
+            self._console.print(_memory_table(record.memory, all_rows=self._all_rows))
         table = Table(show_header=False, box=None, padding=(0, 2))
         for key, value in _summary(record).items():
             table.add_row(key, value)
@@ -97,14 +102,14 @@ class JsonLines:
 
         def advance(tally: Tally) -> None:
             nonlocal last
-            if monotonic() - last >= 1 or len(tally.losses) == steps:
+            if monotonic() - last >= 1 or tally.steps == steps:
                 last = monotonic()
                 self._write(
                     "progress",
                     stage=title,
-                    step=len(tally.losses),
+                    step=tally.steps,
                     samples_per_second=tally.samples_per_second,
-                    loss=tally.losses[-1],
+                    loss=tally.loss,
                     auc=tally.auc,
                     hit_rate=tally.hit_rate,
                 )
@@ -124,8 +129,8 @@ class JsonLines:
 def _facts(tally: Tally) -> str:
     # Short, because a bar must still fit into 80 columns beside it.
     auc = "" if math.isnan(tally.auc) else f" AUC {tally.auc:.3f}"
-    speed, loss = tally.samples_per_second, tally.losses[-1]
-    return f"{speed:,.0f} samples/s loss {loss:.3f}{auc} hits {tally.hit_rate:.1%}"
+    loss = f" loss {tally.loss:.3f}" if tally.losses else ""
+    return f"{tally.samples_per_second:,.0f} samples/s{loss}{auc} hits {tally.hit_rate:.1%}"
 
 
 def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:

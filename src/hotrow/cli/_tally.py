@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 from hotrow.records import EvalRecord, StepRecord, Summary
+from hotrow.run.arriving import Arriving
 
 
 class Tally:
     """Adds up step records and keeps evaluations."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self.steps = 0
+        self.losses: list[float] = []  # of fewer steps, while some are on their way from a device
+        self._arriving = Arriving(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
         self.samples = self.lookups = self.fetched_rows = self.bytes_moved = 0
         self.seconds = 0.0
 
     def add(self, record: StepRecord) -> None:
-        self.losses.append(record.loss)
+        self.steps += 1
+        self._arriving.add(record)
         self.samples += record.samples
         self.seconds += record.seconds
         self.lookups += record.lookups
         self.fetched_rows += record.fetched_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
+
+    def finish(self) -> None:
+        """Takes in the losses that are still on their way; waits for the device."""
+        self._arriving.finish()
+
+    @property
+    def loss(self) -> float:
+        """The newest that has arrived."""
+        return self.losses[-1] if self.losses else math.nan
 
     @property
     def samples_per_second(self) -> float:
@@ -39,12 +53,14 @@ class Tally:
     def summary(
         self, *, fast_rows_share: float, equal_to_all_fast: bool | None, chunked_batches: int
     ) -> Summary:
+        with contextlib.suppress(RuntimeError):  # a device that has failed does not answer
+            self.finish()
         return Summary(
-            steps=len(self.losses),
+            steps=self.steps,
             samples=self.samples,
             seconds=self.seconds,
             samples_per_second=self.samples_per_second,
-            loss=self.losses[-1] if self.losses else math.nan,
+            loss=self.loss,
             auc=self.auc,
             log_loss=self.evaluations[-1].log_loss if self.evaluations else math.nan,
             lookups=self.lookups,

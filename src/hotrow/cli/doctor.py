@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shutil
+import subprocess
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +18,7 @@ from rich.table import Table
 
 from hotrow import kernels
 from hotrow.budget import show_bytes
+from hotrow.embedding import _OLDEST_CAPABILITY
 from hotrow.run.files import environment, package_version, to_json
 
 PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "rich", "typer")
@@ -21,6 +26,7 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def doctor(
@@ -57,12 +63,14 @@ def examine() -> dict[str, dict[str, Any]]:
             "cores": len(os.sched_getaffinity(0)),
             "torch_threads": about["threads"],
             "cuda_devices": _cuda_devices(),
+            "driver": _driver(),
             "memory_bytes": _memory("MemTotal"),
             "memory_available_bytes": _memory("MemAvailable"),
             "memory_limit_bytes": _cgroup_limit(),
             "page_lock_limit_bytes": _page_lock_limit(),
         },
         "used": _used(),
+        "on_cuda": _on_cuda(),
     }
 
 
@@ -77,11 +85,78 @@ def _used() -> dict[str, Any]:
     }
 
 
-def _cuda_devices() -> list[str]:
+def _on_cuda() -> dict[str, Any]:
+    """What would be used with `run.device = "cuda"`, and why it cannot be."""
+    reasons = _reasons_against_cuda()
+    return {
+        "usable": not reasons,
+        "why_not": reasons,
+        "kernels": "triton",
+        "fast_memory": "the GPU's",
+        "slow_memory": "page-locked RAM",
+        "deterministic_algorithms": True,
+    }
+
+
+def _reasons_against_cuda() -> list[str]:
+    found = []
+    devices = _cuda_devices()
+    if not devices:
+        found.append(f"torch {torch.__version__} sees no CUDA device")
+    elif all(_capability(each) < _OLDEST_CAPABILITY for each in devices):
+        least = ".".join(map(str, _OLDEST_CAPABILITY))
+        found.append(f"no device has compute capability {least}, which the kernels need")
+    try:
+        import_module("triton")
+    except ImportError as error:
+        found.append(f"triton cannot be imported ({error})")
+    return found
+
+
+def _capability(device: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(part) for part in device["compute_capability"].split("."))
+
+
+def _cuda_devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [f"{each.name}, {show_bytes(each.total_memory)}" for each in found]
+    return [_cuda_device(number) for number in range(torch.cuda.device_count())]
+
+
+def _cuda_device(number: int) -> dict[str, Any]:
+    about = torch.cuda.get_device_properties(number)
+    try:
+        free, _ = torch.cuda.mem_get_info(number)
+    except RuntimeError:  # another process has it for itself
+        free = None
+    return {
+        "device": f"cuda:{number}",
+        "name": about.name,
+        "memory_bytes": about.total_memory,
+        "memory_free_bytes": free,
+        "compute_capability": f"{about.major}.{about.minor}",
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None: there is none, or it does not say."""
+    try:
+        text = DRIVER.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        text = _ask_nvidia_smi()
+    found = re.search(r"\b\d{3,}(\.\d+)+\b", text)
+    return found[0] if found else None
+
+
+def _ask_nvidia_smi() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _memory(key: str) -> int | None:
@@ -114,13 +189,21 @@ def _page_lock_limit() -> int | None:
 _NONE = {
     "triton": "not installed",
     "cuda_devices": "none",
+    "driver": "none",
+    "why_not": "-",
     "memory_limit_bytes": "no limit",
     "page_lock_limit_bytes": "no limit",
 }
 
 
 def _table(title: str, facts: dict[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table = Table(
+        title=title.replace("_", " "),
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2),
+    )
     for key, value in facts.items():
         table.add_row(key.removesuffix("_bytes").replace("_", " "), _words(key, value))
     return table
@@ -130,7 +213,19 @@ def _words(key: str, value: Any) -> str:
     if value is None or value == []:
         return _NONE.get(key, "unknown")
     if isinstance(value, bool):
-        return "on" if value else "off"
+        yes, no = ("yes", "no") if key == "usable" else ("on", "off")
+        return yes if value else no
     if key.endswith("_bytes"):
         return show_bytes(value)
-    return ", ".join(value) if isinstance(value, list) else str(value)
+    if key == "cuda_devices":
+        return "\n".join(map(_device_words, value))
+    return "; ".join(value) if isinstance(value, list) else str(value)
+
+
+def _device_words(device: dict[str, Any]) -> str:
+    free = device["memory_free_bytes"]
+    return (
+        f"{device['device']}: {device['name']}, {show_bytes(device['memory_bytes'])} "
+        f"({'unknown' if free is None else show_bytes(free)} free), "
+        f"compute capability {device['compute_capability']}"
+    )

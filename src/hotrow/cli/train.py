@@ -49,11 +49,14 @@ def train(
 
     - `hotrow train run.toml --set training.steps=200 --json`
 
+    - `hotrow train --set run.device=cuda`
+
     **run.toml**, every key optional:
 
     ```
     [run]
     name = "first"
+    device = "cuda"
     [data]
     rows = [1_000_000, 50_000, 100]
     skew = 1.1
@@ -126,7 +129,7 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
     outcome, is_equal = "failed", None
     try:
         _train(job, tally, run, show, stop)
-        outcome = "interrupted" if len(tally.losses) < job.config.total_steps else "finished"
+        outcome = "interrupted" if tally.steps < job.config.total_steps else "finished"
         if not stop.asked:
             tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
             if job.config.training.check_equality:
@@ -151,6 +154,7 @@ def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterSt
             advance(tally)
             if stop.asked:
                 break
+    tally.finish()
 
 
 def _is_equal_to_all_fast(
@@ -164,6 +168,7 @@ def _is_equal_to_all_fast(
             advance(tally)
             if stop.asked:
                 return None
+    tally.finish()
     # As text, in which a NaN equals a NaN and floats are written to their last bit.
     unlike = [] if repr(losses) == repr(tally.losses) else ["losses"]
     unlike += differences(job, reference)

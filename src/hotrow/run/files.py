@@ -1,6 +1,7 @@
 """How a run's records are written to disk, and read from there.
 
-runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way
+runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way; on a GPU a
+                          few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
 """
 
@@ -23,6 +24,7 @@ import torch
 
 from hotrow import __version__
 from hotrow.records import EvalRecord, RunRecord, StepRecord, Summary
+from hotrow.run.arriving import Arriving
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -43,12 +45,16 @@ class RunWriter:
     def __init__(self, root: str | Path, *, name: str) -> None:
         self.folder = _new_folder(Path(root), name)
         self._steps = (self.folder / STEPS_FILE).open("w", encoding="utf-8")
+        self._arriving = Arriving(self._write)
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def step(self, record: StepRecord) -> None:
+        self._arriving.add(record)
+
+    def _write(self, record: StepRecord) -> None:
         # One write and a flush, so that a killed run keeps every step it has reported.
         self._steps.write(to_json(record) + "\n")
         self._steps.flush()
@@ -65,7 +71,10 @@ class RunWriter:
         return target
 
     def close(self) -> None:
-        self._steps.close()
+        try:
+            self._arriving.finish()
+        finally:
+            self._steps.close()
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +85,11 @@ class RunWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RuntimeError:
+            if error is None:  # else the device failed, and somebody has said so
+                raise
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -123,6 +136,7 @@ def now() -> str:
 def environment(*, device: str, threads: int) -> dict[str, Any]:
     """What a later reader needs to know about the machine and the software."""
     packages = ("torch", "numpy", "triton")
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -130,6 +144,7 @@ def environment(*, device: str, threads: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads,
         "device": device,
+        **gpu,
         "versions": {"hotrow": __version__, **{name: package_version(name) for name in packages}},
     }
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hotrow.ahead import map_tensors
 from hotrow.data import ClickBatch, SyntheticClicks
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.models import DLRM
-from hotrow.run.config import DENSE_OPTIMIZERS, RunConfig
+from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.tables import EmbeddingBagConfig
 from hotrow.trainer import Trainer
 
@@ -29,9 +31,12 @@ class Job:
     trainer: Trainer[ClickBatch]
 
     def batches(self) -> Iterator[ClickBatch]:
-        """The training batches, epoch after epoch."""
+        """The training batches, epoch after epoch; for a GPU in page-locked memory."""
         per_epoch = self.config.data.batches_per_epoch
-        return (self.clicks.batch(step % per_epoch) for step in range(self.config.total_steps))
+        for step in range(self.config.total_steps):
+            batch = self.clicks.batch(step % per_epoch)
+            on_gpu = self.embedding.device.type == "cuda"
+            yield map_tensors(batch, Tensor.pin_memory) if on_gpu else batch
 
     @cached_property
     def eval_batches(self) -> list[ClickBatch]:
@@ -50,19 +55,14 @@ def build(config: RunConfig) -> Job:
         top=(*config.model.top, 1),
         num_features=len(config.data.rows),
         generator=torch.Generator().manual_seed(config.run.seed),
-    )
-    dense = config.training.optimizer
+    ).to(embedding.device)  # rows stay where they are
     depth = config.embedding.depth
     trainer: Trainer[ClickBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
-        dense_optimizer=DENSE_OPTIMIZERS[dense.name](
-            model.parameters(),
-            lr=dense.lr,  # type: ignore[call-arg]
-            weight_decay=dense.weight_decay,
-        ),
+        dense_optimizer=_dense_optimizer(config.training.optimizer, model, embedding.device),
         ids=lambda batch: batch.sparse,
-        device=config.run.device,
+        device=embedding.device,
         depth=None if isinstance(depth, str) else depth,
     )
     return Job(config, clicks, embedding, model, trainer)
@@ -97,16 +97,34 @@ def _rows(job: Job, table: str) -> Tensor:
     return torch.cat([rows for _, rows in job.embedding.rows(table)])
 
 
+def _dense_optimizer(
+    section: DenseOptimizerSection, model: DLRM, device: torch.device
+) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
+    # A captured step follows a learning rate that is a tensor; fused forms read it by themselves.
+    # torch 2.11 has no fused Adagrad for CUDA, and its other form would wait for the tensor.
+    if device.type == "cuda" and section.name != "adagrad":
+        options |= {"lr": torch.tensor(section.lr, device=device), "fused": True}
+        if section.name in ("adam", "adamw"):
+            options["capturable"] = True
+    return DENSE_OPTIMIZERS[section.name](model.parameters(), **options)
+
+
 def _embedding(config: RunConfig) -> EmbeddingBagCollection:
     names = config.data.clicks.table_names
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(name, num_rows, config.model.embedding_dim, [name])
-            for name, num_rows in zip(names, config.data.rows, strict=True)
-        ],
-        optimizer=config.embedding.optimizer.rule(),
-        budget=config.embedding.budget,
-        strategy=config.embedding.strategy,
-        device=config.run.device,
-        seed=config.run.seed,
-    )
+    try:
+        return EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name, num_rows, config.model.embedding_dim, [name])
+                for name, num_rows in zip(names, config.data.rows, strict=True)
+            ],
+            optimizer=config.embedding.optimizer.rule(),
+            budget=config.embedding.budget,
+            strategy=config.embedding.strategy,
+            device=config.run.device,
+            seed=config.run.seed,
+        )
+    except RuntimeError as error:
+        if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
+            raise ValueError(str(error)) from error
+        raise

@@ -496,12 +496,12 @@ def plan(
 
 
 def _victim_blocks(lookups: int, queue: int) -> int:
-    return max(1, triton.cdiv(min(4 * lookups + BLOCK, queue), BLOCK))
+    return max(1, -(-min(4 * lookups + BLOCK, queue) // BLOCK))
 
 
 def scratch_words(lookups: int, queue: int) -> int:
     """How much scratch `plan` wants for so many lookups."""
-    blocks = max(1, triton.cdiv(lookups, BLOCK), _victim_blocks(lookups, queue))
+    blocks = max(1, -(-lookups // BLOCK), _victim_blocks(lookups, queue))
     return 2 * lookups + 4 + 4 * blocks
 
 
