@@ -63,7 +63,7 @@ LAYERS = [
     {"kernels", "interrupt", "lanes", "masters"},
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
     {"batch", "store", "pinned", "profile", "optim", "planner"},
-    {"stages", "device_planner"},
+    {"stages", "device_planner", "writeback"},
     {"schedule", "strategy"},
     {"rows", "simulate"},
     {"step", "device_rows"},

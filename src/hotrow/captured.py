@@ -81,6 +81,8 @@ class CapturedStep:
             loss = self._loss
         if berth is not None:
             berth.trained = self._lanes.mark("train")
+            for embedding, arrival in arrivals:
+                embedding.done_with(arrival)  # its plan's buffers are the berth's again
         return loss
 
     def _graph_for(

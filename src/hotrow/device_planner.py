@@ -128,9 +128,7 @@ class DevicePlanner:
         pins: Pins | None = None,
         window_bytes: int = 0,
         tracks_slots: bool = True,
-        on_plan: Callable[[DevicePlan], None] | None = None,
     ) -> None:
-        """`on_plan` launches what is to follow every plan's kernels."""
         self.pad, self.hold, self.eviction = pad, hold, eviction
         self.refetch, self.pins, self.window_bytes = refetch, pins, window_bytes
         self.max_moves = pad.num_slots if max_moves is None else max_moves
@@ -146,7 +144,8 @@ class DevicePlanner:
         self.window: deque[Expected] = deque()
         self.capacity = 0
         self.generation = 0  # of the tensors that `reserve` makes
-        self.recorder, self._on_plan = Recorder(device), on_plan
+        self.recorder = Recorder(device)
+        self.on_plan: Callable[[DevicePlan], None] = lambda plan: None  # launched after each plan
         self.fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
         self.fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
         self._unread: deque[DevicePlan] = deque()
@@ -165,6 +164,7 @@ class DevicePlanner:
 
     def reserve(self, lookups: int) -> None:
         """Make room for batches of so many lookups; waits for the device only when it grows."""
+        lookups = max(1, lookups)
         if lookups <= self.capacity:
             return
         self.recorder.forget()
@@ -294,8 +294,7 @@ class DevicePlanner:
                     self.state,
                 )  # fmt: skip
             self._launch_kernels(batch, plan)
-            if self._on_plan is not None:
-                self._on_plan(plan)
+            self.on_plan(plan)
 
         key = ("plan", announced, batch.lookups, self.generation, id(plan.buffers))
         self.recorder.run(key, launch, keep=plan.buffers)

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class DeviceRows(RowGroup):
         device = self.device
         if self.everything:
             self.pad = _AllSlots(self.slots)  # type: ignore[assignment]
-            self.planner = _AllPlanner(self.pad, self._count_plan)
+            self.planner = _AllPlanner(self.pad)
             self._past = 0
         self.bases = torch.tensor([*layout.bases, layout.num_rows], device=device)
         columns = [
@@ -146,6 +147,8 @@ class DeviceRows(RowGroup):
         self.features = torch.tensor(
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
+        # Not a method of this object, which would then be known to its own planner.
+        self.planner.on_plan = partial(_count_plan, self.bases, self.traffic)
         self._pool_of_buffers = _BufferPool(self.lanes)
         self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
@@ -217,7 +220,6 @@ class DeviceRows(RowGroup):
             max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
             pins=self._pins() if self.strategy.pinned_part else None,
             window_bytes=self.window_bytes,
-            on_plan=self._count_plan,
         )
 
     # -- the planned way ---------------------------------------------------------------
@@ -256,7 +258,7 @@ class DeviceRows(RowGroup):
     ) -> None:
         first_bad = counts[planning.FIRST_BAD :]
         planning.globalise(
-            values, ids, self.features, spans, lookups, self.layout.num_rows, first_bad
+            values.contiguous(), ids, self.features, spans, lookups, self.layout.num_rows, first_bad
         )
 
     def _spans(self, batch: Batch) -> Tensor | None:
@@ -283,11 +285,6 @@ class DeviceRows(RowGroup):
         self.uncollected.append(work)
         weakref.finalize(plan, self._pool_of_buffers.give_back, buffers, work.berth)
         return True
-
-    def _count_plan(self, plan: DevicePlan) -> None:
-        b = plan.buffers
-        moves = (b.move_slots, b.leaving, b.entering)
-        planning.count_traffic(self.bases, plan.segments(), moves, b.counts, self.traffic)
 
     def _start(self) -> None:
         """Pin what is known to be hot, before the first batch is planned."""
@@ -602,6 +599,12 @@ class DeviceRows(RowGroup):
         }
 
 
+def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:
+    b = plan.buffers
+    moves = (b.move_slots, b.leaving, b.entering)
+    planning.count_traffic(bases, plan.segments(), moves, b.counts, traffic)
+
+
 class _BufferPool:
     """Buffers of plans that nobody reads any more, used again when the device has caught up."""
 
@@ -652,13 +655,9 @@ class _AllSlots:
 class _AllPlanner(DevicePlanner):
     """Sorts and checks ids; every row is where it belongs."""
 
-    def __init__(self, pad: Any, on_plan: Callable[[DevicePlan], None]) -> None:
+    def __init__(self, pad: Any) -> None:
         super().__init__(
-            pad,
-            hold=Hold(0, 0),
-            eviction=EVICTIONS["least-recent"],
-            tracks_slots=False,
-            on_plan=on_plan,
+            pad, hold=Hold(0, 0), eviction=EVICTIONS["least-recent"], tracks_slots=False
         )
 
     def _prepare_victims(self) -> None: ...

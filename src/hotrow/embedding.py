@@ -45,7 +45,7 @@ FILLS = ("zero-copy", "mixed")
 _OLDEST_CAPABILITY = (8, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrival:
     """One batch as one collection knows it."""
 
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = _usable(torch.device(device))
-        _check_arguments(seed, optimizer, on_nonfinite, output_dtype, self.device)
+        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
         self.tables = tuple(tables)
@@ -161,6 +161,10 @@ class EmbeddingBagCollection(nn.Module):
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
+        if engine is RowGroup and output_dtype != torch.float32:
+            raise ValueError(
+                f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
+            )
         self.groups = [
             engine(
                 layout,
@@ -180,7 +184,7 @@ class EmbeddingBagCollection(nn.Module):
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         # Plans on a device keep their buffers for as long as they can be found.
-        self._arrivals: deque[Arrival] = deque(maxlen=2 if self._plans_later else 64)
+        self._arrivals: deque[Arrival] = deque(maxlen=8 if self._plans_later else 64)
         self._places: dict[Any, Tensor] = {}
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
@@ -310,7 +314,7 @@ class EmbeddingBagCollection(nn.Module):
     def _staged(self, values: Tensor) -> Tensor:
         """Indices on the device, at the same place for the same shape; read before the next."""
         if values.device == self.device:
-            return values
+            return values.contiguous()
         key = (values.shape, values.dtype)
         if key not in self._places:
             if len(self._places) >= 8:  # shapes that change all the time
@@ -329,9 +333,10 @@ class EmbeddingBagCollection(nn.Module):
         """The batch that `forward` will see next."""
         self._arrivals.append(arrival)
 
-    def arrive_as(self, features: Any, arrival: Arrival) -> None:
-        """The same batch under other tensors, which `forward` will see next."""
-        self._arrivals.append(replace(arrival, features=features, identity=identity(features)))
+    def done_with(self, arrival: Arrival) -> None:
+        """`forward` will not see it again."""
+        if arrival in self._arrivals:
+            self._arrivals.remove(arrival)
 
     def enter(self, stream: Any) -> None:
         running = None if self._ahead is None else self._ahead()
@@ -608,14 +613,11 @@ def _check_arguments(
     optimizer: object,
     on_nonfinite: str,
     output_dtype: torch.dtype,
-    device: torch.device,
 ) -> None:
     if output_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"output_dtype must be torch.float32 or torch.bfloat16, not {output_dtype}"
         )
-    if output_dtype != torch.float32 and device.type == "cpu":
-        raise ValueError(f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32")
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
     if not isinstance(optimizer, RowRule):

@@ -96,9 +96,9 @@ def run(
                             line[-1].take_back()
                             again.appendleft(line.pop())
                     if stage.trains:
-                        line.remove(ticket)
                         if ticket.error is not None:
-                            raise ticket.error
+                            raise ticket.error  # what was planned for it is finished below
+                        line.remove(ticket)
                         lanes.after("train", ticket.mark)
                         yield ticket
                     elif ticket.error is None:

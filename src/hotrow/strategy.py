@@ -19,13 +19,6 @@ def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
     return stages
 
 
-def training_first(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
-    """Launch training before what runs beside it: the host may have to wait for rows to leave."""
-    if stages[0].cycle == stages[-1].cycle:  # nothing runs beside it: rows have to come first
-        return stages
-    return sorted(stages, key=lambda stage: stage.lane == "rows")
-
-
 @dataclass(frozen=True)
 class Strategy:
     """How fast memory is used. `contract` is what a run promises next to all-fast."""
@@ -89,7 +82,6 @@ STRATEGIES = {
             eviction=EVICTIONS["farthest-next-use"],
             look_ahead=None,
             overlapped=True,
-            order=training_first,
         ),
     )
 }
