@@ -11,7 +11,7 @@ from torch import Tensor
 import hotrow
 from hotrow.kernels.triton import start
 from hotrow.kernels.triton.start import start_constant, start_normal, start_uniform
-from hotrow.store import seed_word, host_rows, initialise, start_weights
+from hotrow.store import host_rows, initialise, seed_word, start_weights
 from hotrow.tables import group_by_width
 
 SEED = 5

@@ -1,0 +1,228 @@
+"""Captured training on a GPU: the same bits as eager steps, and as with every row there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hotrow
+from hotrow.data import ClickBatch
+from hotrow.models import DLRM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch says so when matrix products leave room for fills.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+ROWS = (5000, 300, 20000, 40, 1000)
+STEPS = 60
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def batches(steps: int = STEPS, size: int = 256) -> Iterator[ClickBatch]:
+    """The last one is short."""
+    generator = torch.Generator().manual_seed(7)
+    for step in range(steps):
+        count = size // 3 if step == steps - 1 else size
+        ids = [(torch.rand(count, generator=generator) ** 4 * rows).long() for rows in ROWS]
+        yield ClickBatch(
+            dense=torch.rand(count, 13, generator=generator),
+            sparse=torch.stack(ids, dim=1),
+            label=torch.randint(0, 2, (count,), generator=generator).float(),
+        )
+
+
+class Run:
+    def __init__(
+        self,
+        strategy: str = "all-fast",
+        budget: str | None = None,
+        rule: Any = None,
+        *,
+        graphs: bool = True,
+        compile: bool = False,
+        **options: Any,
+    ) -> None:
+        self.embedding = hotrow.EmbeddingBagCollection(
+            [hotrow.EmbeddingBagConfig(f"t{i}", n, 16, [f"f{i}"]) for i, n in enumerate(ROWS)],
+            rule or hotrow.SGD(lr=0.1),
+            budget,
+            strategy=strategy,
+            device="cuda",
+            **options,
+        )
+        self.model = DLRM(
+            self.embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3)
+        ).cuda()
+        self.dense = torch.optim.SGD(
+            self.model.parameters(), lr=torch.tensor(0.1, device="cuda"), fused=True
+        )
+        self.schedules = [
+            torch.optim.lr_scheduler.StepLR(self.dense, 20, 0.5),
+            torch.optim.lr_scheduler.StepLR(self.embedding.optimizer, 15, 0.7),
+        ]
+        self.trainer: hotrow.Trainer[ClickBatch] = hotrow.Trainer(
+            self.model,
+            F.binary_cross_entropy_with_logits,
+            dense_optimizer=self.dense,
+            ids=lambda batch: batch.sparse,
+            device="cuda",
+            graphs=graphs,
+            compile=compile,
+        )
+        self.losses: list[float] = []
+
+    def train(self, source: Any) -> Run:
+        records = []
+        try:
+            for record in self.trainer.run(source):
+                records.append(record)
+                for schedule in self.schedules:
+                    schedule.step()
+        finally:
+            self.losses += [record.loss for record in records]
+        return self
+
+    def found(self) -> Found:
+        self.embedding.check()
+        values = {key: value.cpu() for key, value in self.model.state_dict().items()}
+        for table, pieces in self.embedding.optimizer.state_dict()["state"].items():
+            values |= {f"{table}.{key}": torch.as_tensor(each) for key, each in pieces.items()}
+        return self.losses, values
+
+    @property
+    def num_graphs(self) -> int:
+        captured = self.trainer._captured
+        return 0 if captured is None else sum(len(b.graphs) for b in captured._berths.values())
+
+
+def same_bits(left: Found, right: Found) -> bool:
+    return left[0] == right[0] and all(torch.equal(left[1][k], right[1][k]) for k in left[1])
+
+
+RULES = {
+    "sgd": hotrow.SGD(lr=0.1),
+    "adagrad": hotrow.Adagrad(lr=0.1),
+    "row-wise": hotrow.RowWiseAdagrad(lr=0.1),
+    "adam": hotrow.Adam(lr=0.01),
+    "adamw": hotrow.AdamW(lr=0.01),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_captured_steps_give_the_bits_of_eager_ones_in_every_strategy(rule: str) -> None:
+    reference = Run(rule=RULES[rule], graphs=False).train(batches())
+    captured = Run(rule=RULES[rule]).train(batches())
+    assert captured.num_graphs > 1
+    assert same_bits(captured.found(), reference.found())
+    for strategy, budget in (("lookahead", "20%"), ("lookahead", "8%"), ("lru", "20%")):
+        run = Run(strategy, budget, RULES[rule]).train(batches())
+        assert run.num_graphs > 1
+        assert same_bits(run.found(), reference.found()), (strategy, budget)
+
+
+def test_rows_that_leave_by_way_of_the_host_are_the_same_rows() -> None:
+    reference = Run().train(batches()).found()
+    run = Run("lookahead", "20%", fill="mixed").train(batches())
+    assert run.embedding.traffic().evicted_rows > 0
+    assert same_bits(run.found(), reference)
+
+
+def test_a_compiled_model_with_half_wide_vectors_is_exact_too() -> None:
+    options: dict[str, Any] = {"compile": True, "output_dtype": torch.bfloat16}
+    reference = Run(**options).train(batches()).found()
+    assert same_bits(Run("lookahead", "20%", **options).train(batches()).found(), reference)
+
+
+def test_the_same_run_twice_gives_the_same_bits() -> None:
+    found = [Run("lookahead", "20%").train(batches()).found() for _ in range(2)]
+    assert same_bits(*found)
+
+
+def test_a_bad_id_in_a_captured_run_leaves_the_bits_of_the_step_before() -> None:
+    bad = 40
+
+    def source() -> Iterator[ClickBatch]:
+        for step, batch in enumerate(batches()):
+            if step == bad:
+                batch.sparse[3, 2] = ROWS[2]
+            yield batch
+
+    run = Run("lookahead", "20%")
+    with pytest.raises(ValueError, match=f"feature 'f2', sample 3: id {ROWS[2]} is outside"):
+        run.train(source())
+    reference = Run().train(list(batches())[:bad])
+    assert same_bits(run.found(), reference.found())
+    run.train(list(batches())[bad:])
+    assert same_bits(run.found(), Run().train(list(batches())).found())
+
+
+def test_a_batch_that_does_not_fit_passes_through_in_the_middle_of_a_captured_run() -> None:
+    def source() -> Iterator[ClickBatch]:
+        for step, batch in enumerate(batches()):
+            if step in (20, 21, 35):
+                wide = torch.arange(256).unsqueeze(1) * torch.tensor([19, 1, 78, 0, 3])
+                batch.sparse[:] = wide[: len(batch.sparse)] + step
+                batch.sparse[:, 3] %= 40
+            yield batch
+
+    run = Run("lookahead", "6%").train(source())
+    assert run.embedding.traffic().chunked_batches > 0
+    assert run.num_graphs > 1
+    assert same_bits(run.found(), Run().train(source()).found())
+
+
+def test_evaluation_between_captured_steps_changes_no_bit() -> None:
+    reference = Run("lookahead", "20%").train(batches()).found()
+    run = Run("lookahead", "20%")
+    records = run.trainer.run(batches())
+    for record in records:
+        for schedule in run.schedules:
+            schedule.step()
+        run.losses.append(record.loss)
+        if record.step % 13 == 0:
+            run.trainer.evaluate(list(batches(3)))
+    assert same_bits(run.found(), reference)
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly() -> None:
+    run, reference = Run("lookahead", "20%"), Run()
+    plain = run.model.forward
+
+    def reads_back(batch: ClickBatch) -> torch.Tensor:
+        logits = plain(batch)
+        float(logits.sum())
+        return logits
+
+    run.model.forward = reads_back  # type: ignore[method-assign]
+    run.train(batches())
+    assert run.num_graphs == 0
+    assert same_bits(run.found(), reference.train(batches()).found())
+
+
+def test_a_long_run_stays_consistent() -> None:
+    steps = int(os.environ.get("HOTROW_STRESS_STEPS", "400"))
+    run = Run("lookahead", "10%")
+    for record in run.trainer.run(batches(steps)):
+        if record.step % 100 == 0:
+            run.embedding.check()
+    assert same_bits(run.found(), _untold(Run(), steps))
+
+
+def _untold(run: Run, steps: int) -> Found:
+    for _ in run.trainer.run(batches(steps)):
+        pass
+    return run.found()
+
+
+def test_a_budget_that_does_not_fit_is_told_beforehand() -> None:
+    tables = [hotrow.EmbeddingBagConfig("t", 10**9, 128, ["f"])]
+    with pytest.raises(ValueError, match=r"do not fit cuda:0: .* are free"):
+        hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast", device="cuda")
