@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -51,6 +52,9 @@ from test_loaders import Samples
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # What torch says once when matrix products leave room for fills.
+    pytest.mark.filterwarnings("ignore:Setting the SM carveout:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*preferred_blas_library is an experimental:UserWarning"),
 ]
 
 DEVICE = "cuda"
@@ -211,7 +215,7 @@ class Run:
         self,
         strategy: str | Strategy = "lookahead",
         *,
-        slots: int = 900,
+        slots: int = 400,
         rule: Any = None,
         tensor_lr: bool = False,
         embedding_options: dict[str, Any] | None = None,
@@ -427,8 +431,8 @@ def test_sums_that_are_looked_at_before_the_update_give_the_same_bits_with_graph
     assert captured.same_bits(Run(embedding_options=options, graphs=False).train(clicks(20)))
 
 
-def test_batches_of_many_lengths_are_not_captured_one_by_one() -> None:
-    """Jagged batches, though all of one length: what is captured has to be used again."""
+def test_jagged_batches_are_not_captured_one_by_one() -> None:
+    """All of one length, which looks as if a capture could be used again."""
     case = CASES["multi-hot"]
     generator = torch.Generator().manual_seed(0)
     batches = [
@@ -453,7 +457,7 @@ def test_batches_of_many_lengths_are_not_captured_one_by_one() -> None:
 
 def test_a_long_run_stays_right() -> None:
     """Random victims, few slots, evaluation in between, and a proof of the maps now and then."""
-    made = Run(variant("lookahead", victims="random"), slots=420)
+    made = Run(variant("lookahead", victims="random"), slots=300)
     twin = Run("all-fast")
     held_out = clicks(3)
     batches = [clicks(211)[step % 211] for step in range(STRESS_STEPS)]
@@ -623,12 +627,17 @@ def test_forked_workers_do_not_see_the_store() -> None:
 # -- memory --------------------------------------------------------------------------------
 
 
+def settle() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("strategy", ["all-fast", "lookahead"])
 def test_memory_is_what_torch_says_it_is(strategy: str) -> None:
     tables = [hotrow.EmbeddingBagConfig("t", 400_000, 60, ["f"])]
     generator = torch.Generator().manual_seed(0)
     batches = [skewed(generator, 400_000, 2048)[:, None] for _ in range(12)]
-    torch.cuda.synchronize()
+    settle()
     before = torch.cuda.memory_allocated()
     embedding = hotrow.EmbeddingBagCollection(
         tables, hotrow.RowWiseAdagrad(), budget="50%", strategy=strategy, device=DEVICE
@@ -636,7 +645,7 @@ def test_memory_is_what_torch_says_it_is(strategy: str) -> None:
     for batch in hotrow.ahead(batches, embedding, depth=4):
         embedding(batch).values().square().sum().backward()
     del batch
-    torch.cuda.synchronize()
+    settle()
     used = torch.cuda.memory_allocated() - before
     told = sum(embedding.memory().values())
     assert told == pytest.approx(used, rel=0.05)
@@ -649,20 +658,20 @@ def test_memory_is_given_back() -> None:
         Run(slots=4000).train(clicks(12))
 
     once()  # what libraries keep for themselves
-    torch.cuda.synchronize()
+    settle()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         once()
-    torch.cuda.synchronize()
-    gc.collect()
+    settle()
     assert torch.cuda.memory_allocated() - before < 1 << 20
 
 
 def test_a_budget_above_free_memory_is_refused_with_a_number_that_works() -> None:
     free, _ = torch.cuda.mem_get_info()
-    share = hotrow.Share(2 * free // (4 * 4), 32, False)
-    budget = hotrow.Budget((share,), window_bytes=1 << 16)
-    with pytest.raises(ValueError, match=r"do not fit cuda:\d.*Give a smaller budget") as caught:
-        build(CASES["one-hot"], strategy="lookahead", budget=budget)
-    assert "are free" in str(caught.value)
-    assert build(CASES["one-hot"], strategy="lookahead", budget=4000).num_slots > 0
+    case = CASES["one-hot"]
+    message = r"do not fit cuda:\d+: .* are free\. Give a smaller budget, such as budget='(\d+MiB)'"
+    with pytest.raises(ValueError, match=message) as caught:
+        build(case, strategy="lookahead", budget=2 * free)
+    found = re.search(message, str(caught.value))
+    assert found is not None
+    assert build(case, strategy="lookahead", budget=found[1]).num_slots > 0

@@ -17,8 +17,8 @@ from hotrow.models import DLRM
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # torch says so when matrix products leave room for fills.
-    pytest.mark.filterwarnings("ignore::UserWarning"),
+    # torch's compiler uses what torch deprecates, and steps that are not captured warn.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
 ROWS = (5000, 300, 20000, 40, 1000)

@@ -126,29 +126,34 @@ class Recorder:
     Each launch from Python costs the host as much as the GPU takes for a small kernel.
     """
 
-    _EAGER_FIRST = 2  # Triton compiles, and memory is found, before anything is captured
     _MOST_GRAPHS = 96
+    _MOST_SEEN = 4096
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._seen: dict[Any, int] = {}
+        self._seen: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
 
     def run(self, key: Any, launch: Callable[[], None], *, keep: Any = None) -> None:
         """Launch, or replay what was captured under `key`; `keep` lives as long as the graph."""
-        if not self._on_gpu:
-            launch()
-            return
         found = self._graphs.get(key)
-        if found is None:
-            kinds = key[:-1]  # shapes that change all the time would be captured for nothing
-            self._seen[kinds] = self._seen.get(kinds, 0) + 1
-            if self._seen[kinds] <= self._EAGER_FIRST or len(self._graphs) >= self._MOST_GRAPHS:
-                launch()
-                return
+        if found is not None:
+            found[0].replay()
+        elif not self._on_gpu or not self._comes_again(key):
+            launch()
+        else:
             found = self._graphs[key] = (self._capture(launch), keep)
-        found[0].replay()
+            found[0].replay()
+
+    def _comes_again(self, key: Any) -> bool:
+        """Whether launches were seen before, and compiled; what comes once is not worth a graph."""
+        if key in self._seen:
+            return len(self._graphs) < self._MOST_GRAPHS
+        if len(self._seen) >= self._MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
 
     def forget(self) -> None:
         """What was captured reads tensors that are about to go."""

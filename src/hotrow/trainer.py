@@ -28,8 +28,6 @@ from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
 
-CARVED_OUT = 4  # multiprocessors: two blocks, and the neighbours they share a cluster with
-
 _COUNTERS = (
     "lookups",
     "unique_rows",
@@ -167,32 +165,10 @@ class Trainer(Generic[Batch]):
             # torch would also fill new memory: a pass over every buffer that no result needs.
             memory.fill_uninitialized_memory = False
         try:
-            with _room_for_fills(self.device):
-                yield
+            yield
         finally:
             torch.set_deterministic_debug_mode(mode)
             memory.fill_uninitialized_memory = filling
-
-
-@contextmanager
-def _room_for_fills(device: torch.device) -> Iterator[None]:
-    """Matrix products leave a few multiprocessors to the kernel that fetches rows.
-
-    They are written for all of them at once: where one is taken, the last part of a product
-    waits for a second round. The same for every strategy, since it may change a sum's order.
-    """
-    carve = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if device.type != "cuda" or carve is None or not CARVED_OUT:
-        yield
-        return
-    library = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that can
-    carve(CARVED_OUT)
-    try:
-        yield
-    finally:
-        carve(None)
-        torch.backends.cuda.preferred_blas_library(library)
 
 
 class _Losses:
