@@ -52,9 +52,6 @@ from test_loaders import Samples
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # What torch says once when matrix products leave room for fills.
-    pytest.mark.filterwarnings("ignore:Setting the SM carveout:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*preferred_blas_library is an experimental:UserWarning"),
 ]
 
 DEVICE = "cuda"
@@ -200,6 +197,7 @@ def clicks(count: int) -> tuple[ClickBatch, ...]:
 
 
 def cut(batch: ClickBatch, size: int) -> ClickBatch:
+    assert isinstance(batch.sparse, Tensor)
     return ClickBatch(batch.dense[:size], batch.sparse[:size], batch.label[:size])
 
 
@@ -450,6 +448,17 @@ def test_jagged_batches_are_not_captured_one_by_one() -> None:
     assert found.same_bits(train(build(case, "sgd"), batches))
     kinds = [key[0] for key in embedding.groups[0].planner.recorder._graphs]
     assert kinds.count("expect") <= 8
+
+
+def test_ids_at_one_place_in_two_layouts_are_told_apart() -> None:
+    """Features by samples and samples by features, of one shape, in the same memory."""
+    case = CASES["one-hot"]
+    ids = torch.randint(40, (2, 8), device=DEVICE)
+    layouts = ids.view(8, 2), ids.T
+    assert layouts[0].data_ptr() == layouts[1].data_ptr()
+    batches = [layouts[place % 2] for place in range(16)]
+    expected = train(build(case, "adagrad"), [batch.cpu().contiguous() for batch in batches])
+    assert train(build(case, "adagrad"), batches).same_bits(expected)
 
 
 # -- long runs -----------------------------------------------------------------------------

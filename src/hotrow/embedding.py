@@ -161,6 +161,11 @@ class EmbeddingBagCollection(nn.Module):
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
+        if engine is not RowGroup and self.strategy.staged and not self.strategy.everything:
+            raise ValueError(
+                f"strategy {self.strategy.name!r} moves rows in stages, which works on a CPU only; "
+                "on a GPU take 'lookahead', whose rows also arrive before they are needed"
+            )
         if engine is RowGroup and output_dtype != torch.float32:
             raise ValueError(
                 f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
