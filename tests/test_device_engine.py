@@ -175,6 +175,11 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits() -> None:
         assert train(embedding, batches, depth=4).same_bits(expected) is is_right
 
 
+def test_a_strategy_in_stages_is_refused_with_another_that_works() -> None:
+    with pytest.raises(ValueError, match=r"'scratchpipe' moves rows in stages.* take 'lookahead'"):
+        build(ONE_HOT, strategy="scratchpipe", budget=6000)
+
+
 def test_rows_that_leave_by_way_of_the_host_give_the_same_bits() -> None:
     batches = ONE_HOT.batches(8)
     embedding = tight(ONE_HOT, "adam", victims="most-recent", steps=8, fill="mixed")
@@ -608,5 +613,5 @@ def test_output_in_half_precision_trains_rows_in_full() -> None:
 
 
 def test_stages_that_a_device_cannot_take_are_refused() -> None:
-    with pytest.raises(ValueError, match="'scratchpipe' moves rows in stages"):
+    with pytest.raises(ValueError, match=r"'scratchpipe' moves rows in stages"):
         build(ONE_HOT, strategy="scratchpipe", budget=4000)

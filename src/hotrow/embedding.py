@@ -157,7 +157,12 @@ class EmbeddingBagCollection(nn.Module):
         )
         shared = self._share(budget, row_bytes, layouts, profile)
         if self.device.type == "cuda":
-            _check_room(self.device, self.bytes_total if shared is None else shared.total_bytes)
+            wanted = self.bytes_total
+            if shared is not None:
+                sizes = zip(row_bytes, shared.shares, strict=True)
+                by_hand = sum(size * (each.slots + each.buffer_rows) for size, each in sizes)
+                wanted = shared.total_bytes or by_hand
+            _check_room(self.device, wanted)
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
