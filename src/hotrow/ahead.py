@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hotrow import schedule
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.interrupt import Standing
+from hotrow.interrupt import Standing, uninterrupted
 from hotrow.schedule import Ticket
 from hotrow.stages import Work
 from hotrow.strategy import Strategy
@@ -236,7 +236,9 @@ class _Reader:
             moving = [c for c in self._collections.values() if not c.strategy.everything]
             limit = min((each.useful_depth() for each in moving), default=0)
             limit = min(limit, _MOST_AHEAD)
-        return 1 + limit
+        groups = [group for each in self._collections.values() for group in each.groups]
+        most = [group.most_ahead for group in groups if group.most_ahead is not None]
+        return 1 + min([limit, *most])
 
     def _read(self) -> None:
         try:
@@ -283,8 +285,12 @@ class _Reader:
                 f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "
                 "are a part of it, say which: hotrow.ahead(loader, model, ids=lambda b: ...))"
             ) from None
-        for collection, arrival in arrivals:
-            collection.expect(arrival)
+        if self.lanes.device.type == "cuda" and any(each.is_cuda for each in tensors_in(batch)):
+            # Whoever made it may still be at it, in the lane of training.
+            self.lanes.after("plan", self.lanes.mark("train"))
+        with uninterrupted():
+            for collection, arrival in arrivals:
+                collection.expect(arrival)
         return _Read(batch, arrivals, names)
 
 
@@ -358,6 +364,19 @@ def _map(batch: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
     if isinstance(batch, KeyedJaggedTensor):
         return batch.map(change)
     return batch
+
+
+def only_tensors(batch: Any) -> bool:
+    """Whether a batch holds nothing but tensors that `map_tensors` finds."""
+    if isinstance(batch, Tensor | KeyedJaggedTensor):
+        return True
+    if isinstance(batch, list | tuple):
+        return all(map(only_tensors, batch))
+    if isinstance(batch, Mapping):
+        return all(map(only_tensors, batch.values()))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return all(only_tensors(getattr(batch, f.name)) for f in fields(batch))
+    return False
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

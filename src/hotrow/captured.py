@@ -8,18 +8,18 @@ shape, a batch that goes the direct way) runs eagerly, with the same kernels and
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hotrow.ahead import map_tensors, tensors_in
+from hotrow.ahead import map_tensors, only_tensors, tensors_in
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.lanes import Lanes, Mark, capture
-from hotrow.optim import RowOptimizer
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
@@ -32,11 +32,13 @@ class CapturedStep:
     def __init__(
         self,
         step: Callable[[Any], Tensor],
-        ids: Callable[[Any], Any],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         lanes: Lanes,
     ) -> None:
-        self._step, self._ids, self._optimizer, self._lanes = step, ids, optimizer, lanes
+        # Weakly: it belongs to whoever owns this, and both hold memory that must go in time.
+        self._step = weakref.WeakMethod(step)
+        self._model, self._optimizer, self._lanes = model, optimizer, lanes
         self._shapes: dict[Any, _Shape] = {}
         self._berths: dict[int, _Berth] = {}  # by the identity of the batch they hold
         self._settings: Any = None
@@ -47,6 +49,8 @@ class CapturedStep:
 
     def land(self, batch: Any, works: Sequence[Any]) -> Any:
         """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
+        if not only_tensors(batch):
+            return None  # what is no tensor may change, and a graph would not see it
         tensors = tensors_in(batch)
         key = tuple((each.shape, each.dtype) for each in tensors)
         shape = self._shapes.get(key)
@@ -71,7 +75,7 @@ class CapturedStep:
         berth = self._berths.get(id(batch))
         graph = None if berth is None else self._graph_for(berth, arrivals)
         if graph is None:
-            loss = self._step(batch)
+            loss = self._run_eagerly(batch)
         else:
             for embedding, _ in arrivals:
                 embedding.optimizer.count_step()
@@ -85,11 +89,20 @@ class CapturedStep:
                 embedding.done_with(arrival)  # its plan's buffers are the berth's again
         return loss
 
+    def _run_eagerly(self, batch: Any) -> Tensor:
+        step = self._step()
+        assert step is not None
+        return step(batch)
+
     def _graph_for(
         self, berth: _Berth, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
     ) -> torch.cuda.CUDAGraph | None:
         works: list[Any] = [work for _, each in arrivals for work in each.works]
-        if self._refused or not all(work.group.slots_hold(work) for work in works):
+        if (
+            self._refused
+            or _counts_on_the_host(self._optimizer)
+            or not all(work.group.slots_hold(work) for work in works)
+        ):
             return None
         self._drop_if_stale(arrivals)
         key = tuple(id(work.plan.buffers) for work in works)
@@ -111,7 +124,7 @@ class CapturedStep:
 
     def _capture(self, berth: _Berth) -> torch.cuda.CUDAGraph:
         def launch() -> None:
-            self._loss.copy_(self._step(berth.batch))
+            self._loss.copy_(self._run_eagerly(berth.batch))
 
         graph = capture(launch, self._pool)
         self._pool = graph.pool()
@@ -119,15 +132,22 @@ class CapturedStep:
 
     def _drop_if_stale(self, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> None:
         """A graph knows the settings as they were, but for those that are tensors."""
+        groups = [group for each, _ in arrivals for group in each.groups]
+        for group in groups:
+            group.push_scalars()
         settings = (
             None if self._optimizer is None else _settings(self._optimizer),
-            [group.scalars_alike for each, _ in arrivals for group in each.groups],
+            [group.scalars_alike for group in groups],
+            [(each.data_ptr(), each.requires_grad) for each in self._model.parameters()],
+            [each.training for each in self._model.modules()],
+            [each.grad_scale for each, _ in arrivals],
         )
         if settings == self._settings:
             return
         if self._settings is not None:
             for berth in self._berths.values():
                 berth.graphs.clear()
+            self._pool = None  # it went with the last of them
             self._stale += 1
             if self._stale == 3:
                 warnings.warn(
@@ -168,10 +188,22 @@ class _Shape:
         return self.berths[-1]
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    if isinstance(optimizer, RowOptimizer):
-        return []
-    return [
+def _counts_on_the_host(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a step reads state that a replay would not change, such as Adagrad's step."""
+    if optimizer is None:
+        return False
+    state = (each for one in optimizer.state.values() for each in one.values())
+    return any(isinstance(each, Tensor) and not each.is_cuda for each in state)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
+    state = [
+        each.data_ptr()
+        for one in optimizer.state.values()
+        for each in one.values()
+        if isinstance(each, Tensor)
+    ]
+    return state + [
         {
             key: id(value) if isinstance(value, Tensor) else value
             for key, value in group.items()

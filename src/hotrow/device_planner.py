@@ -253,8 +253,10 @@ class DevicePlanner:
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.window.clear()
+        self._next_row = 0
         self._word(kernels.EXPECTED).copy_(self._word(kernels.CLOCK))
-        self._word(kernels.ROW_OUT).copy_(self._word(kernels.ROW_IN))
+        self._word(kernels.ROW_OUT).zero_()
+        self._word(kernels.ROW_IN).zero_()
 
     def _word(self, word: int) -> Tensor:
         return self.state[word : word + 1]
@@ -360,9 +362,7 @@ class DevicePlanner:
 
         A ranking may have run out of slots that may still leave, so a fresh one is tried first.
         """
-        self.state[kernels.HALT] = 0
-        self._take_clock()
-        self._unread.clear()
+        self.clear_halt()
         if retry:
             self._rank()
             plan.outcome, plan.number = None, self._origin + self.number
@@ -377,6 +377,12 @@ class DevicePlanner:
             self.state[kernels.HALT] = 0
         self._make_room(int(plan.buffers.status[kernels.MISSING]))
         return False
+
+    def clear_halt(self) -> None:
+        """What comes next is planned again."""
+        self.state[kernels.HALT] = 0
+        self._take_clock()
+        self._unread.clear()
 
     def _prepare_victims(self) -> None:
         most = min(self.capacity, self.pad.num_slots)

@@ -42,6 +42,7 @@ from hotrow.writeback import WriteBack
 
 _FILL_BLOCKS = 2  # each takes a multiprocessor away from training
 _MOST_PACKED = 1 << 16  # rows
+_WINDOW_BYTES = 1 << 26
 
 
 class DeviceWork(Work):
@@ -236,7 +237,8 @@ class DeviceRows(RowGroup):
             self._write_ids(values, spans, expected.lookups, ids, counts)
 
         # Spans are new tensors every time.
-        key = (values.data_ptr(), values.shape, object() if spans is not None else None)
+        where = (values.data_ptr(), values.dtype, values.shape, values.stride())
+        key = (where, object() if spans is not None else None)
         self.planner.expect(expected, write_ids, key)
 
     def _admit(self, work: DeviceWork) -> Expected:
@@ -299,6 +301,13 @@ class DeviceRows(RowGroup):
                 self._read_store(ids[part], rows)
                 self.slots.index_copy_(0, slots[part], rows)
 
+    def forget_window(self) -> None:
+        self.planner.forget_window()
+
+    @property
+    def most_ahead(self) -> int | None:
+        return max(0, self.planner.depth - 2)
+
     def mark_planned(self, work: DeviceWork, mark: Mark) -> None:  # type: ignore[override]
         if work.plan is not None and work.plan.ready is None:
             work.plan.ready = mark
@@ -342,6 +351,9 @@ class DeviceRows(RowGroup):
         if plan is not None and not work.collected:
             if plan.outcome is None:
                 self.planner.read(plan)
+            if plan.outcome in (planning.NO_ROOM, planning.BAD_ID):
+                with self.lanes.on("plan"):
+                    self.planner.clear_halt()
             if plan.outcome != planning.PLANNED:
                 self._forget(work)
                 work.expected = None
@@ -353,6 +365,8 @@ class DeviceRows(RowGroup):
 
     def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
         assert work.plan is not None
+        if self.everything:
+            return
         b, count = work.plan.buffers, work.plan.num_moves
         if not self.zero_copy:
             self._fill_by_host(work)
@@ -657,7 +671,11 @@ class _AllPlanner(DevicePlanner):
 
     def __init__(self, pad: Any) -> None:
         super().__init__(
-            pad, hold=Hold(0, 0), eviction=EVICTIONS["least-recent"], tracks_slots=False
+            pad,
+            hold=Hold(0, 0),
+            eviction=EVICTIONS["least-recent"],
+            tracks_slots=False,
+            window_bytes=_WINDOW_BYTES,  # of batches that another collection knows ahead
         )
 
     def _prepare_victims(self) -> None: ...

@@ -361,9 +361,9 @@ class EmbeddingBagCollection(nn.Module):
     def leave(self, stream: Any) -> None:
         self._ahead = None
         self._arrivals.clear()
-        for group in self.groups:
-            if not group.everything:
-                group.planner.forget_window()
+        with self.lanes.on("plan"):
+            for group in self.groups:
+                group.forget_window()
 
     def useful_depth(self) -> int:
         """How many batches ahead are worth knowing, within the budget's bytes for ids."""

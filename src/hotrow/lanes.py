@@ -49,15 +49,20 @@ class _Event:
 class _On:
     """As torch.cuda.stream, which asks for the device again and again."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+    def __init__(self, lanes: Lanes, stream: torch.cuda.Stream) -> None:
+        self._lanes, self._stream = lanes, stream
 
     def __enter__(self) -> None:
         self._before = torch.cuda.current_stream(self._stream.device_index)
+        self._outermost = self._lanes.outside is None
+        if self._outermost:
+            self._lanes.outside = self._before
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self._before)
+        if self._outermost:
+            self._lanes.outside = None
 
 
 _NOWHERE: AbstractContextManager[None] = nullcontext()
@@ -69,6 +74,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[Name, torch.cuda.Stream] = {}
+        self.outside: torch.cuda.Stream | None = None  # training's, while another lane is on
         if device.type == "cuda":
             # First in line for the few multiprocessors they need: training waits for them.
             self._streams = {
@@ -76,12 +82,13 @@ class Lanes:
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
-        return self._streams.get(name) or torch.cuda.current_stream(self.device.index)
+        found = self._streams.get(name) or self.outside
+        return found or torch.cuda.current_stream(self.device.index)
 
     def on(self, name: Name) -> AbstractContextManager[None]:
         """What is launched inside runs in a lane."""
         stream = self._streams.get(name)
-        return _NOWHERE if stream is None else _On(stream)
+        return _NOWHERE if stream is None else _On(self, stream)
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
@@ -170,13 +177,14 @@ class Recorder:
 def capture(launch: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """What `launch` launches, as a graph, whose memory is in `pool`."""
     graph = torch.cuda.CUDAGraph()
-    collects = gc.isenabled()
+    collects, stream = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             launch()
     finally:
+        torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
         if collects:
             gc.enable()
     return graph

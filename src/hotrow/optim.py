@@ -219,7 +219,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
         """`scalars` as rows of numbers, one row per table; the same list while nothing changes."""
         settings = [field.name for field in fields(self.rule)]
-        key = [[group[name] for name in settings] for group in self.param_groups]
+        # A schedule changes a tensor in place.
+        key = [[_number(group[name]) for name in settings] for group in self.param_groups]
         if self.rule.uses_step:
             key.append(self.steps.tolist())
         found, rows = self._last_scalars.get(names, (None, []))
@@ -262,6 +263,10 @@ class RowOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
             self.steps[place] = int(state_dict["state"][name]["step"])
             self.rows.load_state(name, state_dict["state"][name])
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:

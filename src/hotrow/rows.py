@@ -137,6 +137,16 @@ class RowGroup:
         self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
         return True
 
+    def forget_window(self) -> None:
+        """The batches expected will not come."""
+        if not self.everything:
+            self.planner.forget_window()
+
+    @property
+    def most_ahead(self) -> int | None:
+        """Batches that may be expected at once; None: any number."""
+        return None
+
     def mark_planned(self, work: Work, mark: Mark) -> None:
         """Where the plan will be known; here it already is."""
 

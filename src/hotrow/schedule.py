@@ -41,12 +41,13 @@ class Ticket:
 
     def confirm(self) -> bool:
         """Learn what became of the plans; False if plans behind them were halted."""
-        try:
-            went_well = [work.group.confirm(work) for work in self.works]
-        except Exception as error:
-            self.error = error
-            return False
-        return all(went_well)
+        with uninterrupted():
+            try:
+                went_well = [work.group.confirm(work) for work in self.works]
+            except Exception as error:
+                self.error = error
+                return False
+            return all(went_well)
 
     def take_back(self) -> None:
         """To be planned again: a batch before it could not be."""
@@ -110,7 +111,7 @@ def run(
         with uninterrupted():
             lanes.join()
             for ticket in (*line, *again):
-                if ticket.planned:
+                if any(work.plan is not None for work in ticket.works):
                     ticket.confirm()
                 for stage in stages[1:]:
                     if not stage.trains:

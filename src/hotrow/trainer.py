@@ -74,7 +74,7 @@ class Trainer(Generic[Batch]):
         self._captured: CapturedStep | None = None
         if graphs and self.device.type == "cuda":
             lanes = lanes_of(self.device)
-            self._captured = CapturedStep(self._step_on, ids, dense_optimizer, lanes)
+            self._captured = CapturedStep(self._step_on, model, dense_optimizer, lanes)
         self._losses: _Losses | None = None
         self._collections = [
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
