@@ -238,7 +238,7 @@ class _Reader:
             limit = min(limit, _MOST_AHEAD)
         groups = [group for each in self._collections.values() for group in each.groups]
         most = [group.most_ahead for group in groups if group.most_ahead is not None]
-        return 1 + min([limit, *most])
+        return 1 + int(min([limit, *most]))
 
     def _read(self) -> None:
         try:
