@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional
 
 from hotrow.kernels.triton.interact import interact, interact_backward, suits, width_of
@@ -118,7 +118,7 @@ def test_a_samples_bits_depend_on_it_alone(types: Any, device: torch.device) -> 
 
 def test_torch_accepts_the_operation(device: torch.device) -> None:
     dense, vectors, width = make((3, 2, 16, 8), (torch.float32, torch.float32), device)
-    torch.library.opcheck(interact, (dense, vectors, width))
+    library.opcheck(interact, (dense, vectors, width))
 
 
 def test_a_compiled_graph_keeps_it_whole(device: torch.device) -> None:

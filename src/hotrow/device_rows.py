@@ -322,9 +322,7 @@ class DeviceRows(RowGroup):
             return True
         outcome = self.planner.read(plan)
         if outcome == planning.PLANNED:
-            if not work.confirmed:
-                work.confirmed = True
-                self._note([plan.lookups, plan.num_unique, plan.num_moves, plan.num_evicted])
+            self._count_moves(work, plan)
             if self.everything:
                 self._mark_collected(work)
                 work.inserted = True
@@ -335,6 +333,7 @@ class DeviceRows(RowGroup):
             expected = self._admit(work)
             retry = outcome == planning.NO_ROOM and not self.everything
             if self.planner.resume(expected, plan, retry=retry):
+                self._count_moves(work, plan)
                 return False
         self._forget(work)
         if outcome == planning.BAD_ID:
@@ -344,6 +343,11 @@ class DeviceRows(RowGroup):
             self._tell_of_chunks(int(plan.buffers.status[planning.UNIQUE]))
             self.count_direct(work)
         return False
+
+    def _count_moves(self, work: DeviceWork, plan: DevicePlan) -> None:
+        if not work.confirmed:
+            work.confirmed = True
+            self._note([plan.lookups, plan.num_unique, plan.num_moves, plan.num_evicted])
 
     def take_back(self, work: DeviceWork) -> None:  # type: ignore[override]
         """A batch before this one failed: this one has to be planned again, if it was halted."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 SMALLEST = 16  # what a matrix product wants of every side
 LARGEST_BYTES = 8192  # of one sample's tile: more of them leave the registers
@@ -34,7 +34,7 @@ def suits(num_features: int, dense: Tensor) -> bool:
     return fits and dense.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.library.custom_op("hotrow::interact", mutates_args=())
+@library.custom_op("hotrow::interact", mutates_args=())
 def interact(dense: Tensor, vectors: Tensor, width: int) -> Tensor:
     """Dense vector, all dot products of two different vectors, zeros: [B, width] like `dense`.
 
@@ -69,7 +69,7 @@ def _(dense: Tensor, vectors: Tensor, width: int) -> Tensor:
     return dense.new_empty(dense.shape[0], width)
 
 
-@torch.library.custom_op("hotrow::interact_backward", mutates_args=())
+@library.custom_op("hotrow::interact_backward", mutates_args=())
 def interact_backward(grad: Tensor, dense: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `dense` and `vectors`, contiguous."""
     grad, dense, vectors = _rows(grad), _rows(dense), _rows(vectors)
