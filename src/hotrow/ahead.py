@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -357,13 +358,18 @@ def _map(batch: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
     if isinstance(batch, Mapping):
         return {key: _map(value, change, has_to=has_to) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        parts = {f.name: getattr(batch, f.name) for f in fields(batch) if f.init}
+        parts = {name: getattr(batch, name) for name in _given_fields(type(batch))}
         return replace(
             batch, **{name: _map(part, change, has_to=has_to) for name, part in parts.items()}
         )
     if isinstance(batch, KeyedJaggedTensor):
         return batch.map(change)
     return batch
+
+
+@cache
+def _given_fields(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
 
 
 def only_tensors(batch: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hotrow.ahead import map_tensors, only_tensors, tensors_in
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.lanes import Lanes, Mark, capture
+from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
@@ -42,6 +43,7 @@ class CapturedStep:
         self._shapes: dict[Any, _Shape] = {}
         self._berths: dict[int, _Berth] = {}  # by the identity of the batch they hold
         self._settings: Any = None
+        self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self._pool: Any = None
         self._stale = 0
@@ -136,14 +138,12 @@ class CapturedStep:
         for group in groups:
             group.push_scalars()
         settings = (
-            None if self._optimizer is None else _settings(self._optimizer),
             [group.scalars_alike for group in groups],
-            [(each.data_ptr(), each.requires_grad) for each in self._model.parameters()],
-            [each.training for each in self._model.modules()],
             [each.grad_scale for each, _ in arrivals],
         )
-        if settings == self._settings:
+        if self._watch is not None and not self._watch.changed() and settings == self._settings:
             return
+        self._watch = Watch(self._model, self._optimizer)
         if self._settings is not None:
             for berth in self._berths.values():
                 berth.graphs.clear()
@@ -194,20 +194,3 @@ def _counts_on_the_host(optimizer: torch.optim.Optimizer | None) -> bool:
         return False
     state = (each for one in optimizer.state.values() for each in one.values())
     return any(isinstance(each, Tensor) and not each.is_cuda for each in state)
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    state = [
-        each.data_ptr()
-        for one in optimizer.state.values()
-        for each in one.values()
-        if isinstance(each, Tensor)
-    ]
-    return state + [
-        {
-            key: id(value) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from types import FrameType
@@ -11,6 +12,9 @@ from typing import Any
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 ]
+
+# As signal.getsignal, which makes an enum of every answer: this is asked several times a step.
+_handler, _SIGINT = _signal.getsignal, int(signal.SIGINT)
 
 
 class _Gate:
@@ -43,7 +47,7 @@ class _Gate:
 
     @property
     def is_up(self) -> bool:
-        return signal.getsignal(signal.SIGINT) == self.receive
+        return bool(_handler(_SIGINT) == self.receive)
 
 
 _gate = _Gate()

@@ -53,16 +53,20 @@ class _On:
         self._lanes, self._stream = lanes, stream
 
     def __enter__(self) -> None:
-        self._before = torch.cuda.current_stream(self._stream.device_index)
-        self._outermost = self._lanes.outside is None
-        if self._outermost:
-            self._lanes.outside = self._before
-        torch.cuda.set_stream(self._stream)
+        lanes = self._lanes
+        self._before, self._outside = lanes.inside, lanes.outside
+        if self._outside is None:
+            lanes.outside = torch.cuda.current_stream(self._stream.device_index)
+        lanes.inside = self._stream
+        if self._before is not self._stream:
+            torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._before)
-        if self._outermost:
-            self._lanes.outside = None
+        lanes = self._lanes
+        assert lanes.outside is not None
+        if self._before is not self._stream:
+            torch.cuda.set_stream(self._before or lanes.outside)
+        lanes.inside, lanes.outside = self._before, self._outside
 
 
 _NOWHERE: AbstractContextManager[None] = nullcontext()
@@ -74,7 +78,8 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[Name, torch.cuda.Stream] = {}
-        self.outside: torch.cuda.Stream | None = None  # training's, while another lane is on
+        self.inside: torch.cuda.Stream | None = None  # of the lane that is on
+        self.outside: torch.cuda.Stream | None = None  # training's, while it is known
         if device.type == "cuda":
             # First in line for the few multiprocessors they need: training waits for them.
             self._streams = {
@@ -89,6 +94,19 @@ class Lanes:
         """What is launched inside runs in a lane."""
         stream = self._streams.get(name)
         return _NOWHERE if stream is None else _On(self, stream)
+
+    def take_turn(self) -> None:
+        """Training's stream is the current one, and stays that until the turn is given back.
+
+        To ask torch for it costs the host more than a launch, so it is asked once a turn.
+        """
+        if self._streams and self.inside is None:
+            self.outside = torch.cuda.current_stream(self.device.index)
+
+    def give_turn(self) -> None:
+        """From now on others may choose streams."""
+        if self.inside is None:
+            self.outside = None
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""

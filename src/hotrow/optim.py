@@ -186,6 +186,9 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.rule = rule
         self.names = [table.name for table in tables]
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._setting_names = [field.name for field in fields(rule)]
+        self._has_tensors = False
         # Updates so far. On the host, which counts them: no device has to be asked.
         self.steps = torch.zeros(len(tables), dtype=torch.int64)
         self._last_scalars: dict[tuple[str, ...], tuple[Any, list[tuple[float, ...]]]] = {}
@@ -204,7 +207,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def scalars(self, names: Sequence[str]) -> Scalars:
         """What the rule needs for an update of some tables, [T] float64 each."""
-        places = [self.names.index(name) for name in names]
+        places = [self._places[name] for name in names]
         table: dict[str, list[float]] = {}
         for group in (self.param_groups[place] for place in places):
             for field in fields(self.rule):
@@ -218,17 +221,32 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
         """`scalars` as rows of numbers, one row per table; the same list while nothing changes."""
-        settings = [field.name for field in fields(self.rule)]
-        # A schedule changes a tensor in place.
-        key = [[_number(group[name]) for name in settings] for group in self.param_groups]
+        settings = self._setting_names
+        key: list[Any] = [group[name] for group in self.param_groups for name in settings]
+        if self._has_tensors:
+            key = list(map(_number, key))  # a schedule changes a tensor in place
         if self.rule.uses_step:
             key.append(self.steps.tolist())
         found, rows = self._last_scalars.get(names, (None, []))
         if found != key:
-            columns = [values.tolist() for values in self.scalars(names).values()]
-            rows = list(zip(*columns, strict=True))
-            self._last_scalars[names] = key, rows
+            self._has_tensors = any(
+                isinstance(group[name], Tensor) for group in self.param_groups for name in settings
+            )
+            # Tables with the same settings have the same numbers, and most have.
+            alike: dict[Any, str] = {}
+            facts = [self._facts(name) for name in names]
+            for name, fact in zip(names, facts, strict=True):
+                alike.setdefault(fact, name)
+            columns = [values.tolist() for values in self.scalars(tuple(alike.values())).values()]
+            found_rows = dict(zip(alike, zip(*columns, strict=True), strict=True))
+            rows = [found_rows[fact] for fact in facts]
+            self._last_scalars[names] = list(map(_number, key)), rows
         return rows
+
+    def _facts(self, name: str) -> tuple[Any, ...]:
+        place = self._places[name]
+        group = self.param_groups[place]
+        return (int(self.steps[place]), *(_number(group[each]) for each in self._setting_names))
 
     def count_step(self) -> None:
         """One more update, for every table alike, also those without a lookup."""
@@ -266,7 +284,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:

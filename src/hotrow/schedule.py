@@ -81,6 +81,7 @@ def run(
     again: deque[Ticket] = deque()
     try:
         for cycle in count():
+            lanes.take_turn()
             trained = lanes.mark("train")  # in the cycles before
             for ticket in line:
                 ticket.age += 1
@@ -101,13 +102,16 @@ def run(
                             raise ticket.error  # what was planned for it is finished below
                         line.remove(ticket)
                         lanes.after("train", ticket.mark)
+                        lanes.give_turn()
                         yield ticket
+                        lanes.take_turn()
                     elif ticket.error is None:
                         if stage.lane == "rows":
                             lanes.after("rows", trained)
                             lanes.after("rows", ticket.mark)
                         ticket.run(stage, lanes)
     finally:
+        lanes.give_turn()
         with uninterrupted():
             lanes.join()
             for ticket in (*line, *again):

@@ -1,0 +1,60 @@
+"""Whether a model, or its optimizer, is still what it was when a step was captured.
+
+A graph reads tensors at the places where they were, with the numbers as they were. Asked before
+every replay, so it looks at what was found once, instead of walking through the model again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Watch:
+    """Remembers a model and an optimizer; `changed()` says whether they are others now."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._modules = list(model.modules())
+        self._tables = [
+            each
+            for module in self._modules
+            for each in (module._parameters, module._buffers, module._modules)
+            if each
+        ]
+        self._parts = self._parts_now()
+        self._tensors = [each for each in self._parts if isinstance(each, Tensor)]
+        self._facts = self._facts_now()
+
+    def changed(self) -> bool:
+        """Whether anything is another one, elsewhere, or has another setting."""
+        parts = self._parts_now()
+        return (
+            len(parts) != len(self._parts)
+            or any(now is not then for now, then in zip(parts, self._parts, strict=True))
+            or self._facts_now() != self._facts
+        )
+
+    def _parts_now(self) -> list[Any]:
+        """Every tensor and module, and the optimizer's state."""
+        parts = [each for table in self._tables for each in table.values()]
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                parts += [each for each in state.values() if isinstance(each, Tensor)]
+        return parts
+
+    def _facts_now(self) -> tuple[Any, ...]:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return (
+            [(each.data_ptr(), each.requires_grad) for each in self._tensors],
+            [each.training for each in self._modules],
+            # Graphs follow settings that are tensors.
+            [
+                id(value) if isinstance(value, Tensor) else value
+                for group in groups
+                for key, value in group.items()
+                if key != "params"
+            ],
+        )
