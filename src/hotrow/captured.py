@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hotrow.ahead import map_tensors, only_tensors, tensors_in
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.lanes import Lanes, Mark, capture
+from hotrow.lanes import PRIORITIES, Lanes, Mark, capture
 from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
@@ -128,7 +128,7 @@ class CapturedStep:
         def launch() -> None:
             self._loss.copy_(self._run_eagerly(berth.batch))
 
-        graph = capture(launch, self._pool)
+        graph = capture(launch, self._pool, PRIORITIES["train"])
         self._pool = graph.pool()
         return graph
 

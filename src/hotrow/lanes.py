@@ -69,6 +69,10 @@ class _On:
         lanes.inside, lanes.outside = self._before, self._outside
 
 
+# Lower numbers first. A fill is first in line for the few multiprocessors it needs, and takes long;
+# a plan has two cycles, so it takes what a captured training step leaves idle.
+PRIORITIES = {"plan": 0, "rows": -2, "back": -2, "train": -1}
+
 _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
@@ -81,9 +85,9 @@ class Lanes:
         self.inside: torch.cuda.Stream | None = None  # of the lane that is on
         self.outside: torch.cuda.Stream | None = None  # training's, while it is known
         if device.type == "cuda":
-            # First in line for the few multiprocessors they need: training waits for them.
             self._streams = {
-                name: torch.cuda.Stream(device, priority=-1) for name in ("plan", "rows", "back")
+                name: torch.cuda.Stream(device, priority=PRIORITIES[name])
+                for name in ("plan", "rows", "back")
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
@@ -187,19 +191,28 @@ class Recorder:
             self._graphs.clear()
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = capture(launch, self._pool)
+        graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
         self._pool = graph.pool()
         return graph
 
 
-def capture(launch: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """What `launch` launches, as a graph, whose memory is in `pool`."""
+@cache
+def _capture_stream(device: int, priority: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)
+
+
+def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
+    """What `launch` launches, as a graph, whose memory is in `pool`.
+
+    Its kernels have the priority of the stream they were captured on, wherever they are replayed.
+    """
     graph = torch.cuda.CUDAGraph()
     collects, stream = gc.isenabled(), torch.cuda.current_stream()
+    side = _capture_stream(stream.device_index, priority)
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             launch()
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
