@@ -12,7 +12,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -72,8 +71,7 @@ class Trainer(Generic[Batch]):
         self.step = 0  # steps taken so far, over all calls of run()
         self.autocast = autocast
         self._forward = torch.compile(model, dynamic=False) if compile else model
-        mean_loss = partial(_mean_loss, loss_fn)
-        self._mean_loss = torch.compile(mean_loss, dynamic=False) if compile else mean_loss
+        self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
         self._captured: CapturedStep | None = None
         if graphs and self.device.type == "cuda":
             lanes = lanes_of(self.device)
@@ -137,7 +135,7 @@ class Trainer(Generic[Batch]):
     def _step_on(self, batch: Batch) -> Tensor:
         with self._algorithms():  # not while the caller has its turn
             with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                loss = self._mean_loss(self._forward(batch), self.labels(batch))
+                loss = self._mean_loss(self.loss_fn, self._forward(batch), self.labels(batch))
             if self.dense_optimizer is not None:
                 self.dense_optimizer.zero_grad()
             loss.backward()
