@@ -14,7 +14,7 @@ from torch.nn import functional
 import hotrow
 from hotrow.evict import EVICTIONS
 from hotrow.planner import Hold
-from hotrow.stages import FIVE, FUSED
+from hotrow.stages import FIVE, FUSED, SPLIT
 from hotrow.strategy import STRATEGIES, Strategy
 
 RULES = {
@@ -119,8 +119,10 @@ def shuffled(stages: Sequence[Any], cycle: int) -> Sequence[Any]:
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sequential": {"overlapped": False},
     "fused": {"overlapped": True, "stages": FUSED},
+    "split": {"overlapped": True, "stages": SPLIT},
     "five": {"overlapped": True, "stages": FIVE},
     "fused-shuffled": {"overlapped": True, "stages": FUSED, "order": shuffled},
+    "split-shuffled": {"overlapped": True, "stages": SPLIT, "order": shuffled},
     "five-shuffled": {"overlapped": True, "stages": FIVE, "order": shuffled},
 }
 

@@ -175,19 +175,6 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits() -> None:
         assert train(embedding, batches, depth=4).same_bits(expected) is is_right
 
 
-def test_a_strategy_in_stages_is_refused_with_another_that_works() -> None:
-    with pytest.raises(ValueError, match=r"'scratchpipe' moves rows in stages.* take 'lookahead'"):
-        build(ONE_HOT, strategy="scratchpipe", budget=6000)
-
-
-def test_rows_that_leave_by_way_of_the_host_give_the_same_bits() -> None:
-    batches = ONE_HOT.batches(8)
-    embedding = tight(ONE_HOT, "adam", victims="most-recent", steps=8, fill="mixed")
-    assert embedding.groups[0].write_back is not None
-    assert train(embedding, batches).same_bits(train(build(ONE_HOT, "adam"), batches))
-    assert embedding.traffic().evicted_rows > 0
-
-
 def test_traffic_is_counted_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = TWO_WIDTHS.batches(STEPS)
     embedding = tight(TWO_WIDTHS, name="lru", victims="own")
@@ -610,8 +597,3 @@ def test_output_in_half_precision_trains_rows_in_full() -> None:
     whole = train(build(ONE_HOT, "adagrad"), batches)
     torch.testing.assert_close(halves[0].weights, whole.weights, rtol=0.1, atol=0.05)
     assert not torch.equal(*(x.weights["embedding_bags.a.weight"] for x in (halves[0], whole)))
-
-
-def test_stages_that_a_device_cannot_take_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'scratchpipe' moves rows in stages"):
-        build(ONE_HOT, strategy="scratchpipe", budget=4000)

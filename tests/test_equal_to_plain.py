@@ -104,7 +104,13 @@ def test_all_fast_trains_like_plain_pytorch_for_200_steps(case: str, rule: str) 
 @pytest.mark.parametrize("victims", ["random", "most-recent"])
 @pytest.mark.parametrize(
     ("schedule", "shorten"),
-    [("fused", (1, 0)), ("five", (1, 0)), ("five", (0, 1)), ("five", (1, 1))],
+    [
+        ("fused", (1, 0)),
+        ("split", (1, 0)),
+        ("five", (1, 0)),
+        ("five", (0, 1)),
+        ("five", (1, 1)),
+    ],
     ids=str,
 )
 def test_a_hold_shorter_than_computed_gives_wrong_bits(
@@ -123,4 +129,5 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits(
 def test_the_hold_follows_from_the_stages() -> None:
     assert variant("scratchpipe").hold == hotrow.planner.Hold(past=3, future=2)
     assert variant("lookahead").hold == hotrow.planner.Hold(past=1, future=0)
+    assert variant("lookahead", "split").hold == hotrow.planner.Hold(past=2, future=0)
     assert variant("lookahead", "sequential").hold == hotrow.planner.Hold(past=0, future=0)

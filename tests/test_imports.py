@@ -63,8 +63,8 @@ LAYERS = [
     {"kernels", "interrupt", "lanes", "masters", "watch"},
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
     {"batch", "store", "pinned", "profile", "optim", "planner"},
-    {"stages", "device_planner", "writeback"},
-    {"schedule", "strategy"},
+    {"stages", "device_planner", "staged"},
+    {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
     {"step", "device_rows"},
     {"embedding"},
@@ -184,7 +184,7 @@ def imported() -> set[str]:
 
 
 # What rows on a GPU are made of; everything else is there without Triton.
-ENGINE = {"hotrow.device_planner", "hotrow.device_rows"}
+ENGINE = {f"hotrow.{name}" for name in ("device_planner", "device_rows", "staged", "fills")}
 
 
 def test_only_rows_on_a_gpu_need_triton() -> None:

@@ -16,7 +16,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
 from hotrow.schedule import Ticket
-from hotrow.stages import Work
+from hotrow.stages import FUSED, SPLIT, Work
 from hotrow.strategy import Strategy
 
 # Puts a batch's tensors where a captured step reads them; None if it cannot.
@@ -329,6 +329,9 @@ def _collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
 def _common_strategy(collections: Sequence[EmbeddingBagCollection]) -> Strategy:
     """The strategy whose stages serve all collections; all-fast ones go along with any."""
     moving = [each.strategy for each in collections if not each.strategy.everything]
+    if any(each.stages is SPLIT for each in moving):
+        # Rows that move at once can do so in the second of two stages.
+        moving = [replace(x, stages=SPLIT) if x.stages is FUSED else x for x in moving]
     for other in moving[1:]:
         if (other.timed_stages, other.look_ahead) != (moving[0].timed_stages, moving[0].look_ahead):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -51,6 +51,12 @@ class Share:
     slots: int
     buffer_rows: int  # rows that may be on their way, or pass through when a batch has no slots
     dense_map: bool  # four bytes for every row of the tables, or eight for every slot
+    packet_rows: int = 0  # rows of one packet where a GPU's rows are staged; 0: any number
+
+    def with_packets(self, packets: int, row_bytes: int) -> Share:
+        """The same bytes with room for packets, which takes slots away."""
+        taken = -(-packets * self.packet_rows * row_bytes // slot_bytes(row_bytes))
+        return replace(self, slots=max(1, self.slots - taken))
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ def choose_map(slots: int, num_rows: int) -> bool:
     return 4 * num_rows <= HASH_BYTES * slots
 
 
+_PACKET_PART = 1 / 64  # there are three or four of them
+MOST_PACKED = 1 << 16  # rows
 _LEAST_ROWS = 32  # fewer slots, or a smaller buffer, would make every chunk a loop of its own
 
 
@@ -123,7 +131,9 @@ def share_out(
         buffer_rows = max(_LEAST_ROWS, min(int(mine * buffer_part) // row_bytes[g], num_rows[g]))
         slots = int(mine - (buffer_rows + 2) * row_bytes[g]) // slot_bytes(row_bytes[g])
         slots = min(slots, num_rows[g])
-        shares[g] = Share(slots, buffer_rows, choose_map(slots, num_rows[g]))
+        packet_rows = int(mine * _PACKET_PART) // row_bytes[g]
+        packet_rows = max(1, min(packet_rows, num_rows[g], MOST_PACKED))
+        shares[g] = Share(slots, buffer_rows, choose_map(slots, num_rows[g]), packet_rows)
         used = slots * slot_bytes(row_bytes[g]) + (buffer_rows + 2) * row_bytes[g]
         spare -= max(0, used - least)
         weight -= parts[g]

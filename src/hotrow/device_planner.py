@@ -29,6 +29,11 @@ _MOST_BATCHES = 264  # that a window may hold
 NEVER = PINNED = kernels.NEVER
 
 
+def id_type_of(num_rows: int) -> torch.dtype:
+    # Padding is the id `num_rows`, so that must fit, too.
+    return torch.int32 if num_rows < 2**31 - 1 else torch.int64
+
+
 class DeviceScratchpad:
     """Slots on the device, and one more that always reads zero."""
 
@@ -37,8 +42,7 @@ class DeviceScratchpad:
     ) -> None:
         self.num_slots, self.num_rows = num_slots, num_rows
         self.slots = torch.zeros(num_slots + 1, width, device=device)
-        # Padding is the id `num_rows`, so that must fit, too.
-        self.id_type = torch.int32 if num_rows < 2**31 - 1 else torch.int64
+        self.id_type = id_type_of(num_rows)
         self.row_of_slot = torch.full((num_slots,), FREE, dtype=self.id_type, device=device)
         self.map = DeviceMap(self.row_of_slot, num_rows, dense=dense_map)
 

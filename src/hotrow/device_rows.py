@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spans_of
-from hotrow.budget import Share
+from hotrow.budget import MOST_PACKED, Share
 from hotrow.device_planner import (
     DevicePlan,
     DevicePlanner,
@@ -26,22 +27,22 @@ from hotrow.device_planner import (
     PlanBuffers,
 )
 from hotrow.evict import EVICTIONS
-from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.fills import FillChoice, choose
+from hotrow.interrupt import uninterrupted
+from hotrow.kernels.reference import Moves, SortedIds, sort_ids
 from hotrow.kernels.triton import fill, lookup, start, update
 from hotrow.kernels.triton import plan as planning
 from hotrow.kernels.triton.segments import Segments, segments_of
-from hotrow.lanes import Lanes, Mark
+from hotrow.lanes import Lanes, Mark, Name
 from hotrow.pinned import locked_rows
 from hotrow.planner import Hold
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
-from hotrow.stages import Work
+from hotrow.staged import FILL_BLOCKS, Packet, Staged
+from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store, initialise_table, seed_word
 from hotrow.tables import Constant, Normal, Uniform, WidthGroup
-from hotrow.writeback import WriteBack
 
-_FILL_BLOCKS = 2  # each takes a multiprocessor away from training
-_MOST_PACKED = 1 << 16  # rows
 _WINDOW_BYTES = 1 << 26
 
 
@@ -55,7 +56,9 @@ class DeviceWork(Work):
         self.group, self.batch = group, batch
         self.plan = None
         self.expected: Expected | None = None
+        self.announced = True  # batches before it hold its rows
         self.incoming = self.outgoing = None
+        self.packet: Packet | None = None  # its rows on their way, between collect and insert
         self.collected = self.inserted = self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
         self._lookups: Lookups | None = None
@@ -127,6 +130,7 @@ class DeviceRows(RowGroup):
 
     plans_later = True
     zero_copy = True  # the device reads and writes the store by itself
+    staged: Staged | None = None  # or the copy engine and the CPU move rows
     planner: DevicePlanner  # type: ignore[assignment]
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
@@ -202,26 +206,52 @@ class DeviceRows(RowGroup):
         torch.cuda.synchronize(self.device)
 
     def _make_scratchpad(self, share: Share) -> None:
+        self.fill_choice = self._choose_fill()
+        packets = 0
+        if self.fill_choice.form != "zero-copy":
+            if not self.strategy.staged:
+                self.strategy = replace(self.strategy, stages=SPLIT)
+            # One more than may be in transit, so that nobody waits for its last row to be written.
+            packets = 1 + in_transit_of(self.strategy.timed_stages)
+            if share.slots < self.layout.num_rows:
+                share = share.with_packets(packets, 4 * self.width)
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
         )
         self.slots = self.pad.slots
         self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
         self._past = self.strategy.hold.past
-        self.write_back: WriteBack | None = None
-        # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
-        if self.fill_form == "mixed" and self.zero_copy and not self.strategy.refetch:
-            most = min(share.slots, max(1024, share.buffer_rows // 4), _MOST_PACKED)
-            self.write_back = WriteBack(self.store, most, self.pad.id_type, self.device, self.lanes)
+        if packets:
+            self.staged = Staged(
+                self.store, self.slots, most=share.packet_rows or min(share.slots, MOST_PACKED),
+                packets=packets, id_type=self.pad.id_type, lanes=self.lanes,
+                gathers=self.fill_choice.form == "staged",
+            )  # fmt: skip
         self.planner = DevicePlanner(
             self.pad,
             hold=self.strategy.hold,
             eviction=self.strategy.eviction,
             refetch=self.strategy.refetch,
-            max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
             pins=self._pins() if self.strategy.pinned_part else None,
             window_bytes=self.window_bytes,
         )
+
+    def _choose_fill(self) -> FillChoice:
+        strategy, wanted = self.strategy, self.fill_form
+        if not self.zero_copy:
+            return FillChoice("staged", "the store is not page-locked")
+        if wanted == "mixed" and strategy.refetch:
+            # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
+            return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")
+        if wanted != "auto":
+            return FillChoice(wanted, "asked for")
+        if strategy.staged:
+            return FillChoice("staged", f"{strategy.name} moves rows in stages")
+        if not strategy.overlapped:
+            return FillChoice("zero-copy", f"{strategy.name} waits for its rows")
+        if self.device.type != "cuda":
+            return FillChoice("zero-copy", "one memory serves both")
+        return choose(self.store, self.device, self.lanes)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -278,7 +308,7 @@ class DeviceRows(RowGroup):
         if not self._started:
             self._start()
         if work.expected is None:
-            work.expected = self._admit(work)
+            work.expected, work.announced = self._admit(work), False
         buffers = self._pool_of_buffers.take(
             max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth
         )
@@ -367,40 +397,80 @@ class DeviceRows(RowGroup):
         if work in self.uncollected:
             self.uncollected.remove(work)
 
+    def collect(self, work: DeviceWork) -> None:  # type: ignore[override]
+        """Rows set out; where the device moves them by itself, that waits until `insert`."""
+        if self.staged is None:
+            return
+        if not work.announced:
+            self._insert_all()  # what is in transit may hold rows that this batch needs
+        assert work.plan is not None
+        b, count = work.plan.buffers, work.plan.num_moves
+        if count > self.staged.most:
+            self.fill(work)
+            return
+        self._mark_collected(work)
+        if not count:
+            work.inserted = True
+            return
+        work.packet = self.staged.collect(
+            Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), count,
+            evicts=work.plan.num_evicted > 0, replay=partial(self._replay, b),
+        )  # fmt: skip
+        self.in_transit.append(work)
+
+    def exchange(self, work: DeviceWork) -> None:  # type: ignore[override]
+        assert self.staged is not None
+        assert work.packet is not None
+        self.staged.depart(work.packet)
+        self.staged.arrive(work.packet)
+
+    def write_back(self, work: DeviceWork) -> None:  # type: ignore[override]
+        assert self.staged is not None
+        assert work.packet is not None
+        self.staged.write(work.packet)
+
+    def insert(self, work: DeviceWork) -> None:  # type: ignore[override]
+        if not work.collected:
+            self.fill(work)
+            return
+        assert self.staged is not None
+        assert work.packet is not None
+        assert work.plan is not None
+        self.staged.insert(work.packet, partial(self._replay, work.plan.buffers))
+        work.packet = None
+        work.inserted = True
+        self.in_transit.remove(work)
+
+    def _insert_all(self) -> None:
+        with uninterrupted(), self.lanes.on("rows"):
+            for work in list(self.in_transit):
+                self.insert(work)  # type: ignore[arg-type]
+
     def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
+        """All at once: whoever trains this batch may be next."""
         assert work.plan is not None
         if self.everything:
             return
-        b, count = work.plan.buffers, work.plan.num_moves
-        if not self.zero_copy:
+        if self.staged is not None:
+            self.staged.wait()  # a row on its way back may be fetched again
+        if self.zero_copy:
+            b = work.plan.buffers
+            self._replay(b, "fill", 0, lambda: self._move(b))
+            self._store_changed("rows")
+        else:
             self._fill_by_host(work)
-            return
-        back = self.write_back
-        if back is not None:
-            # A row on its way back may be fetched again.
-            back.wait()
-            if work.plan.num_evicted and count <= back.most:
-                number, packed = back.next_packet()
-                self._replay("pack", b, lambda n: fill.pack(self.slots, b.move_slots, n, packed))
-                back.send(number, b.leaving, count)
-            elif work.plan.num_evicted:
-                back = None
-        leaving = b.leaving if back is None else None
-        kind = "fill" if back is None else "fetch"
-        self._replay(kind, b, lambda n: self._move(b.move_slots, leaving, b.entering, n))
         self._mark_collected(work)
         work.inserted = True
 
     def _fill_by_host(self, work: DeviceWork) -> None:
         """Where the device cannot reach the store: the host waits, gathers and copies."""
-        slots, leaving, entering = self._moves_of(work)
-        goes, comes = leaving >= 0, (entering >= 0) & (entering != leaving)
-        self._write_store(leaving[goes], self.slots.index_select(0, slots[goes]))
-        rows = torch.empty(int(comes.sum()), self.width, device=self.device)
-        self._read_store(entering[comes], rows)
-        self.slots.index_copy_(0, slots[comes], rows)
-        self._mark_collected(work)
-        work.inserted = True
+        moves = zip(*(each.split(self.chunk_rows) for each in self._moves_of(work)), strict=True)
+        for slots, leaving, entering in moves:
+            goes, comes = leaving >= 0, (entering >= 0) & (entering != leaving)
+            self._write_store(leaving[goes], self.slots.index_select(0, slots[goes]))
+            rows = torch.empty(int(comes.sum()), self.width, device=self.device)
+            self._read_store(entering[comes], rows)
+            self.slots.index_copy_(0, slots[comes], rows)
 
     def _read_store(self, ids: Tensor, out: Tensor) -> None:
         """Rows of the store; -1: nothing is read."""
@@ -414,18 +484,24 @@ class DeviceRows(RowGroup):
         """Replace rows of the store; -1: nothing is written."""
         if self.zero_copy:
             fill.scatter(self.store.rows, ids, rows.contiguous())
+            self._store_changed("train")
             return
         there = ids >= 0
         self.store.write(ids[there].cpu(), rows[there].cpu())
 
-    def _replay(self, kind: str, b: PlanBuffers, launch: Callable[[Tensor], None]) -> None:
-        moves = b.counts[planning.MOVES : planning.MOVES + 1]
-        place = 0 if self.write_back is None else self.write_back.place
-        key = (kind, self.width, place, id(b))
-        self.planner.recorder.run(key, lambda: launch(moves), keep=b)
+    def _store_changed(self, lane: Name) -> None:
+        """The device has written to the store by itself."""
+        if self.staged is not None:
+            self.staged.changed(self.lanes.mark(lane))
 
-    def _move(self, slots: Tensor, leaving: Tensor | None, entering: Tensor, count: Tensor) -> None:
-        fill.fill(self.slots, self.store.rows, slots, leaving, entering, count, _FILL_BLOCKS)
+    def _replay(self, b: PlanBuffers, kind: str, place: int, launch: Callable[[], None]) -> None:
+        self.planner.recorder.run((kind, self.width, place, id(b)), launch, keep=b)
+
+    def _move(self, b: PlanBuffers) -> None:
+        fill.fill(
+            self.slots, self.store.rows, b.move_slots, b.leaving, b.entering, _moves_in(b),
+            FILL_BLOCKS,
+        )  # fmt: skip
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
@@ -538,9 +614,11 @@ class DeviceRows(RowGroup):
 
     def settle(self) -> None:
         self.lanes.join()
-        if not self.everything and self.write_back is not None:
-            self.write_back.wait()
-        super().settle()
+        if self.staged is not None:
+            if self.in_transit:
+                self._insert_all()
+                self.lanes.join()
+            self.staged.wait()
 
     def locate(self, ids: Tensor) -> Tensor:
         for work in self.uncollected:
@@ -613,8 +691,12 @@ class DeviceRows(RowGroup):
             "row-to-slot map": self.pad.map.num_bytes,
             "plans": self._pool_of_buffers.num_bytes,
             "buffer": self.buffer.numel() * 4,
-            "rows on their way back": 0 if self.write_back is None else self.write_back.num_bytes,
+            "rows on their way": 0 if self.staged is None else self.staged.num_bytes,
         }
+
+
+def _moves_in(b: PlanBuffers) -> Tensor:
+    return b.counts[planning.MOVES : planning.MOVES + 1]
 
 
 def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:

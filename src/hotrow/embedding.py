@@ -33,15 +33,16 @@ from hotrow.optim import RowOptimizer, RowRule
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
 from hotrow.schedule import at_once
-from hotrow.stages import Work
+from hotrow.stages import SPLIT, Work
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
-# How a GPU moves rows: by itself, or with those that leave by way of the copy engine and the CPU.
-FILLS = ("zero-copy", "mixed")
+# How a GPU moves rows: by itself, those that leave by way of the copy engine and the CPU, or both
+# ways so. "auto" measures.
+FILLS = ("auto", "zero-copy", "mixed", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 
 
@@ -133,7 +134,7 @@ class EmbeddingBagCollection(nn.Module):
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
-        fill: str = "zero-copy",
+        fill: str = "auto",
     ) -> None:
         super().__init__()
         _refuse_replicas()
@@ -166,11 +167,6 @@ class EmbeddingBagCollection(nn.Module):
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
-        if engine is not RowGroup and self.strategy.staged and not self.strategy.everything:
-            raise ValueError(
-                f"strategy {self.strategy.name!r} moves rows in stages, which works on a CPU only; "
-                "on a GPU take 'lookahead', whose rows also arrive before they are needed"
-            )
         if engine is RowGroup and output_dtype != torch.float32:
             raise ValueError(
                 f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
@@ -190,6 +186,9 @@ class EmbeddingBagCollection(nn.Module):
             )
             for g, layout in enumerate(layouts)
         ]
+        # Rows that are staged need more stages, with which others can go along.
+        split = [group.strategy for group in self.groups if group.strategy.stages is SPLIT]
+        self.strategy = split[0] if split else self.strategy
         self._plans_later = any(group.plans_later for group in self.groups)
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
@@ -227,7 +226,7 @@ class EmbeddingBagCollection(nn.Module):
             num_rows=[each.num_rows for each in layouts],
             parts=byte_parts(layouts, row_bytes, total, profile),
             # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
-            buffer_part=self.strategy.buffer_part / (4 if self.device.type == "cuda" else 1),
+            buffer_part=1 / 64 if self.device.type == "cuda" else self.strategy.buffer_part,
         )
 
     # -- lookup ------------------------------------------------------------------------
@@ -521,6 +520,11 @@ class EmbeddingBagCollection(nn.Module):
         if self.window_bytes and not self._plans_later:
             parts["look-ahead ids"] = self.window_bytes
         return parts
+
+    def fills(self) -> dict[int, Any]:
+        """How rows move on a GPU, by width: the form, why, and what was measured."""
+        found = {group.dim: group.fill_choice for group in self.groups}
+        return {dim: choice for dim, choice in found.items() if choice is not None}
 
     def traffic(self) -> Traffic:
         """What was looked up and moved so far, in training; waits for the device."""

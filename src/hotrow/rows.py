@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class RowGroup:
     """Rows of one width."""
 
     plans_later = False  # what became of a plan is known when it was launched
+    fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class RowGroup:
         profile: Profile | None,
         window_bytes: int = 0,
         output_dtype: torch.dtype = torch.float32,
-        fill: str = "zero-copy",
+        fill: str = "auto",
     ) -> None:
         """`share` is None when every row lives in fast memory."""
         self.window_bytes, self.output_dtype, self.fill_form = window_bytes, output_dtype, fill
@@ -187,14 +189,22 @@ class RowGroup:
         self._mark_collected(work)
         self.in_transit.append(work)
 
+    def exchange(self, work: Work) -> None:
+        """Rows that were collected change sides; here one memory serves both."""
+
+    def write_back(self, work: Work) -> None:
+        """Put leaving rows that were collected into the store."""
+        assert work.plan is not None
+        leaving, work.outgoing, rows = work.plan.moves.leaving, None, work.outgoing
+        if rows is not None:
+            self.store.write(leaving[leaving >= 0], rows)
+
     def insert(self, work: Work) -> None:
         assert work.plan is not None
         assert work.incoming is not None
-        assert work.outgoing is not None
-        moves = work.plan.moves
-        self.store.write(moves.leaving[moves.leaving >= 0], work.outgoing)
-        self.slots.index_copy_(0, moves.slots, work.incoming)
-        work.incoming = work.outgoing = None
+        self.write_back(work)
+        self.slots.index_copy_(0, work.plan.moves.slots, work.incoming)
+        work.incoming = None
         work.inserted = True
         self.in_transit.remove(work)
 

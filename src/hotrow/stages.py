@@ -53,8 +53,9 @@ class Stage:
     cycle: int
     run: Callable[[Work], None]
     lane: Name = "rows"
-    collects: bool = False
-    inserts: bool = False
+    collects: bool = False  # rows are read, from the slots and from the store
+    returns: bool = False  # leaving rows reach the store before what is collected later
+    inserts: bool = False  # entering rows reach the slots
     trains: bool = False
 
 
@@ -77,10 +78,19 @@ def collect(work: Work) -> None:
 
 def exchange(work: Work) -> None:
     """Both gathers change sides; where one memory serves both, they already have."""
+    if work.collected and not work.inserted:
+        work.group.exchange(work)
+
+
+def send(work: Work) -> None:
+    """Collect, and let leaving rows go on to the store: what is gathered later comes after them."""
+    collect(work)
+    if work.collected and not work.inserted:
+        work.group.write_back(work)
 
 
 def insert(work: Work) -> None:
-    """Put entering rows into their slots and leaving rows into the store."""
+    """Put entering rows into their slots, and leaving rows into the store if they are not there."""
     if work.plan is not None and not work.inserted:
         work.group.insert(work)
 
@@ -92,28 +102,42 @@ def train(work: Work) -> None:
 # Planning runs two cycles before the fill, so that nobody waits for a plan's counts.
 FUSED = (
     Stage("plan", 0, plan, "plan"),
-    Stage("fill", 2, fill, collects=True, inserts=True),
+    Stage("fill", 2, fill, collects=True, returns=True, inserts=True),
     Stage("train", 3, train, "train", trains=True),
+)
+# The same, for rows that take longer than a step: they have two.
+SPLIT = (
+    Stage("plan", 0, plan, "plan"),
+    Stage("send", 2, send, collects=True, returns=True),
+    Stage("insert", 3, insert, inserts=True),
+    Stage("train", 4, train, "train", trains=True),
 )
 FIVE = (
     Stage("plan", 0, plan, "plan"),
     Stage("collect", 1, collect, collects=True),
     Stage("exchange", 2, exchange),
-    Stage("insert", 3, insert, inserts=True),
+    Stage("insert", 3, insert, returns=True, inserts=True),
     Stage("train", 4, train, "train", trains=True),
 )
 
 
 def hold_of(stages: Sequence[Stage]) -> Hold:
-    """The batches whose rows must stay, from when their rows are collected, inserted and trained.
+    """The batches whose rows must stay, from when rows are collected, written back and trained.
 
     A leaving row's last update must end before it is collected, and a batch that fetches it again
     must collect it after it was written back.
     """
     collect = min(stage.cycle for stage in stages if stage.collects)
-    insert = max(stage.cycle for stage in stages if stage.inserts)
+    back = max(stage.cycle for stage in stages if stage.returns)
     train = max(stage.cycle for stage in stages if stage.trains)
-    return Hold(past=train - collect, future=insert - collect)
+    return Hold(past=train - collect, future=back - collect)
+
+
+def in_transit_of(stages: Sequence[Stage]) -> int:
+    """How many batches may have rows between the slots and the store at once."""
+    collect = min(stage.cycle for stage in stages if stage.collects)
+    insert = max(stage.cycle for stage in stages if stage.inserts)
+    return 1 + insert - collect
 
 
 def sequential(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:

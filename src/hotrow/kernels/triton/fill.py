@@ -13,6 +13,7 @@ row nearly: 192 floats are three pieces of 64, not one of 256 with a quarter of 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -67,12 +68,33 @@ def pack(
     out: Tensor,  # [most, width] float32
 ) -> None:
     """Copy the rows at the first `count` slots side by side, `most` at the most."""
-    width = _width(slots, out)
+    _repack(slots, move_slots, None, None, count, out)
+
+
+def unpack(
+    slots: Tensor,  # [C, width] float32
+    move_slots: Tensor,  # [cap] int32
+    leaving: Tensor,  # [cap] int32 or int64
+    entering: Tensor,  # [cap] int32 or int64
+    count: Tensor,  # [1] int32
+    rows: Tensor,  # [most, width] float32
+) -> None:
+    """Copy rows that lie side by side to the first `count` slots, `most` at the most.
+
+    A row that leaves and enters the same slot is there already, and stays.
+    """
+    _repack(slots, move_slots, leaving, entering, count, rows)
+
+
+def _repack(
+    slots: Tensor, move_slots: Tensor, leaving: Any, entering: Any, count: Tensor, rows: Tensor
+) -> None:
+    width = _width(slots, rows)
     piece, pieces = _pieces(width)
     tile = max(1, 2048 // piece)
-    _pack[(triton.cdiv(out.shape[0] * pieces, tile),)](
-        slots, move_slots, count, out, out.shape[0], WIDTH=width, PIECE=piece, PIECES=pieces,
-        TILE=tile,
+    _pack[(triton.cdiv(rows.shape[0] * pieces, tile),)](
+        slots, move_slots, leaving, entering, count, rows, rows.shape[0], WIDTH=width, PIECE=piece,
+        PIECES=pieces, TILE=tile,
     )  # fmt: skip
 
 
@@ -188,17 +210,24 @@ def _fill(
 
 @triton.jit
 def _pack(
-    slots, move_slots, count, out, most, WIDTH: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, TILE: tl.constexpr,
+    slots, move_slots, leaving, entering, count, packed, most, WIDTH: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     total = tl.minimum(tl.load(count), most) * PIECES
     first = tl.program_id(0) * TILE
     if first < total:
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
-        mask = there[:, None] & inside
-        rows = tl.load(slots + slot[:, None] * WIDTH + column, mask=mask)
-        tl.store(out + move.to(tl.int64)[:, None] * WIDTH + column, rows, mask=mask)
+        in_slots = slots + slot[:, None] * WIDTH + column
+        in_packed = packed + move.to(tl.int64)[:, None] * WIDTH + column
+        if leaving is None:
+            mask = there[:, None] & inside
+            tl.store(in_packed, tl.load(in_slots, mask=mask), mask=mask)
+        else:
+            old = tl.load(leaving + move, mask=there, other=-1)
+            new = tl.load(entering + move, mask=there, other=-1)
+            mask = (there & (new != old))[:, None] & inside
+            tl.store(in_slots, tl.load(in_packed, mask=mask), mask=mask)
 
 
 @triton.jit

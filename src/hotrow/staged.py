@@ -1,0 +1,253 @@
+"""Rows between the store and the slots by way of the copy engine and the CPU's cores.
+
+A GPU reads and writes single rows of host memory at one rate for both together, and only of memory
+that is page-locked. Here leaving rows are packed side by side, copied by the copy engine and put
+in their places by the CPU; entering rows are gathered by the CPU, copied and put into their slots.
+The CPU's part is done in a thread of its own, in the order in which it was asked for. Knows bytes
+and ids; not why rows move.
+
+```
+              slots -pack-> rows -copy-> out -write-> store       collect, depart, write
+              slots <unpack rows <copy-- into <gather store       insert,  arrive, collect
+    done by         GPU          engine       CPU
+```
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hotrow.kernels.reference import Moves
+from hotrow.kernels.triton import fill
+from hotrow.lanes import Lanes, Mark
+from hotrow.store import Store
+
+# Launches a kernel: its name, the number of the packet it reads or writes, and what to call.
+Replay = Callable[[str, int, Callable[[], None]], None]
+
+FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+_MOST_THREADS = 8  # half of the cores at the most: whoever launches kernels needs one to itself
+
+
+def at_once(kind: str, number: int, launch: Callable[[], None]) -> None:
+    """A `Replay` that captures nothing."""
+    launch()
+
+
+class Packet:
+    """Room for the rows that one batch moves, and how far they have come."""
+
+    def __init__(
+        self, number: int, most: int, width: int, id_type: torch.dtype, device: torch.device
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        self.number = number
+        # One place serves both ways: rows go out of it before others come in.
+        self.rows = torch.zeros(most, width, device=device)
+        self.out, self.into = (torch.zeros(most, width, pin_memory=on_gpu) for _ in range(2))
+        self.leaving, self.entering = (
+            torch.zeros(most, dtype=id_type, pin_memory=on_gpu) for _ in range(2)
+        )
+        self.serial = -1
+        self.in_use = False
+        self.written: Future[None] | None = None
+
+    def begin(self, serial: int, moves: Moves, counted: Tensor, count: int) -> None:
+        self.serial, self.moves, self.counted, self.count = serial, moves, counted, count
+        self.in_use = True
+        self.packed: Mark | None = None  # None: no row leaves
+        self.there: Mark | None = None
+        self.gathered: Future[None] | None = None
+        self.arrived = False
+        self.written = None
+
+
+class Staged:
+    """Moves up to `most` rows per batch each way, for as many batches at once as it has packets.
+
+    With `gathers=False` the GPU reads entering rows by itself, and only leaving ones go this way.
+    The device's part is launched in the lanes `rows`, where whoever calls has to be, and `back`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Tensor,
+        *,
+        most: int,
+        packets: int,
+        id_type: torch.dtype,
+        lanes: Lanes,
+        gathers: bool = True,
+    ) -> None:
+        self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
+        self.gathers = gathers
+        width, device = slots.shape[1], slots.device
+        self._packets = [Packet(n, most, width, id_type, device) for n in range(packets)]
+        self._begun = 0
+        self._changed: list[Mark] = []
+        self._worker = _shared_worker()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's memory."""
+        return sum(packet.rows.numel() * 4 for packet in self._packets)
+
+    def collect(
+        self, moves: Moves, counted: Tensor, count: int, *, evicts: bool, replay: Replay = at_once
+    ) -> Packet:
+        """Pack leaving rows and have entering ones gathered, after all writes asked for so far.
+
+        There are `count` moves, which is what `counted` says on the device; they are known there.
+        """
+        packet = self._packets[self._begun % len(self._packets)]
+        assert not packet.in_use, "more batches in transit than packets"
+        _finish(packet.written)
+        packet.begin(self._begun, moves, counted, count)
+        self._begun += 1
+        if evicts:
+            replay(
+                "pack",
+                packet.number,
+                lambda: fill.pack(self._slots, moves.slots, counted, packet.rows),
+            )
+            packet.packed = self._lanes.mark("rows")
+        with self._lanes.on("back"):  # in `rows` they would wait for training
+            if evicts:
+                packet.leaving[:count].copy_(moves.leaving[:count], non_blocking=True)
+            if self.gathers:
+                packet.entering[:count].copy_(moves.entering[:count], non_blocking=True)
+            known = self._lanes.mark("back")
+        if self.gathers:
+            after, self._changed = (*self._changed, known), []
+            packet.gathered = self._worker.submit(
+                _gather, self._store, packet.entering[:count], packet.into[:count], after
+            )
+        return packet
+
+    def changed(self, mark: Mark) -> None:
+        """The device has written to the store by itself: what is gathered from now on waits."""
+        if self.gathers:
+            self._changed.append(mark)
+
+    def depart(self, packet: Packet) -> None:
+        """Leaving rows, packed, to the host."""
+        if packet.packed is not None and packet.there is None:
+            self._lanes.after("back", packet.packed)
+            with self._lanes.on("back"):
+                here = slice(packet.count)
+                packet.out[here].copy_(packet.rows[here], non_blocking=True)
+                packet.there = self._lanes.mark("back")
+
+    def write(self, packet: Packet) -> None:
+        """Have leaving rows written to the store, before all that is asked for later."""
+        self.depart(packet)
+        if packet.there is not None and packet.written is None:
+            here = slice(packet.count)
+            packet.written = self._worker.submit(
+                _write, self._store, packet.leaving[here], packet.out[here], (packet.there,)
+            )
+
+    def arrive(self, packet: Packet) -> None:
+        """Entering rows, gathered, to the device; waits for the CPU if it is late."""
+        if packet.arrived or not self.gathers:
+            return
+        self.depart(packet)
+        _finish(packet.gathered)
+        self._lanes.after("rows", packet.there)
+        here = slice(packet.count)
+        packet.rows[here].copy_(packet.into[here], non_blocking=True)
+        packet.arrived = True
+
+    def insert(self, packet: Packet, replay: Replay = at_once) -> None:
+        """Put entering rows into their slots; leaving ones are on their way to the store."""
+        self.write(packet)
+        moves, counted, slots = packet.moves, packet.counted, self._slots
+        if self.gathers:
+            self.arrive(packet)
+            replay(
+                "unpack",
+                packet.number,
+                lambda: fill.unpack(
+                    slots, moves.slots, moves.leaving, moves.entering, counted, packet.rows
+                ),
+            )
+        else:
+            # A row on its way back since an earlier batch may be fetched again.
+            for other in self._packets:
+                if other.serial < packet.serial:
+                    _finish(other.written)
+            self._lanes.after("rows", packet.there)  # until when the moves' ids are read
+            rows = self._store.rows
+            replay(
+                "fetch",
+                packet.number,
+                lambda: fill.fill(
+                    slots, rows, moves.slots, None, moves.entering, counted, FILL_BLOCKS
+                ),
+            )
+        packet.in_use = False
+
+    def wait(self) -> None:
+        """Every row that was to be written is in its place when this returns."""
+        for packet in self._packets:
+            _finish(packet.written)
+
+
+def _finish(job: Future[None] | None) -> None:
+    if job is None:
+        return
+    try:
+        job.result()
+    except Exception as error:
+        raise RuntimeError(
+            f"moving rows between the store and the device failed in the background "
+            f"({type(error).__name__}: {error}). The rows of a batch are lost or incomplete: start "
+            "again from what was saved last"
+        ) from error
+
+
+def _gather(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
+    for mark in after:
+        mark.wait()
+    store.read(ids, out=rows)
+
+
+def _write(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
+    for mark in after:
+        mark.wait()
+    ids = ids.long()
+    there = ids >= 0  # a free slot had none
+    if not bool(there.all()):
+        ids, rows = ids[there], rows[there]
+    store.write(ids, rows)
+
+
+class _Worker(ThreadPoolExecutor):
+    """One thread, whose operations use several cores."""
+
+    def __init__(self) -> None:
+        cores = torch.get_num_threads()
+        threads = max(1, min(_MOST_THREADS, cores // 2))
+        super().__init__(1, "hotrow-rows", torch.set_num_threads, (threads,))
+        # torch takes the number that was set last for threads that it has not seen yet.
+        self.submit(int).result()
+        torch.set_num_threads(cores)
+
+
+_known_worker: weakref.ref[_Worker] | None = None
+
+
+def _shared_worker() -> _Worker:
+    """One for all that moves rows, so that they do not take each other's cores."""
+    global _known_worker
+    found = None if _known_worker is None else _known_worker()
+    if found is None:
+        found = _Worker()
+        _known_worker = weakref.ref(found)
+    return found

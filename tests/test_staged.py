@@ -1,0 +1,589 @@
+"""Rows that go by way of the copy engine and the CPU: the bits of all-fast, however late they are.
+
+Where there is no GPU, the device engine runs on the CPU with Triton's interpreter; the thread that
+moves rows is a real one there, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+import hotrow.device_rows
+import hotrow.embedding
+import hotrow.staged
+from builders import (
+    CASES,
+    RULES,
+    Case,
+    Outcome,
+    outcome,
+    pairwise,
+    readout,
+    tight_budget,
+    train,
+    variant,
+)
+from hotrow.ahead import to_device
+from hotrow.device_rows import DeviceRows
+from hotrow.fills import CLEARLY, FillChoice, by_rates, measure
+from hotrow.kernels.triton import fill as kernels
+from hotrow.lanes import lanes_of
+from hotrow.stages import FUSED, SPLIT, hold_of
+from hotrow.store import Store
+from hotrow.strategy import Strategy, as_listed
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS = 7
+ONE_HOT, MULTI_HOT = CASES["one-hot"], CASES["multi-hot"]
+FORMS = ("zero-copy", "mixed", "staged")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+
+
+def build(
+    case: Case, rule: str = "sgd", strategy: str | Strategy = "all-fast", **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        case.tables, RULES[rule], strategy=strategy, seed=3, device=DEVICE, **options
+    )
+
+
+def stages_for(strategy: Strategy, form: str) -> Strategy:
+    """As the strategy will be: rows that are staged need more time."""
+    is_split = form != "zero-copy" and strategy.stages is FUSED
+    return replace(strategy, stages=SPLIT) if is_split else strategy
+
+
+def tight(
+    case: Case = ONE_HOT,
+    rule: str = "adagrad",
+    name: str = "lookahead",
+    victims: str = "most-recent",
+    *,
+    fill: str = "staged",
+    steps: int = STEPS,
+    part: float = 1.0,
+    order: Any = as_listed,
+    dense_map: bool = True,
+    **options: Any,
+) -> hotrow.EmbeddingBagCollection:
+    """As few slots as the batches in flight need, and victims that show every mistake."""
+    strategy = replace(variant(name, victims=victims), order=order)
+    hold = stages_for(strategy, fill).hold
+    budget = tight_budget(case, case.batches(steps), hold, part=part, dense_map=dense_map)
+    return build(case, rule, strategy, budget=budget, fill=fill, **options)
+
+
+@cache
+def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
+    return train(build(CASES[case], rule), CASES[case].batches(steps))
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, *names: str, seconds: float = 0.02) -> list[str]:
+    """Let the background be late, as a busy CPU is; gives what it has done."""
+    done: list[str] = []
+    for name in names:
+        real: Callable[..., None] = getattr(hotrow.staged, name)
+
+        def late(*args: Any, name: str = name, real: Callable[..., None] = real) -> None:
+            time.sleep(seconds)
+            real(*args)
+            done.append(name)
+
+        monkeypatch.setattr(hotrow.staged, name, late)
+    return done
+
+
+# -- the same bits -------------------------------------------------------------------------
+
+CHOICES = [
+    {**choice, "case": case, "rule": rule, "map": layout}
+    for choice, case, rule, layout in zip(
+        pairwise(
+            {
+                "strategy": ["lookahead", "scratchpipe", "lru", "uncached"],
+                "fill": list(FORMS),
+                "victims": ["own", "random", "most-recent"],
+                "budget": ["tight", "chunked"],
+            }
+        ),
+        itertools.cycle(CASES),
+        itertools.cycle(RULES),
+        itertools.cycle(["dense", "hash", "dense"]),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
+def test_every_form_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
+    case = CASES[choice["case"]]
+    embedding = tight(
+        case, choice["rule"], choice["strategy"], choice["victims"], fill=choice["fill"],
+        part=0.6 if choice["budget"] == "chunked" else 1.0, dense_map=choice["map"] == "dense",
+    )  # fmt: skip
+    found = train(embedding, case.batches(STEPS))
+    assert found.same_bits(all_fast(choice["case"], choice["rule"]))
+    if choice["budget"] == "chunked":
+        assert embedding.traffic().chunked_batches > 0
+    else:
+        assert embedding.traffic().evicted_rows > 0
+
+
+def test_the_choices_have_everything_once() -> None:
+    for axis, values in (("case", CASES), ("rule", RULES), ("map", ("dense", "hash"))):
+        assert {choice[axis] for choice in CHOICES} == set(values)
+
+
+@pytest.mark.parametrize("victims", ["random", "most-recent"])
+@pytest.mark.parametrize("fill", ["mixed", "staged"])
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_rows_that_come_late_are_waited_for(
+    name: str, fill: str, victims: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that share most of their rows, so that rows come back as soon as they have left."""
+    steps = 12
+    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
+    strategy = stages_for(variant(name, victims=victims), fill)
+    # Pins would keep rows from leaving.
+    strategy = replace(strategy, pinned_part=0.0)
+    budget = tight_budget(ONE_HOT, ONE_HOT.batches(steps), strategy.hold)
+    embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
+    found = train(embedding, ONE_HOT.batches(steps), depth=4)
+    assert found.same_bits(all_fast("one-hot", "adam", steps))
+    assert set(done) == ({"_write"} if fill == "mixed" else {"_write", "_gather"})
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
+@pytest.mark.parametrize(
+    ("name", "past", "future"), [("lookahead", 1, 0), ("scratchpipe", 2, 2), ("scratchpipe", 3, 1)]
+)
+def test_a_hold_shorter_than_computed_gives_wrong_bits(
+    name: str, past: int, future: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or this file could not tell right from wrong."""
+    steps = 14
+    expected = all_fast("one-hot", "adagrad", steps)
+    for hold, is_right in ((None, True), (hotrow.planner.Hold(past, future), False)):
+        embedding = tight(ONE_HOT, name=name, steps=steps)
+        embedding.groups[0].planner.hold = hold or embedding.groups[0].planner.hold
+        found = train(embedding, ONE_HOT.batches(steps), depth=5)
+        assert found.same_bits(expected) is is_right
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there a mark is an event")
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_rows_gathered_before_they_are_written_give_wrong_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads instead of one, of which the one that writes is slow."""
+    steps = 14
+
+    class Disordered(hotrow.staged._Worker):
+        def submit(self, job: Any, *args: Any, **options: Any) -> Any:
+            if job is write:
+                return others.submit(job, *args)
+            return super().submit(job, *args, **options)
+
+    monkeypatch.setattr(hotrow.staged, "_shared_worker", Disordered)
+    slow(monkeypatch, "_write", seconds=0.05)
+    write = hotrow.staged._write
+    with hotrow.staged.ThreadPoolExecutor(1) as others:
+        embedding = tight(ONE_HOT, name=name, steps=steps)
+        found = train(embedding, ONE_HOT.batches(steps), depth=5)
+    assert not found.same_bits(all_fast("one-hot", "adagrad", steps))
+
+
+def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
+    from builders import shuffled
+
+    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+        embedding = tight(ONE_HOT, name=name, fill=fill, order=shuffled)
+        found = train(embedding, ONE_HOT.batches(STEPS), depth=4)
+        assert found.same_bits(all_fast("one-hot", "adagrad"))
+
+
+def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", 5)
+    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
+    whole: list[int] = []
+    real = DeviceRows.fill
+
+    def counted(self: DeviceRows, work: Any) -> None:
+        whole.append(work.plan.num_moves)
+        real(self, work)
+
+    monkeypatch.setattr(DeviceRows, "fill", counted)
+    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+        whole.clear(), done.clear()
+        embedding = tight(ONE_HOT, name=name, fill=fill, steps=12)
+        found = train(embedding, ONE_HOT.batches(12), depth=4)
+        assert found.same_bits(all_fast("one-hot", "adagrad", 12))
+        assert whole, "no batch was too large"
+        assert min(whole) > 5
+        assert done, "no batch was small enough"
+
+
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe", "lru", "uncached"])
+@pytest.mark.parametrize("most", [5, 1 << 16])
+def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device must not touch the store at all."""
+    monkeypatch.setattr(DeviceRows, "zero_copy", False)
+    monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", most)
+    for kernel in ("fill", "gather", "scatter"):
+        monkeypatch.delattr(kernels, kernel)
+    embedding = tight(ONE_HOT, name=name)
+    assert embedding.fills()[4].form == "staged"
+    if DEVICE.type == "cuda":
+        pytest.skip("there the store is locked, and was started by the device")
+    assert train(embedding, ONE_HOT.batches(STEPS)).same_bits(all_fast("one-hot", "adagrad"))
+    assert embedding.traffic().evicted_rows > 0
+
+
+def test_a_batch_too_large_for_the_slots_among_others_that_fit() -> None:
+    """The batches behind it were planned already, and are planned again, unannounced."""
+    rows = torch.arange(50)
+    small = [torch.stack([rows[i : i + 4], rows[i : i + 4] % 40], dim=1) for i in range(10)]
+    large = torch.stack([rows[:40], rows[:40].flip(0) % 40], dim=1)
+    batches = [*small[:4], large, *small[4:]]
+    expected = train(build(ONE_HOT, "adagrad"), batches)
+    for name, fill, slots in (
+        ("lookahead", "staged", 24), ("lookahead", "mixed", 24), ("scratchpipe", "staged", 40),
+    ):  # fmt: skip
+        budget = hotrow.Budget((hotrow.Share(slots, 32, False),), window_bytes=1 << 14)
+        strategy = variant(name, victims="most-recent")
+        embedding = build(ONE_HOT, "adagrad", strategy, budget=budget, fill=fill)
+        with pytest.warns(UserWarning, match="a batch of 80 different rows does not fit"):
+            found = train(embedding, batches)
+        assert found.same_bits(expected)
+        assert embedding.traffic().chunked_batches == 1
+
+
+def test_batches_planned_again_do_not_count_on_being_held() -> None:
+    """A row that one of them makes leave may be fetched by the next one, at once."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(size: int) -> Tensor:
+        drawn = [torch.randint(n, (size,), generator=generator) for n in (60, 40)]
+        return torch.stack(drawn, dim=1)
+
+    batches = [batch(40) if place % 4 == 3 else batch(4) for place in range(24)]
+    expected = train(build(ONE_HOT, "sgd"), batches)
+    budget = hotrow.Budget((hotrow.Share(36, 64, True),), window_bytes=1 << 14)
+    strategy = variant("scratchpipe", victims="most-recent")
+    embedding = build(ONE_HOT, "sgd", strategy, budget=budget)
+    with pytest.warns(UserWarning, match="does not fit the 36 slots"):
+        found = train(embedding, batches)
+    assert found.same_bits(expected)
+    assert embedding.traffic().chunked_batches >= 6
+
+
+# -- the stream ----------------------------------------------------------------------------
+
+
+def look_up(embedding: Any, batch: Any) -> Tensor:
+    return readout(embedding(batch))
+
+
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+@pytest.mark.parametrize("fill", ["mixed", "staged"])
+def test_evaluation_and_reading_rows_find_the_newest_in_flight(
+    name: str, fill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+    held_out = [to_device(each, DEVICE) for each in ONE_HOT.batches(2, seed=9)]
+
+    def run(embedding: Any) -> tuple[Outcome, list[Tensor], list[Outcome]]:
+        losses, scores, between = [], [], []
+        for place, batch in enumerate(hotrow.ahead(ONE_HOT.batches(STEPS), embedding)):
+            loss = look_up(embedding, batch)
+            loss.backward()
+            losses.append(loss.detach())
+            with torch.no_grad():
+                scores += [look_up(embedding, each) for each in held_out]
+            if place % 3 == 2:
+                between.append(outcome(embedding, []))
+        return outcome(embedding, losses), scores, between
+
+    found, scores, between = run(tight(ONE_HOT, name=name, fill=fill))
+    expected, wanted, then = run(build(ONE_HOT, "adagrad"))
+    assert found.same_bits(expected)
+    assert all(map(torch.equal, scores, wanted))
+    assert len(between) > 1
+    assert all(mine.same_bits(theirs) for mine, theirs in zip(between, then, strict=True))
+
+
+def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are() -> None:
+    source = build(ONE_HOT, "adagrad")
+    train(source, ONE_HOT.batches(3, seed=5))
+    for name in ("lookahead", "scratchpipe"):
+        embedding, reference = tight(ONE_HOT, name=name), build(ONE_HOT, "adagrad")
+        for each in (embedding, reference):
+            stream = hotrow.ahead(ONE_HOT.batches(STEPS), each)
+            for batch in itertools.islice(stream, 3):
+                look_up(each, batch).backward()
+            each.load_state_dict(source.state_dict())
+            for batch in stream:
+                look_up(each, batch).backward()
+        assert outcome(embedding, []).same_bits(outcome(reference, []))
+
+
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_leaving_a_loop_early_keeps_what_was_trained(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+    batches = ONE_HOT.batches(9)
+    embedding = tight(ONE_HOT, name=name, steps=9)
+    for begin, end in ((0, 3), (3, 4), (4, 6), (6, 9)):
+        for place, batch in enumerate(hotrow.ahead(batches[begin:], embedding)):
+            look_up(embedding, batch).backward()
+            if begin + place + 1 == end:
+                break
+        embedding.check()
+    expected = all_fast("one-hot", "adagrad", 9)
+    assert outcome(embedding, expected.losses).same_bits(expected)
+
+
+def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
+    batches = ONE_HOT.batches(STEPS)
+    embedding = tight(ONE_HOT)
+
+    def loop() -> None:
+        for place, batch in enumerate(hotrow.ahead(batches, embedding)):
+            if place == 3:
+                raise KeyError("the user's own")
+            look_up(embedding, batch).backward()
+
+    with pytest.raises(KeyError, match="the user's own"):
+        loop()
+    expected = train(build(ONE_HOT, "adagrad"), batches[:3])
+    assert outcome(embedding, expected.losses).same_bits(expected)
+    reference = build(ONE_HOT, "adagrad")
+    train(reference, batches[:3])
+    assert train(embedding, batches[3:]).same_bits(train(reference, batches[3:]))
+
+
+def test_batches_that_nobody_announced_mix_with_those_that_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+    batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(9)]
+    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+        found = []
+        for embedding in (tight(ONE_HOT, name=name, fill=fill, steps=9), build(ONE_HOT, "adagrad")):
+            for batch in hotrow.ahead(batches[:3], embedding):
+                look_up(embedding, batch).backward()
+            for batch in batches[3:6]:
+                look_up(embedding, batch).backward()
+            for batch in hotrow.ahead(batches[6:], embedding):
+                look_up(embedding, batch).backward()
+            found.append(outcome(embedding, []))
+        assert found[0].same_bits(found[1])
+
+
+def test_collections_with_other_forms_train_side_by_side() -> None:
+    """Rows that move at once go along with the stages of those that do not."""
+
+    def run(left: Any, right: Any) -> list[Outcome]:
+        model = nn.ModuleDict({"left": left, "right": right})
+        for batch in hotrow.ahead(
+            list(zip(MULTI_HOT.batches(STEPS), ONE_HOT.batches(STEPS), strict=True)),
+            model,
+            ids=lambda b: {"left": b[0], "right": b[1]},
+        ):
+            (look_up(left, batch[0]) + look_up(right, batch[1])).backward()
+        return [outcome(left, []), outcome(right, [])]
+
+    expected = run(build(MULTI_HOT, "adagrad"), build(ONE_HOT, "adagrad"))
+    for forms in (("zero-copy", "staged"), ("mixed", "zero-copy"), ("staged", "mixed")):
+        pair = [tight(each, fill=form) for each, form in zip((MULTI_HOT, ONE_HOT), forms)]  # noqa: B905
+        found = run(*pair)
+        assert all(mine.same_bits(theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+# -- the thread ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", ["_gather", "_write"])
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_an_error_in_the_background_is_told_in_the_loop(
+    name: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+    real: Callable[..., None] = getattr(hotrow.staged, job)
+
+    def failing(*args: Any) -> None:
+        if next(calls) == 2:
+            raise OSError("no such page")
+        real(*args)
+
+    monkeypatch.setattr(hotrow.staged, job, failing)
+    embedding = tight(ONE_HOT, name=name)
+    with pytest.raises(RuntimeError, match=r"in the background \(OSError: no such page\)"):
+        train(embedding, ONE_HOT.batches(20))
+    with pytest.raises(RuntimeError, match="no such page"):  # and never forgotten
+        embedding.flush()
+
+
+def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference() -> None:
+    gc.collect()
+    embedding = tight(ONE_HOT)
+    train(embedding, ONE_HOT.batches(3))
+    group = embedding.groups[0]
+    thread = next(iter(group.staged._worker._threads))
+    gone = [weakref.ref(group), weakref.ref(group.store), weakref.ref(group.staged)]
+    assert thread.is_alive()
+    del embedding, group
+    assert [each() for each in gone] == [None] * 3
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
+    threads = torch.get_num_threads()
+    embedding = tight(CASES["two-widths"])
+    workers = [group.staged._worker for group in embedding.groups]
+    assert workers[0] is workers[1]
+    inside = workers[0].submit(torch.get_num_threads).result()
+    assert inside == max(1, min(8, threads // 2))
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert [torch.get_num_threads(), *found] == [threads, threads]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's")
+def test_a_program_ends_though_rows_are_on_their_way() -> None:
+    script = """
+        import time, torch, hotrow, hotrow.embedding, hotrow.staged
+        from hotrow.device_rows import DeviceRows
+        hotrow.embedding._engine = lambda device: DeviceRows
+        real = hotrow.staged._write
+        def late(*args):
+            time.sleep(0.3)
+            real(*args)
+        hotrow.staged._write = late
+        table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
+        budget = hotrow.Budget((hotrow.Share(8, 32, True),), window_bytes=4096)
+        embedding = hotrow.EmbeddingBagCollection(
+            [table], hotrow.SGD(), budget=budget, strategy="scratchpipe"
+        )
+        batches = [torch.tensor([[3 * i % 100], [(3 * i + 1) % 100]]) for i in range(9)]
+        stream = iter(hotrow.ahead(batches, embedding))
+        for _ in range(4):
+            embedding(next(stream)).values().sum().backward()
+        print("the end", flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "the end\n"
+    assert "Traceback" not in done.stderr
+
+
+# -- the choice ----------------------------------------------------------------------------
+
+
+def test_zero_copy_is_kept_unless_another_form_is_clearly_faster() -> None:
+    rates = {"zero-copy": 10e6, "mixed": CLEARLY * 10e6 - 1, "staged": 9e6}
+    assert by_rates(rates).form == "zero-copy"
+    assert by_rates({**rates, "mixed": CLEARLY * 10e6}).form == "mixed"
+    assert by_rates({**rates, "mixed": 20e6, "staged": 21e6}).form == "staged"
+    text = str(by_rates({**rates, "staged": 21e6}))
+    assert text.startswith("staged (1.5 times as fast, or more; million moves per second: zero-co")
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py measures there")
+def test_measuring_tries_every_form_and_leaves_the_store_as_it_was() -> None:
+    rows, state = torch.zeros(400, 4), torch.random.get_rng_state()
+    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16)
+    assert list(found) == list(FORMS)
+    assert all(rate > 0 for rate in found.values())
+    assert not rows.any()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_was_chosen_is_told() -> None:
+    for name, fill, form in (
+        ("lookahead", "staged", "staged"),
+        ("scratchpipe", "auto", "staged"),
+        ("scratchpipe", "zero-copy", "zero-copy"),
+        ("lru", "auto", "zero-copy"),
+        ("uncached", "mixed", "zero-copy"),
+    ):
+        embedding = tight(ONE_HOT, name=name, fill=fill)
+        choice = embedding.fills()[4]
+        assert isinstance(choice, FillChoice)
+        assert choice.form == form
+        assert (embedding.memory()["rows on their way"] > 0) is (form != "zero-copy")
+    assert build(ONE_HOT).fills() == {}
+
+
+def test_a_form_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="fill must be one of auto, zero-copy, mixed, staged, not"):
+        build(ONE_HOT, fill="stagd")
+
+
+def test_packets_take_their_bytes_from_the_slots() -> None:
+    tables = [hotrow.EmbeddingBagConfig("t", 40_000, 16, ["f"])]
+    memory, slots = {}, {}
+    for fill in ("zero-copy", "staged"):
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.SGD(), "10%", strategy="lookahead", device=DEVICE, fill=fill
+        )
+        memory[fill], slots[fill] = sum(embedding.memory().values()), embedding.num_slots
+        packets = embedding.memory()["rows on their way"]
+    assert 0 < packets < 0.1 * memory["zero-copy"]
+    assert slots["staged"] < slots["zero-copy"]
+    assert memory["staged"] <= memory["zero-copy"] + 64
+
+
+def test_rows_go_back_to_the_slots_they_were_packed_for() -> None:
+    """Except those that leave and enter the same slot, whose newest bytes are there."""
+    slots = torch.arange(60.0, device=DEVICE).view(12, 5).clone()
+    ids = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([7, 2, 9], [5, -1, 8])]
+    move_slots, leaving = ids
+    entering = torch.tensor([5, 6, 4], dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    rows = torch.full((4, 5), -1.0, device=DEVICE)
+    kernels.unpack(slots, move_slots, leaving, entering, count, rows)
+    expected = torch.arange(60.0).view(12, 5)
+    expected[[2, 9]] = -1
+    assert torch.equal(slots.cpu(), expected)
+    kernels.pack(slots, move_slots, torch.full_like(count, 2), rows)
+    assert torch.equal(rows.cpu()[:2], expected[[7, 2]])
+    assert bool((rows[2:] == -1).all())
+
+
+def test_the_stages_of_rows_that_are_staged_hold_one_batch_more() -> None:
+    assert hold_of(SPLIT) == hotrow.planner.Hold(past=2, future=0)
+    embedding = tight(ONE_HOT)
+    assert embedding.strategy.stages is SPLIT
+    assert embedding.strategy.name == "lookahead"
