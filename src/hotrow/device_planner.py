@@ -63,7 +63,9 @@ class DeviceScratchpad:
 class PlanBuffers:
     """The tensors of one plan, for at most `capacity` lookups; used again and again."""
 
-    def __init__(self, capacity: int, id_type: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, capacity: int, id_type: torch.dtype, device: torch.device, *, tells: bool = False
+    ) -> None:
         self.capacity = capacity
 
         def words(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -78,6 +80,9 @@ class PlanBuffers:
         self.counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.status = torch.zeros(16, dtype=torch.int32, pin_memory=pinned)
+        self.told: Tensor | None = None  # what enters, for a host that gathers it
+        if tells:
+            self.told = torch.zeros(capacity, dtype=id_type, pin_memory=pinned)
 
     @property
     def num_bytes(self) -> int:
@@ -317,6 +322,7 @@ class DevicePlanner:
             b.counts,
             b.status,
             self.scratch[: kernels.scratch_words(count, self.queue.numel())],
+            told=b.told,
             state=self.state,
             slot_facts=self.slot_facts,
             queue=self.queue,

@@ -225,7 +225,7 @@ class DeviceRows(RowGroup):
             self.staged = Staged(
                 self.store, self.slots, most=share.packet_rows or min(share.slots, MOST_PACKED),
                 packets=packets, id_type=self.pad.id_type, lanes=self.lanes,
-                gathers=self.fill_choice.form == "staged",
+                writes=self.fill_choice.form == "staged",
             )  # fmt: skip
         self.planner = DevicePlanner(
             self.pad,
@@ -310,8 +310,9 @@ class DeviceRows(RowGroup):
         if work.expected is None:
             work.expected, work.announced = self._admit(work), False
         buffers = self._pool_of_buffers.take(
-            max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth
-        )
+            max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth,
+            tells=self.staged is not None,
+        )  # fmt: skip
         plan = self.planner.plan(work.expected, buffers)
         work.plan = plan
         self.uncollected.append(work)
@@ -412,8 +413,9 @@ class DeviceRows(RowGroup):
         if not count:
             work.inserted = True
             return
+        assert b.told is not None
         work.packet = self.staged.collect(
-            Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), count,
+            Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), b.told[:count],
             evicts=work.plan.num_evicted > 0, replay=partial(self._replay, b),
         )  # fmt: skip
         self.in_transit.append(work)
@@ -719,7 +721,13 @@ class _BufferPool:
         self._returned.append((buffers, berth))
 
     def take(
-        self, capacity: int, id_type: torch.dtype, device: torch.device, berth: int | None
+        self,
+        capacity: int,
+        id_type: torch.dtype,
+        device: torch.device,
+        berth: int | None,
+        *,
+        tells: bool,
     ) -> PlanBuffers:
         """For the plan lane, which waits until others have done with them."""
         if self._returned:
@@ -735,7 +743,7 @@ class _BufferPool:
                     self._lanes.after("plan", mark)
                 return buffers
             self.num_bytes -= buffers.num_bytes
-        buffers = PlanBuffers(capacity, id_type, device)
+        buffers = PlanBuffers(capacity, id_type, device, tells=tells)
         self.num_bytes += buffers.num_bytes
         return buffers
 

@@ -72,6 +72,8 @@ def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dic
     counted = torch.tensor([moves], dtype=torch.int32, device=device)
     places = torch.arange(moves, dtype=torch.int32, device=device)
     batches = [Moves(places, *pair.split(moves)) for pair in ids.split(2 * moves)]
+    # A plan tells the host what enters.
+    told = {id(each): each.entering.cpu() for each in batches}
 
     def zero_copy(some: list[Moves]) -> None:
         for each in some:
@@ -82,7 +84,7 @@ def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dic
     def through(staged: Staged, some: list[Moves]) -> None:
         sent = None
         for each in some:
-            packet = staged.collect(each, counted, moves, evicts=True)
+            packet = staged.collect(each, counted, told[id(each)], evicts=True)
             staged.write(packet)
             if sent is not None:
                 staged.insert(sent)
@@ -97,7 +99,7 @@ def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dic
         for form in ("mixed", "staged"):
             staged = Staged(
                 store, slots, most=moves, packets=3, id_type=ids.dtype, lanes=lanes,
-                gathers=form == "staged",
+                writes=form == "staged",
             )  # fmt: skip
             found[form] = _rate(partial(through, staged), batches, device)
     return found

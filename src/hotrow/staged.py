@@ -1,10 +1,11 @@
 """Rows between the store and the slots by way of the copy engine and the CPU's cores.
 
 A GPU reads and writes single rows of host memory at one rate for both together, and only of memory
-that is page-locked. Here leaving rows are packed side by side, copied by the copy engine and put
-in their places by the CPU; entering rows are gathered by the CPU, copied and put into their slots.
-The CPU's part is done in a thread of its own, in the order in which it was asked for. Knows bytes
-and ids; not why rows move.
+that is page-locked; and while it reads them, every kernel beside it takes a little longer. Here
+entering rows are gathered by the CPU, copied by the copy engine and put into their slots. Leaving
+rows are packed side by side, copied and put in their places by the CPU, or the GPU writes them
+straight to the store: that slows down nobody. The CPU's part is done in a thread of its own, in the
+order in which it was asked for. Knows bytes and ids; not why rows move.
 
 ```
               slots -pack-> rows -copy-> out -write-> store       collect, depart, write
@@ -43,16 +44,23 @@ class Packet:
     """Room for the rows that one batch moves, and how far they have come."""
 
     def __init__(
-        self, number: int, most: int, width: int, id_type: torch.dtype, device: torch.device
+        self,
+        number: int,
+        most: int,
+        width: int,
+        id_type: torch.dtype,
+        device: torch.device,
+        *,
+        writes: bool,
     ) -> None:
         on_gpu = device.type == "cuda"
         self.number = number
         # One place serves both ways: rows go out of it before others come in.
         self.rows = torch.zeros(most, width, device=device)
-        self.out, self.into = (torch.zeros(most, width, pin_memory=on_gpu) for _ in range(2))
-        self.leaving, self.entering = (
-            torch.zeros(most, dtype=id_type, pin_memory=on_gpu) for _ in range(2)
-        )
+        self.into = torch.zeros(most, width, pin_memory=on_gpu)
+        if writes:
+            self.out = torch.zeros(most, width, pin_memory=on_gpu)
+            self.leaving = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
         self.serial = -1
         self.in_use = False
         self.written: Future[None] | None = None
@@ -70,7 +78,7 @@ class Packet:
 class Staged:
     """Moves up to `most` rows per batch each way, for as many batches at once as it has packets.
 
-    With `gathers=False` the GPU reads entering rows by itself, and only leaving ones go this way.
+    With `writes=False` the GPU writes leaving rows by itself, and only entering ones go this way.
     The device's part is launched in the lanes `rows`, where whoever calls has to be, and `back`.
     """
 
@@ -83,12 +91,14 @@ class Staged:
         packets: int,
         id_type: torch.dtype,
         lanes: Lanes,
-        gathers: bool = True,
+        writes: bool = True,
     ) -> None:
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
-        self.gathers = gathers
+        self.writes = writes
         width, device = slots.shape[1], slots.device
-        self._packets = [Packet(n, most, width, id_type, device) for n in range(packets)]
+        self._packets = [
+            Packet(n, most, width, id_type, device, writes=writes) for n in range(packets)
+        ]
         self._begun = 0
         self._changed: list[Mark] = []
         self._worker = _shared_worker()
@@ -99,41 +109,52 @@ class Staged:
         return sum(packet.rows.numel() * 4 for packet in self._packets)
 
     def collect(
-        self, moves: Moves, counted: Tensor, count: int, *, evicts: bool, replay: Replay = at_once
+        self,
+        moves: Moves,
+        counted: Tensor,
+        entering: Tensor,
+        *,
+        evicts: bool,
+        replay: Replay = at_once,
     ) -> Packet:
-        """Pack leaving rows and have entering ones gathered, after all writes asked for so far.
+        """Leaving rows set out, and `entering` ones are gathered, after all writes asked for so far.
 
-        There are `count` moves, which is what `counted` says on the device; they are known there.
+        As many move as `entering` names, on the host; `counted` says so on the device.
         """
         packet = self._packets[self._begun % len(self._packets)]
         assert not packet.in_use, "more batches in transit than packets"
         _finish(packet.written)
+        count = entering.numel()
         packet.begin(self._begun, moves, counted, count)
         self._begun += 1
-        if evicts:
+        after, self._changed = tuple(self._changed), []
+        packet.gathered = self._worker.submit(
+            _gather, self._store, entering, packet.into[:count], after
+        )
+        if evicts and self.writes:
             replay(
                 "pack",
                 packet.number,
                 lambda: fill.pack(self._slots, moves.slots, counted, packet.rows),
             )
             packet.packed = self._lanes.mark("rows")
-        with self._lanes.on("back"):  # in `rows` they would wait for training
-            if evicts:
+            with self._lanes.on("back"):  # in `rows` it would wait for training
                 packet.leaving[:count].copy_(moves.leaving[:count], non_blocking=True)
-            if self.gathers:
-                packet.entering[:count].copy_(moves.entering[:count], non_blocking=True)
-            known = self._lanes.mark("back")
-        if self.gathers:
-            after, self._changed = (*self._changed, known), []
-            packet.gathered = self._worker.submit(
-                _gather, self._store, packet.entering[:count], packet.into[:count], after
+        elif evicts:
+            rows = self._store.rows
+            replay(
+                "return",
+                0,
+                lambda: fill.fill(
+                    self._slots, rows, moves.slots, moves.leaving, None, counted, FILL_BLOCKS
+                ),
             )
+            self.changed(self._lanes.mark("rows"))
         return packet
 
     def changed(self, mark: Mark) -> None:
         """The device has written to the store by itself: what is gathered from now on waits."""
-        if self.gathers:
-            self._changed.append(mark)
+        self._changed.append(mark)
 
     def depart(self, packet: Packet) -> None:
         """Leaving rows, packed, to the host."""
@@ -155,7 +176,7 @@ class Staged:
 
     def arrive(self, packet: Packet) -> None:
         """Entering rows, gathered, to the device; waits for the CPU if it is late."""
-        if packet.arrived or not self.gathers:
+        if packet.arrived:
             return
         self.depart(packet)
         _finish(packet.gathered)
@@ -167,30 +188,15 @@ class Staged:
     def insert(self, packet: Packet, replay: Replay = at_once) -> None:
         """Put entering rows into their slots; leaving ones are on their way to the store."""
         self.write(packet)
-        moves, counted, slots = packet.moves, packet.counted, self._slots
-        if self.gathers:
-            self.arrive(packet)
-            replay(
-                "unpack",
-                packet.number,
-                lambda: fill.unpack(
-                    slots, moves.slots, moves.leaving, moves.entering, counted, packet.rows
-                ),
-            )
-        else:
-            # A row on its way back since an earlier batch may be fetched again.
-            for other in self._packets:
-                if other.serial < packet.serial:
-                    _finish(other.written)
-            self._lanes.after("rows", packet.there)  # until when the moves' ids are read
-            rows = self._store.rows
-            replay(
-                "fetch",
-                packet.number,
-                lambda: fill.fill(
-                    slots, rows, moves.slots, None, moves.entering, counted, FILL_BLOCKS
-                ),
-            )
+        self.arrive(packet)
+        moves, counted = packet.moves, packet.counted
+        replay(
+            "unpack",
+            packet.number,
+            lambda: fill.unpack(
+                self._slots, moves.slots, moves.leaving, moves.entering, counted, packet.rows
+            ),
+        )
         packet.in_use = False
 
     def wait(self) -> None:

@@ -32,7 +32,7 @@ def fill(
     store: Tensor,  # [N, width] float32, page-locked
     move_slots: Tensor,  # [cap] int32
     leaving: Tensor | None,  # [cap] int32 or int64, -1 for none; None: nothing is written back
-    entering: Tensor,  # [cap] int32 or int64, -1 for none
+    entering: Tensor | None,  # [cap] int32 or int64, -1 for none; None: nothing is read
     count: Tensor,  # [1] int32: the moves there are
     blocks: int = 2,
     *,
@@ -190,14 +190,20 @@ def _fill(
     while first < total:  # Triton 3.6 interprets no `for` whose end is read from memory
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
-        new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
         in_slots = slots + slot[:, None] * WIDTH + column
-        if leaving is None:
+        if entering is None:
+            old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
+            leaves = (old >= 0)[:, None] & inside
+            outgoing = tl.load(in_slots, mask=leaves)
+            tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
+        elif leaving is None:
+            new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
             enters = (new >= 0)[:, None] & inside
             incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
             tl.store(in_slots, incoming, mask=enters)
         else:
             old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
+            new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
             leaves = (old >= 0)[:, None] & inside
             enters = ((new >= 0) & (new != old))[:, None] & inside
             # Both loads are under way before the first store waits for either.

@@ -278,10 +278,10 @@ def _exchange(
 
 @triton.jit
 def _resolve(
-    order, rank, row_slots, lookup_slots, counts, state, new_head, kept, status, num_lookups,
-    BLOCK: tl.constexpr,
+    order, rank, row_slots, lookup_slots, counts, state, new_head, kept, status, entering, told,
+    num_lookups, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The slot of every lookup; the first program tells the host and moves the clock."""
+    """The slot of every lookup; tells the host what enters; the first program moves the clock."""
     program = tl.program_id(0)
     outcome = tl.load(counts + 5)
     place = program * BLOCK + tl.arange(0, BLOCK)
@@ -291,6 +291,9 @@ def _resolve(
         my_rank = tl.load(rank + place, mask=inside, other=0)
         slot = tl.load(row_slots + my_rank, mask=inside, other=0)
         tl.store(lookup_slots + position, slot, mask=inside)
+        if told is not None:
+            moves = inside & (place < tl.load(counts + 3))
+            tl.store(told + place, tl.load(entering + place, mask=moves, other=-1), mask=moves)
     if program == 0:
         if outcome == 0:
             tl.store(state, tl.load(state) + 1)
@@ -444,6 +447,7 @@ def plan(
     status: Tensor,  # out: [16] int32, page-locked: counts, then most of the state
     scratch: Tensor,  # [words] int32
     *,
+    told: Tensor | None = None,  # out: [>= L], page-locked: what enters, for the host
     state: Tensor,  # [8] int32
     slot_facts: tuple[Tensor, Tensor, Tensor],  # last use, next use int32; uses int16
     queue: Tensor,
@@ -491,7 +495,7 @@ def plan(
     )  # fmt: skip
     _resolve[(blocks,)](
         segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
-        status, count, BLOCK=BLOCK,
+        status, entering, told, count, BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -607,7 +611,7 @@ def plan_everything(
     _nothing_moves[(1,)](state, counts, new_head)
     _resolve[(blocks,)](
         segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
-        status, count, BLOCK=BLOCK,
+        status, entering, None, count, BLOCK=BLOCK,
     )  # fmt: skip
 
 
