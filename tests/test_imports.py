@@ -70,6 +70,7 @@ LAYERS = [
     {"embedding"},
     {"ahead"},
     {"captured"},
+    {"graphed"},
     {"trainer"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]

@@ -4,6 +4,7 @@ from hotrow.ahead import Ahead, ahead
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.graphed import GraphedStep, graphed
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
@@ -26,6 +27,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GraphedStep",
     "KeyedJaggedTensor",
     "Normal",
     "RowWiseAdagrad",
@@ -36,4 +38,5 @@ __all__ = [
     "Trainer",
     "Uniform",
     "ahead",
+    "graphed",
 ]

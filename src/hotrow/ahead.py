@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,25 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
 from hotrow.schedule import Ticket
-from hotrow.stages import FUSED, SPLIT, Work
+from hotrow.stages import FUSED, SPLIT
 from hotrow.strategy import Strategy
 
-# Puts a batch's tensors where a captured step reads them; None if it cannot.
-Land = Callable[[Any, Sequence[Work]], Any]
+Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
+
+
+class Landing(Protocol):
+    """Where batches go that a captured step reads at fixed places."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def land(self, batch: Any, arrivals: Arrivals) -> Any:
+        """The batch at such a place; None if it cannot be there."""
+
+    def arrived(self, batch: Any, arrivals: Arrivals) -> None:
+        """The batch is yielded."""
 
 
 def ahead(
@@ -31,18 +43,19 @@ def ahead(
     ids: Callable[[Any], Any] | None = None,
     *,
     depth: int | None = None,
+    step: Any = None,
 ) -> Ahead:
     """Iterate over `loader`; rows have arrived, and the batch is on the device, when yielded.
 
     `ids` tells which part of a batch holds the ids: whatever `model` hands to its collection, or
     a dict from the collections' names in `model.named_modules()` to theirs. Without it the batch
     itself is taken. `depth` is how many batches may be known ahead; by default as many as pay
-    and fit the budget.
+    and fit the budget. `step` is what `hotrow.graphed` gave, if that trains the batches.
 
         for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse):
             model(batch).backward()
     """
-    return Ahead(loader, model, ids, depth=depth)
+    return Ahead(loader, model, ids, depth=depth, step=step)
 
 
 class Ahead:
@@ -55,16 +68,22 @@ class Ahead:
         ids: Callable[[Any], Any] | None,
         *,
         depth: int | None,
-        land: Land | None = None,
+        step: Any = None,
     ) -> None:
-        """`land` puts a batch on the device, instead of `to_device`."""
+        """`step.landing` puts a batch on the device, instead of `to_device`."""
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
         if ids is not None and not callable(ids):
             raise TypeError(f"ids must be a function of a batch, got {type(ids).__name__}")
         if depth is not None and depth < 0:
             raise ValueError(f"depth must be at least 0 batches, not {depth}")
-        self._loader, self._ids, self._depth, self._land = loader, ids, depth, land
+        if step is not None and not hasattr(step, "landing"):
+            raise TypeError(
+                f"step must be what hotrow.graphed gave, got {type(step).__name__}; a step of your "
+                "own needs no mention"
+            )
+        self._loader, self._ids, self._depth = loader, ids, depth
+        self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
         self._running: Generator[Ticket, None, None] | None = None
         self._collections = _collections_in(model)
@@ -96,6 +115,8 @@ class Ahead:
             self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
             collection.arrive(arrival)
+        if self._landing is not None:
+            self._landing.arrived(ticket.batch, ticket.arrivals)
         return ticket.batch
 
     def __len__(self) -> int:
@@ -145,8 +166,15 @@ class Ahead:
             # The reader must not know this object: leaving a loop drops the last reference to
             # it, and that has to close it at once.
             self._reader = _Reader(
-                self._loader, self._collections, self._ids, self._strategy, self._depth, self._land
+                self._loader,
+                self._collections,
+                self._ids,
+                self._strategy,
+                self._depth,
+                self._landing,
             )
+            if self._landing is not None:
+                self._landing.begin()
         except BaseException:
             for collection in entered:
                 collection.leave(self)
@@ -187,10 +215,10 @@ class _Reader:
         ids: Callable[[Any], Any] | None,
         strategy: Strategy,
         depth: int | None,
-        land: Land | None,
+        landing: Landing | None,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
-        self._strategy, self._depth, self._land = strategy, depth, land
+        self._strategy, self._depth, self._landing = strategy, depth, landing
         self.lanes = next(iter(collections.values())).lanes
         self._iterator = iter(loader)
         self._known: deque[_Read] = deque()
@@ -218,10 +246,10 @@ class _Reader:
 
     def _upload(self, read: _Read) -> _Read:
         """Move the batch itself to the device: only its ids went there before."""
-        device = self.lanes.device
-        if device.type != "cpu" and read.error is None:
+        device, landing = self.lanes.device, self._landing
+        if (device.type != "cpu" or landing is not None) and read.error is None:
             with self.lanes.on("plan"):
-                landed = None if self._land is None else self._land(read.batch, read.works)
+                landed = None if landing is None else landing.land(read.batch, read.arrivals)
                 read.is_landed = landed is not None
                 read.batch = to_device(read.batch, device) if landed is None else landed
                 features = read.batch if self._ids is None else self._ids(read.batch)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hotrow.tables import EmbeddingBagConfig, Feature, WidthGroup
 
@@ -89,6 +90,98 @@ class Batch:
         return self.values.numel()
 
 
+class Room:
+    """How many places a batch of changing size gets: seldom a new number, so launches come again.
+
+    The first size is taken as it is, since many loaders know no other; a larger one brings room
+    to spare. Sizes far below are rounded by themselves.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._is_fixed = False
+
+    def fix(self, most: int) -> None:
+        """It does not grow beyond this."""
+        self.most, self._is_fixed = most, True
+
+    def __call__(self, count: int) -> int:
+        if count > self.most and not self._is_fixed:
+            self.most = _eighths(count + count // 8) if self.most else count
+        return self.most if self.most // 2 < count <= self.most else _eighths(count)
+
+
+def _eighths(count: int) -> int:
+    """Rounded up by an eighth at most, to one of eight numbers between two powers of two."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which of a batch's keys a group's features are, on the device."""
+
+    places: Tensor  # [F] int64: of each feature among the keys
+    ranks: Tensor  # [keys] int64: of each key among the group's features, -1: not there
+    is_all: bool  # the group has all keys, in the same order
+
+
+def columns_of(keys: tuple[str, ...], group: WidthGroup, device: torch.device) -> Columns:
+    names = tuple(feature.name for feature in group.features)
+    places = torch.tensor([keys.index(name) for name in names], device=device)
+    ranks = [names.index(key) if key in names else -1 for key in keys]
+    return Columns(places, torch.tensor(ranks, device=device), names == keys)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a group's lookups lie among the user's values, known to the device alone."""
+
+    edges: Tensor  # [keys + 1] int64: where each key's values begin
+    starts: Tensor  # [F] int64: where each feature's lookups begin in the group
+    ends: Tensor  # [F] int64
+    columns: Columns
+
+    def take(self, weights: Tensor, size: int) -> Tensor:
+        """Weights of the user's values -> of the group's lookups, [size]; differentiable."""
+        place = torch.arange(size, device=weights.device)
+        rank = torch.searchsorted(self.ends, place, right=True)
+        is_real, rank = rank < self.ends.numel(), rank.clamp_(max=self.ends.numel() - 1)
+        firsts = self.edges.index_select(0, self.columns.places)
+        source = place + (firsts - self.starts).index_select(0, rank)
+        source = torch.where(is_real, source, -1)
+
+        value = torch.arange(weights.numel(), device=weights.device)
+        key = torch.searchsorted(self.edges[1:].contiguous(), value, right=True)
+        is_real, key = key < len(self.columns.ranks), key.clamp_(max=len(self.columns.ranks) - 1)
+        rank = self.columns.ranks.index_select(0, key)
+        is_real, rank = is_real & (rank >= 0), rank.clamp_(min=0)
+        back = value - self.edges.index_select(0, key) + self.starts.index_select(0, rank)
+        back = torch.where(is_real, back, -1)
+        taken: Tensor = _Rearranged.apply(weights, source, back)  # type: ignore[no-untyped-call]
+        return taken
+
+
+class _Rearranged(torch.autograd.Function):
+    """Takes values at some places, -1: zero. Each value goes to one place at most, so that the
+    way back is one of taking, too, and adds nothing up."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, source: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _taken(values, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return _taken(grads, back), None, None
+
+
+def _taken(values: Tensor, place: Tensor) -> Tensor:
+    return torch.where(place < 0, 0.0, values.index_select(0, place.clamp(min=0)))
+
+
 @dataclass(frozen=True)
 class Lookups:
     """The lookups of one batch in one width group, bag by bag.
@@ -104,6 +197,10 @@ class Lookups:
     by_sample: bool
     spans: tuple[tuple[int, int], ...] = ()  # of each feature's ids in the user's values
     weights: Tensor | None = None  # [L] float32
+    # For captured steps: places for lookups, of which the first ones are taken. Nothing that
+    # is launched depends on how many; only `offsets` tell, on the device.
+    size: int | None = None
+    spread: Spread | None = None  # None: as in the user's values
 
     @property
     def num_bags(self) -> int:
@@ -118,6 +215,10 @@ class Lookups:
         bags = torch.arange(self.num_bags, device=self.ids.device)
         if self.offsets is None:
             return bags
+        if self.size is not None:
+            place = torch.arange(self.size, device=self.ids.device)
+            found = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
+            return found.clamp_(max=max(0, self.num_bags - 1))  # what is not taken: any
         return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.num_lookups)
 
 
@@ -245,7 +346,8 @@ def elsewhere(features: Any, batch: Batch) -> Batch:
         values, offsets = features[:2]
     else:
         values, offsets = features.values(), features.offsets()
-    return replace(batch, values=values.long(), offsets=offsets.long())
+    # Offsets stay the user's own tensor: a captured step reads them where they are.
+    return replace(batch, values=values.long(), offsets=offsets)
 
 
 def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
@@ -295,7 +397,7 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
     x = outline_of(batch, group)
     ids = torch.cat(parts)
     assert x.offsets is not None
-    return replace(x, ids=ids, divisor=_divisor(ids, x.offsets, group, x.bags_per_feature))
+    return replace(x, ids=ids, divisor=_divisor(ids != PADDING, x, group))
 
 
 def spans_of(batch: Batch, group: WidthGroup) -> tuple[tuple[int, int], ...]:
@@ -327,6 +429,51 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
     )
 
 
+def fixed_outline(
+    batch: Batch, group: WidthGroup, columns: Columns, size: int, is_real: Tensor
+) -> Lookups:
+    """`outline_of` with the divisor, by launches that are the same for all batches of one shape.
+
+    To that shape belong the spans of a group without pooling, whose vectors are as many as its
+    lookups. `is_real` [size] tells which lookups read a row.
+    """
+    if is_pooled(group):
+        x = _pooled_outline(batch, group, columns, size)
+    else:
+        x = replace(outline_of(batch, group), size=size)
+    return replace(x, divisor=_divisor(is_real, x, group))
+
+
+def is_pooled(group: WidthGroup) -> bool:
+    """Whether every sample has one vector per feature."""
+    return all(feature.pooling != "none" for feature in group.features)
+
+
+def _pooled_outline(batch: Batch, group: WidthGroup, columns: Columns, size: int) -> Lookups:
+    assert batch.offsets is not None
+    offsets = batch.offsets.long()
+    edges = offsets[:: batch.num_samples]
+    firsts = edges.index_select(0, columns.places)
+    lengths = edges.diff().index_select(0, columns.places)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    if not columns.is_all:
+        by_key = offsets[:-1].view(len(batch.keys), batch.num_samples)
+        mine = by_key.index_select(0, columns.places) + (starts - firsts).unsqueeze(1)
+        offsets = torch.cat([mine.flatten(), ends[-1:]])
+    as_given = columns.is_all and batch.num_values == size
+    return Lookups(
+        ids=batch.values.new_empty(0),
+        offsets=offsets,
+        divisor=None,
+        bags_per_feature=(batch.num_samples,) * len(group.features),
+        by_sample=False,
+        spans=spans_of(batch, group),
+        size=size,
+        spread=None if as_given else Spread(edges, starts, ends, columns),
+    )
+
+
 def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
     """What each bag's sum is divided by, without checking ids."""
     if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
@@ -336,7 +483,7 @@ def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
         padding = group.tables[feature.table].padding_idx
         values = batch.values[low:high]
         parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
-    return _divisor(torch.cat(parts), x.offsets, group, x.bags_per_feature)
+    return _divisor(torch.cat(parts) != PADDING, x, group)
 
 
 def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
@@ -350,8 +497,17 @@ def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
                 f"feature {feature.name!r} has pooling={feature.pooling!r}; per-sample weights "
                 "work with pooling='sum' only, as in torch.nn.EmbeddingBag"
             )
+    if x.size is not None:
+        return weights if x.spread is None else x.spread.take(weights, x.size)
     parts = [weights[low:high] for low, high in x.spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def parts_of(features: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Indices, offsets and weights of a jagged input, as the user holds them."""
+    if isinstance(features, tuple | list):
+        return features[0], features[1], raw_weights(features)
+    return features.values(), features.offsets(), raw_weights(features)
 
 
 def raw_weights(features: Any) -> Tensor | None:
@@ -382,15 +538,16 @@ def identity(features: Any) -> tuple[Any, ...]:
     return (keys, *facts)
 
 
-def _divisor(ids: Tensor, offsets: Tensor, group: WidthGroup, bags: Sequence[int]) -> Tensor | None:
+def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:
     """What a bag's sum is divided by: its lookups, padding left out, where the mean is asked."""
-    if all(feature.pooling != "mean" for feature in group.features):
+    if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
         return None
-    real = torch.nn.functional.pad((ids != PADDING).cumsum(0), (1, 0))
-    counts = real[offsets].diff().clamp_(min=1)
+    real = torch.nn.functional.pad(is_real.cumsum(0), (1, 0))
+    counts = real[x.offsets].diff().clamp_(min=1)
+    by_feature = counts.split(list(x.bags_per_feature))
     parts = [
         part if feature.pooling == "mean" else torch.ones_like(part)
-        for part, feature in zip(counts.split(list(bags)), group.features, strict=True)
+        for part, feature in zip(by_feature, group.features, strict=True)
     ]
     return torch.cat(parts).float().unsqueeze(1)
 

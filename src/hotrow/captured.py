@@ -1,8 +1,9 @@
 """A training step as CUDA graphs: the host launches it at once, instead of kernel by kernel.
 
 A graph reads its inputs at fixed places: a few berths, each with room for a batch and its plans,
-which are used in turn; each has a graph of its own. What a graph cannot do (another
-shape, a batch that goes the direct way) runs eagerly, with the same kernels and the same bits.
+which are used in turn; each has a graph of its own. Jagged batches leave a part of their berth
+empty. What a graph cannot do (another shape, a batch that goes the direct way) runs eagerly,
+with the same kernels and the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,13 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.ahead import map_tensors, only_tensors, tensors_in
+from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.lanes import PRIORITIES, Lanes, Mark, capture
 from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
+_FORGOTTEN = 64  # batches after which a shape that did not come again gives way to another
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
+
+Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
 
 class CapturedStep:
@@ -36,103 +43,225 @@ class CapturedStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         lanes: Lanes,
+        *,
+        batch_size: int | None = None,
+        max_lookups: int | None = None,
     ) -> None:
+        """Of other sizes than `batch_size`, or with more lookups, no batch is captured."""
         # Weakly: it belongs to whoever owns this, and both hold memory that must go in time.
         self._step = weakref.WeakMethod(step)
         self._model, self._optimizer, self._lanes = model, optimizer, lanes
+        self._batch_size, self._max_lookups = batch_size, max_lookups
         self._shapes: dict[Any, _Shape] = {}
-        self._berths: dict[int, _Berth] = {}  # by the identity of the batch they hold
+        self._rooms: dict[int, Room] = {}  # by the place of a tensor in the batch
+        self._berths: dict[int, _Berth] = {}  # by the identity of the batch that was handed out
+        self._past: deque[Any] = deque(maxlen=8 * _BERTHS)  # batches that were overwritten
+        self._landed = 0
         self._settings: Any = None
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self._pool: Any = None
         self._stale = 0
         self._refused = False
+        if max_lookups is not None:
+            self._make_room(max_lookups)
 
-    def land(self, batch: Any, works: Sequence[Any]) -> Any:
+    def _make_room(self, max_lookups: int) -> None:
+        """Where one width has all lookups; several widths share them as batches will show."""
+        for module in self._model.modules():
+            if isinstance(module, EmbeddingBagCollection) and len(module.groups) == 1:
+                module.groups[0].room.fix(max_lookups)
+
+    # -- batches that arrive -----------------------------------------------------------
+
+    def begin(self) -> None:
+        """A pass over a loader begins: of the one before, nothing is in flight."""
+        for berth in self._berths.values():
+            berth.waits = False
+
+    def land(self, batch: Any, arrivals: Arrivals) -> Any:
         """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
+        self._landed += 1
+        form = None if self._refused else self._form_of(batch, arrivals)
+        shape = None if form is None else self._shape_of(form)
+        if form is None or shape is None:
+            return None
+        shape.seen, shape.newest = shape.seen + 1, self._landed
+        if shape.seen <= _EAGER_FIRST:
+            return None
+        berth = shape.next_berth(batch, form, self._lanes)
+        if berth is None:
+            return None
+        self._empty(berth)
+        self._lanes.after("plan", berth.trained)
+        berth.take(form, self._landed)
+        for work in _works(arrivals):
+            work.berth = berth.number
+            if work.batch.offsets is not None:
+                work.group.columns(work.batch.keys)
+        self._berths[id(berth.handed)] = berth
+        return berth.handed
+
+    def arrived(self, batch: Any, arrivals: Arrivals) -> None:
+        """A batch is handed out; its rows have been planned for."""
+        berth = self._berths.get(id(batch))
+        if berth is not None:
+            berth.arrivals = arrivals
+
+    def _empty(self, berth: _Berth) -> None:
+        if berth.handed is not None:
+            del self._berths[id(berth.handed)]
+            self._past.append(berth.handed)
+            for embedding, arrival in berth.arrivals:
+                embedding.done_with(arrival)  # its plan's buffers are the berth's again
+            berth.handed, berth.arrivals = None, ()
+
+    def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
+        """How a batch is to lie in a berth; None if it cannot."""
         if not only_tensors(batch):
             return None  # what is no tensor may change, and a graph would not see it
         tensors = tensors_in(batch)
-        key = tuple((each.shape, each.dtype) for each in tensors)
-        shape = self._shapes.get(key)
-        if shape is None:
-            if len(self._shapes) >= _MOST_SHAPES or not tensors:
-                return None
-            shape = self._shapes[key] = _Shape()
-        shape.seen += 1
-        if shape.seen <= _EAGER_FIRST or any(work.batch.offsets is not None for work in works):
+        sizes = {arrival.batch.num_samples for _, arrival in arrivals}
+        if not tensors or 0 in sizes:
             return None
-        berth = shape.next_berth(batch, self._lanes)
-        self._berths[id(berth.batch)] = berth
-        self._lanes.after("plan", berth.trained)
-        for there, here in zip(berth.tensors, tensors, strict=True):
-            there.copy_(here, non_blocking=True)
-        for work in works:
-            work.berth = berth.number
-        return berth.batch
+        if self._batch_size is not None and sizes != {self._batch_size}:
+            return None
+        room: dict[int, int] = {}  # of tensors with a place for each lookup
+        jagged = [arrival for _, arrival in arrivals if arrival.batch.offsets is not None]
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        lookups = {id(x): x.numel() for x in (parts_of(each.features)[0] for each in jagged)}
+        if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
+            return None
+        for arrival in jagged:
+            values, offsets, weights = parts_of(arrival.features)
+            mine = [each for each in (values, offsets, weights) if each is not None]
+            if any(id(each) not in places for each in mine):
+                return None  # ids= makes new tensors, at new places
+            works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
+            size = self._room_for(values, works, places[id(values)])
+            room |= {places[id(each)]: size for each in (values, weights) if each is not None}
+        return _Form(
+            tensors=tensors,
+            room=room,
+            of_works=tuple(_facts(work) for each in jagged for work in each.works),
+        )
 
-    def run(self, batch: Any, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> Tensor:
+    def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
+        if not all(work.group.is_pooled for work in works):
+            return values.numel()
+        if sum(work.num_lookups for work in works) == values.numel():
+            return sum(work.size for work in works)
+        return self._rooms.setdefault(place, Room())(values.numel())
+
+    def _shape_of(self, form: _Form) -> _Shape | None:
+        shape = self._shapes.get(form.key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_SHAPES:
+                oldest = min(self._shapes, key=lambda key: self._shapes[key].newest)
+                if self._landed - self._shapes[oldest].newest < _FORGOTTEN:
+                    return None
+                for berth in self._shapes.pop(oldest).berths:
+                    self._lanes.after("plan", berth.trained)  # before its memory is used again
+                    self._empty(berth)
+            shape = self._shapes[form.key] = _Shape()
+        return shape
+
+    # -- steps -------------------------------------------------------------------------
+
+    def run(self, batch: Any) -> Tensor:
         """One step, captured where that is possible. The loss lasts until the next one."""
         berth = self._berths.get(id(batch))
-        graph = None if berth is None else self._graph_for(berth, arrivals)
+        if berth is None:
+            if any(batch is each for each in self._past):
+                raise RuntimeError(
+                    "this batch has been overwritten: batches after it were trained, and its place "
+                    "was taken by a later one. Train a batch before those after it, or copy it"
+                )
+            return self._run_eagerly(batch)
+        graph = self._graph_for(berth)
         if graph is None:
-            loss = self._run_eagerly(batch)
+            loss = self._run_eagerly(berth.without_padding())
         else:
-            for embedding, _ in arrivals:
+            for embedding, _ in berth.arrivals:
                 embedding.optimizer.count_step()
                 for group in embedding.groups:
                     group.push_scalars()
             graph.replay()
             loss = self._loss
-        if berth is not None:
-            berth.trained = self._lanes.mark("train")
-            for embedding, arrival in arrivals:
-                embedding.done_with(arrival)  # its plan's buffers are the berth's again
+        self._leave(berth)
         return loss
+
+    def _leave(self, trained: _Berth) -> None:
+        """Its place is free again, as are those of batches before it that nobody trained."""
+        mark = self._lanes.mark("train")
+        for berth in self._berths.values():
+            if berth.waits and berth.landed <= trained.landed:
+                berth.waits, berth.trained = False, mark
+        trained.trained = mark
+        for embedding, arrival in trained.arrivals:
+            embedding.done_with(arrival)
 
     def _run_eagerly(self, batch: Any) -> Tensor:
         step = self._step()
         assert step is not None
         return step(batch)
 
-    def _graph_for(
-        self, berth: _Berth, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]
-    ) -> torch.cuda.CUDAGraph | None:
-        works: list[Any] = [work for _, each in arrivals for work in each.works]
-        if (
-            self._refused
-            or _counts_on_the_host(self._optimizer)
-            or not all(work.group.slots_hold(work) for work in works)
-        ):
+    def _graph_for(self, berth: _Berth) -> _Graph | None:
+        works = berth.works
+        if self._refused or not all(work.group.slots_hold(work) for work in works):
             return None
-        self._drop_if_stale(arrivals)
+        reason = _why_not(self._optimizer)
+        if reason is not None:
+            self._refuse(reason)
+            return None
+        self._drop_if_stale(berth.arrivals)
         key = tuple(id(work.plan.buffers) for work in works)
         if key not in berth.graphs:
             try:
-                berth.graphs[key] = self._capture(berth)
+                graph = self._capture(berth)
             except RuntimeError as error:
-                self._refused = True
-                warnings.warn(
-                    f"this training step cannot be captured as a CUDA graph, so it runs kernel by "
-                    f"kernel, with the same result but slower: {str(error).splitlines()[0]}. A "
-                    "step that reads values back (.item(), prints, branches on a tensor) cannot; "
-                    "graphs=False says so beforehand",
-                    stacklevel=4,
+                self._refuse(
+                    f"{str(error).splitlines()[0]}. A step that reads values back (.item(), "
+                    "prints, branches on a tensor) cannot"
                 )
                 return None
-            berth.kept.append([work.plan.buffers for work in works])
+            if len(berth.graphs) > 1:  # buffers that were replaced do not come again
+                del berth.graphs[next(iter(berth.graphs))]
+            berth.graphs[key] = graph
         return berth.graphs[key]
 
-    def _capture(self, berth: _Berth) -> torch.cuda.CUDAGraph:
+    def _refuse(self, reason: str) -> None:
+        self._refused = True
+        warnings.warn(
+            "this training step cannot be captured as a CUDA graph, so it runs kernel by kernel, "
+            f"with the same result but slower: {reason}; Trainer(graphs=False), or a loop without "
+            "hotrow.graphed, says so beforehand",
+            stacklevel=5,
+        )
+
+    def _capture(self, berth: _Berth) -> _Graph:
         def launch() -> None:
-            self._loss.copy_(self._run_eagerly(berth.batch))
+            self._loss.copy_(self._run_eagerly(berth.handed))
 
-        graph = capture(launch, self._pool, PRIORITIES["train"])
+        counters = _host_state(self._optimizer)
+        before = [each.clone() for each in counters]
+        with _made_anew(berth.works):
+            try:
+                graph = capture(launch, self._pool, PRIORITIES["train"])
+            finally:
+                # Nothing has run yet: only the host has counted.
+                counted = [
+                    (each, was)
+                    for each, was in zip(counters, before, strict=True)
+                    if not torch.equal(each, was)
+                ]
+                for each, was in counted:
+                    each.copy_(was)
         self._pool = graph.pool()
-        return graph
+        buffers = [work.plan.buffers for work in berth.works]
+        return _Graph(graph, [each for each, _ in counted], buffers)
 
-    def _drop_if_stale(self, arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]]) -> None:
+    def _drop_if_stale(self, arrivals: Arrivals) -> None:
         """A graph knows the settings as they were, but for those that are tensors."""
         groups = [group for each, _ in arrivals for group in each.groups]
         for group in groups:
@@ -155,9 +284,36 @@ class CapturedStep:
                     "captures the step anew, which is slow. Give it its learning rate as a tensor "
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
                     "fused=True); Adam also wants capturable=True), which graphs follow",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         self._settings = settings
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a batch lies in a berth."""
+
+    tensors: Sequence[Tensor]
+    room: dict[int, int]  # of tensors with a place for each lookup, by their place in the batch
+    of_works: tuple[Any, ...]  # what else launches depend on
+
+    @property
+    def key(self) -> Any:
+        shapes = tuple(
+            ((self.room[place],) if place in self.room else each.shape, each.dtype)
+            for place, each in enumerate(self.tensors)
+        )
+        return shapes, self.of_works
+
+
+def _facts(work: Any) -> Any:
+    """What the launches of a jagged batch depend on, beside the shapes of its tensors."""
+    spans = None if work.group.is_pooled else work.spans
+    return work.batch.keys, work.size, spans
+
+
+def _works(arrivals: Arrivals) -> list[Any]:
+    return [work for _, each in arrivals for work in each.works]
 
 
 class _Berth:
@@ -166,8 +322,64 @@ class _Berth:
     def __init__(self, number: int, batch: Any, trained: Mark) -> None:
         self.number, self.batch, self.trained = number, batch, trained
         self.tensors = tensors_in(batch)
-        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
-        self.kept: list[Any] = []  # buffers that graphs read
+        self.taken: dict[int, int] = {}  # of tensors with a place for each lookup: how many
+        self.handed: Any = None  # the batch as it was handed out
+        self.arrivals: Arrivals = ()
+        self.landed = 0  # when
+        self.waits = False  # to be trained
+        self.graphs: dict[Any, _Graph] = {}
+
+    @property
+    def works(self) -> list[Any]:
+        return _works(self.arrivals)
+
+    def take(self, form: _Form, landed: int) -> None:
+        for place, (there, here) in enumerate(zip(self.tensors, form.tensors, strict=True)):
+            if place not in form.room:
+                there.copy_(here, non_blocking=True)
+                continue
+            size, before = here.numel(), self.taken.get(place, 0)
+            there[:size].copy_(here, non_blocking=True)
+            if size < before:
+                there[size:before].zero_()
+            self.taken[place] = size
+        # A new object each time, so that an old batch is told from the one that replaced it.
+        is_tensor = isinstance(self.batch, Tensor)
+        self.handed = self.batch.detach() if is_tensor else map_tensors(self.batch, lambda x: x)
+        self.landed, self.waits = landed, True
+
+    def without_padding(self) -> Any:
+        """The batch as the loader gave it, for a step that is not captured."""
+        if not self.taken:
+            return self.handed
+        sizes = {self.tensors[place].data_ptr(): size for place, size in self.taken.items()}
+
+        def cut(tensor: Tensor) -> Tensor:
+            size = sizes.get(tensor.data_ptr())
+            return tensor if size is None else tensor[:size]
+
+        exact = []
+        for work in self.works:
+            work.berth = None  # its launches depend on the batch again
+        for embedding, arrival in self.arrivals:
+            embedding.done_with(arrival)
+            arrival = embedding.upload(arrival, map_tensors(arrival.features, cut))
+            embedding.arrive(arrival)
+            exact.append((embedding, arrival))
+        self.arrivals = exact
+        return map_tensors(self.handed, cut)
+
+
+class _Graph:
+    """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
+
+    def __init__(self, graph: Any, counted: list[Tensor], kept: Any) -> None:
+        self._graph, self._counted, self._kept = graph, counted, kept
+
+    def replay(self) -> None:
+        if self._counted:
+            torch._foreach_add_(self._counted, 1)
+        self._graph.replay()
 
 
 class _Shape:
@@ -176,21 +388,58 @@ class _Shape:
     _numbers = count()
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen = self.newest = 0
         self.berths: deque[_Berth] = deque()
 
-    def next_berth(self, batch: Any, lanes: Lanes) -> _Berth:
+    def next_berth(self, batch: Any, form: _Form, lanes: Lanes) -> _Berth | None:
+        """None if batches that were not trained yet have them all."""
         if len(self.berths) < _BERTHS:
-            there = map_tensors(batch, lambda each: torch.empty_like(each, device=lanes.device))
+            places = count()
+
+            def make(tensor: Tensor) -> Tensor:
+                size = form.room.get(next(places))
+                if size is None:
+                    return torch.empty_like(tensor, device=lanes.device)
+                return torch.zeros(size, dtype=tensor.dtype, device=lanes.device)
+
+            there = map_tensors(batch, make)
             self.berths.append(_Berth(next(self._numbers), there, lanes.mark("train")))
+        elif self.berths[0].waits:
+            return None
         else:
             self.berths.rotate(-1)
         return self.berths[-1]
 
 
-def _counts_on_the_host(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a step reads state that a replay would not change, such as Adagrad's step."""
-    if optimizer is None:
-        return False
-    state = (each for one in optimizer.state.values() for each in one.values())
-    return any(isinstance(each, Tensor) and not each.is_cuda for each in state)
+@contextmanager
+def _made_anew(works: Sequence[Any]) -> Iterator[None]:
+    """What works keep of their batch is made inside, by launches that a graph repeats."""
+    for work in works:
+        work.forget()
+    try:
+        yield
+    finally:
+        for work in works:
+            work.forget()
+
+
+def _host_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """State that a replay does not change."""
+    state = () if optimizer is None else optimizer.state.values()
+    every = (each for one in state for each in one.values())
+    return [each for each in every if isinstance(each, Tensor) and each.device.type == "cpu"]
+
+
+def _why_not(optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Why an optimizer's step cannot be replayed; None if it can."""
+    if optimizer is None or not _host_state(optimizer):
+        return None
+    inner = getattr(optimizer, "inner", optimizer)
+    if isinstance(inner, torch.optim.Adagrad) and not any(
+        group["lr_decay"] for group in inner.param_groups
+    ):
+        return None  # it counts its steps, and only lr_decay would ask how many
+    return (
+        f"{type(inner).__name__} counts its steps on the host, and what it does depends on them; "
+        "capturable=True lets the device count, where it has that option"
+    )

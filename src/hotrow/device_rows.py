@@ -17,7 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spans_of
+from hotrow.batch import (
+    Batch,
+    Columns,
+    Lookups,
+    Room,
+    columns_of,
+    divisor_of,
+    fixed_outline,
+    is_pooled,
+    lookups_of,
+    outline_of,
+    spans_of,
+)
 from hotrow.budget import MOST_PACKED, Share
 from hotrow.device_planner import (
     DevicePlan,
@@ -61,20 +73,36 @@ class DeviceWork(Work):
         self.packet: Packet | None = None  # its rows on their way, between collect and insert
         self.collected = self.inserted = self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
+        self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
+        # Of the plan: padding fills it up, so that plans of other batches are launched alike.
+        self.size = self.num_lookups
+        if batch.offsets is not None and group.is_pooled:
+            self.size = group.room(self.size)
         self._lookups: Lookups | None = None
         self._bag_of: Tensor | None = None
         self._sorted: SortedIds | None = None
 
     @property
     def num_lookups(self) -> int:
-        batch, layout = self.batch, self.group.layout
-        if batch.offsets is None:
-            return batch.num_samples * len(layout.features)
-        return sum(high - low for low, high in spans_of(batch, layout))
+        if self.batch.offsets is None:
+            return self.batch.num_samples * len(self.group.layout.features)
+        return sum(high - low for low, high in self.spans)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether padding stands behind the lookups in the plan."""
+        return self.size > self.num_lookups
 
     @property
     def lookups(self) -> Lookups:  # type: ignore[override]
         """Without ids: reading those would wait for the device."""
+        if self._lookups is None and self.is_fixed:
+            assert self.plan is not None
+            slots = self.plan.buffers.lookup_slots[: self.size]
+            self._lookups = fixed_outline(
+                self.batch, self.group.layout, self.group.columns(self.batch.keys), self.size,
+                slots != self.group.pad.null_slot,
+            )  # fmt: skip
         if self._lookups is None:
             x = outline_of(self.batch, self.group.layout)
             divisor = divisor_of(self.batch, x, self.group.layout)
@@ -82,6 +110,11 @@ class DeviceWork(Work):
                 x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
             )
         return self._lookups
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether launches are to be the same for all batches of one shape: they are captured."""
+        return self.berth is not None and self.plan is not None and self.batch.offsets is not None
 
     @property
     def bag_of(self) -> Tensor | None:
@@ -117,11 +150,15 @@ class DeviceWork(Work):
         segments = self.plan.segments()
         ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
         ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
-        return ids
+        return ids[: self.num_lookups]
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now."""
         self.batch = batch
+        self.forget()
+
+    def forget(self) -> None:
+        """What was made of the batch is made anew."""
         self._lookups = self._bag_of = self._sorted = None
 
 
@@ -159,6 +196,9 @@ class DeviceRows(RowGroup):
         self._scalar_values: Any = None
         self._scalars_there: Tensor | None = None
         self._started = False
+        self.is_pooled, self.room = is_pooled(layout), Room()
+        self._columns: dict[tuple[str, ...], Columns] = {}
+        self._spans_there = torch.zeros(2, len(layout.features), dtype=torch.int64, device=device)
 
     # -- memory ------------------------------------------------------------------------
 
@@ -260,25 +300,23 @@ class DeviceRows(RowGroup):
 
     def expect(self, work: DeviceWork, values: Tensor) -> None:  # type: ignore[override]
         """A batch is known that will be planned later; `values` are its indices, on the device."""
-        expected = work.expected = self.planner.admit(work.num_lookups, announced=True)
-        spans = self._spans(work.batch)
+        expected = work.expected = self.planner.admit(work.size, announced=True)
+        spans = self._spans(work)
 
         def write_ids(ids: Tensor, counts: Tensor) -> None:
             self._write_ids(values, spans, expected.lookups, ids, counts)
 
-        # Spans are new tensors every time.
-        where = (values.data_ptr(), values.dtype, values.shape, values.stride())
-        key = (where, object() if spans is not None else None)
+        key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
         self.planner.expect(expected, write_ids, key)
 
     def _admit(self, work: DeviceWork) -> Expected:
         """A place for a batch that nobody announced."""
-        expected = self.planner.admit(work.num_lookups, announced=False)
+        expected = self.planner.admit(work.size, announced=False)
         counts = self.planner.counts_of(expected)
         counts.copy_(self.planner.fresh_counts)
         self._write_ids(
             work.batch.values,
-            self._spans(work.batch),
+            self._spans(work),
             expected.lookups,
             self.planner.window_ids[expected.row],
             counts,
@@ -293,15 +331,25 @@ class DeviceRows(RowGroup):
             values.contiguous(), ids, self.features, spans, lookups, self.layout.num_rows, first_bad
         )
 
-    def _spans(self, batch: Batch) -> Tensor | None:
-        if batch.offsets is None:
+    def columns(self, keys: tuple[str, ...]) -> Columns:
+        """Made once for each order of keys: a captured step cannot bring them."""
+        if keys not in self._columns:
+            self._columns[keys] = columns_of(keys, self.layout, self.device)
+        return self._columns[keys]
+
+    def _spans(self, work: DeviceWork) -> Tensor | None:
+        """At the same place every time; read, in the lane of plans, before the next."""
+        if work.batch.offsets is None:
             return None
         ends, shifts, end = [], [], 0
-        for low, high in spans_of(batch, self.layout):
+        for low, high in work.spans:
             shifts.append(low - end)
             end += high - low
             ends.append(end)
-        return torch.tensor([ends, shifts]).to(self.device, non_blocking=True)
+        spans = torch.tensor([ends, shifts])
+        if self.device.type == "cuda":
+            spans = spans.pin_memory()  # or the host might wait for the lane
+        return self._spans_there.copy_(spans, non_blocking=True)
 
     def plan(self, work: DeviceWork) -> bool:  # type: ignore[override]
         """Launch a plan; what became of it is known at `confirm`."""
@@ -371,14 +419,16 @@ class DeviceRows(RowGroup):
             lookups_of(work.batch, self.layout)  # says which
             raise AssertionError("a plan found an id that no table has, and nobody else does")
         if outcome == planning.NO_ROOM:
-            self._tell_of_chunks(int(plan.buffers.status[planning.UNIQUE]))
+            unique = int(plan.buffers.status[planning.UNIQUE])
+            self._tell_of_chunks(unique - work.is_filled_up)
             self.count_direct(work)
         return False
 
     def _count_moves(self, work: DeviceWork, plan: DevicePlan) -> None:
         if not work.confirmed:
             work.confirmed = True
-            self._note([plan.lookups, plan.num_unique, plan.num_moves, plan.num_evicted])
+            unique = plan.num_unique - work.is_filled_up  # the padding's id is none
+            self._note([work.num_lookups, unique, plan.num_moves, plan.num_evicted])
 
     def take_back(self, work: DeviceWork) -> None:  # type: ignore[override]
         """A batch before this one failed: this one has to be planned again, if it was halted."""
@@ -537,20 +587,28 @@ class DeviceRows(RowGroup):
     def weight_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         if self.slots_hold(work):
             assert work.plan is not None
-            slots = work.plan.buffers.lookup_slots[: work.plan.lookups]
-            return lookup.weight_grads(self.slots, slots, work.bag_of, grads, self.dim)
+            count = work.num_lookups if x.size is None else x.size
+            slots = work.plan.buffers.lookup_slots[:count]
+            found = lookup.weight_grads(self.slots, slots, work.bag_of, grads, self.dim)
+            if x.size is None:
+                return found
+            assert x.offsets is not None
+            is_there = torch.arange(x.size, device=self.device) < x.offsets[-1]
+            return torch.where(is_there, found, 0.0)
         pieces, first = [], 0
         for part, ids, rows, index in self._pass_through(self._with_ids(work, x)):
             mine = grads[first : first + part.num_bags]
             slots = index[ids.inverse].int()
             pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
             first += part.num_bags
-        return torch.cat(pieces) if pieces else grads.new_zeros(0)
+        found = torch.cat(pieces) if pieces else grads.new_zeros(0)
+        return torch.nn.functional.pad(found, (0, (x.size or found.numel()) - found.numel()))
 
     def row_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         """The gradient of each unique row, [U, dim]; waits for the device."""
         segments, ids = self._segments(work), work.ids.ids
-        found = update.sum_by_row(grads, work.bag_of, x.weights, x.divisor, segments)
+        terms = (grads, work.bag_of, x.weights, x.divisor)
+        found = update.sum_by_row(*terms, segments, padding=self.layout.num_rows)
         return found[: ids.numel()]
 
     def _segments(self, work: DeviceWork) -> Segments:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hotrow.batch import (
     Batch,
     Lookups,
+    Room,
     elsewhere,
     identity,
     lookups_of,
@@ -107,7 +108,7 @@ class Embedded:
         if batch.offsets is None:
             return torch.arange(size + 1, device=batch.values.device)
         place = batch.keys.index(feature)
-        mine = batch.offsets[place * size : (place + 1) * size + 1]
+        mine = batch.offsets[place * size : (place + 1) * size + 1].long()
         return mine - mine[0]
 
 
@@ -195,6 +196,8 @@ class EmbeddingBagCollection(nn.Module):
         # Plans on a device keep their buffers for as long as they can be found.
         self._arrivals: deque[Arrival] = deque(maxlen=8 if self._plans_later else 64)
         self._places: dict[Any, Tensor] = {}
+        self._place_of_values: Tensor | None = None
+        self._room = Room()
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
 
@@ -324,6 +327,12 @@ class EmbeddingBagCollection(nn.Module):
         """Indices on the device, at the same place for the same shape; read before the next."""
         if values.device == self.device:
             return values.contiguous()
+        if values.dim() == 1:  # any number of them: one place, with room for more
+            if self._place_of_values is None or len(self._place_of_values) < len(values):
+                room = torch.zeros(self._room(len(values)), dtype=values.dtype, device=self.device)
+                self._place_of_values = room
+            self._place_of_values[: len(values)].copy_(values, non_blocking=True)
+            return self._place_of_values
         key = (values.shape, values.dtype)
         if key not in self._places:
             if len(self._places) >= 8:  # shapes that change all the time

@@ -117,7 +117,7 @@ class Staged:
         evicts: bool,
         replay: Replay = at_once,
     ) -> Packet:
-        """Leaving rows set out, and `entering` ones are gathered, after all writes asked for so far.
+        """Leaving rows set out; `entering` ones are gathered after all writes asked for so far.
 
         As many move as `entering` names, on the host; `counted` says so on the device.
         """

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
-from hotrow.lanes import lanes_of
+from hotrow.graphed import GraphedStep, lanes_in
 from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
@@ -64,18 +65,25 @@ class Trainer(Generic[Batch]):
         compile: bool = False,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.model, self.loss_fn, self.dense_optimizer = model, loss_fn, dense_optimizer
-        self.ids, self.labels = ids, labels
+        self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
         self.autocast = autocast
-        self._forward = torch.compile(model, dynamic=False) if compile else model
-        self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
-        self._captured: CapturedStep | None = None
-        if graphs and self.device.type == "cuda":
-            lanes = lanes_of(self.device)
-            self._captured = CapturedStep(self._step_on, model, dense_optimizer, lanes)
+        self._algorithms = partial(_algorithms, deterministic, self.device)
+        lanes = lanes_in(model) if graphs and self.device.type == "cuda" else None
+        self._step = GraphedStep(
+            model,
+            loss_fn,
+            dense_optimizer,
+            labels=labels,
+            lanes=None if lanes is None or lanes.device.type == "cpu" else lanes,
+            compile=compile,
+            around=self._algorithms,
+            in_forward=partial(
+                torch.autocast, self.device.type, autocast, enabled=autocast is not None
+            ),
+        )
         self._losses: _Losses | None = None
         self._collections = [
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
@@ -89,12 +97,11 @@ class Trainer(Generic[Batch]):
         """
         if not self.model.training:
             self.model.train()
-        land = None if self._captured is None else self._captured.land
-        source = Ahead(batches, self.model, self.ids, depth=self.depth, land=land)
+        source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
             before, started = self._counters(), perf_counter()
             for batch in source:
-                loss = self._train(batch, source)
+                loss = self._train(batch)
                 samples = len(self.labels(batch))
                 after = self._counters()
                 moved = {key: after[key] - before[key] for key in after}
@@ -120,28 +127,30 @@ class Trainer(Generic[Batch]):
             raise ValueError("there is nothing to evaluate: the batches given are none")
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
-    def _train(self, batch: Batch, source: Ahead) -> float | Callable[[], float]:
-        if self._captured is None:
-            loss = self._step_on(batch)
-        else:
-            loss = self._captured.run(batch, source.arrivals)
+    @property
+    def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self._step.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._step.loss_fn = loss_fn
+
+    @property
+    def labels(self) -> Callable[[Batch], Tensor]:
+        return self._step.labels
+
+    @property
+    def _captured(self) -> CapturedStep | None:
+        return self._step.landing
+
+    def _train(self, batch: Batch) -> float | Callable[[], float]:
+        loss = self._step.run(batch)
         self.step += 1
         if loss.device.type == "cpu":
             return loss.item()
         if self._losses is None:
             self._losses = _Losses()
         return self._losses.note(loss)
-
-    def _step_on(self, batch: Batch) -> Tensor:
-        with self._algorithms():  # not while the caller has its turn
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-                loss = self._mean_loss(self.loss_fn, self._forward(batch), self.labels(batch))
-            if self.dense_optimizer is not None:
-                self.dense_optimizer.zero_grad()
-            loss.backward()
-            if self.dense_optimizer is not None:
-                self.dense_optimizer.step()
-        return loss.detach()
 
     def _counters(self) -> dict[str, int]:
         """What all collections have looked up and moved so far, named as in a StepRecord."""
@@ -153,29 +162,24 @@ class Trainer(Generic[Batch]):
                 totals[name] += count
         return totals
 
-    @contextmanager
-    def _algorithms(self) -> Iterator[None]:
-        """Deterministic operations inside; outside again whatever the caller had chosen."""
-        memory: Any = torch.utils.deterministic
-        mode, filling = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
-        if self.deterministic:
-            if self.device.type == "cuda":
-                # cuBLAS reads it when it first runs; without it torch refuses matrix products.
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.set_deterministic_debug_mode("error")
-            # torch would also fill new memory: a pass over every buffer that no result needs.
-            memory.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(mode)
-            memory.fill_uninitialized_memory = filling
 
-
-def _mean_loss(
-    loss_fn: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, labels: Tensor
-) -> Tensor:
-    return loss_fn(predictions, labels).mean()
+@contextmanager
+def _algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
+    """Deterministic operations inside; outside again whatever the caller had chosen."""
+    memory: Any = torch.utils.deterministic
+    mode, filling = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    if deterministic:
+        if device.type == "cuda":
+            # cuBLAS reads it when it first runs; without it torch refuses matrix products.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.set_deterministic_debug_mode("error")
+        # torch would also fill new memory: a pass over every buffer that no result needs.
+        memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = filling
 
 
 class _Losses:

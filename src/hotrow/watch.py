@@ -50,11 +50,17 @@ class Watch:
         return (
             [(each.data_ptr(), each.requires_grad) for each in self._tensors],
             [each.training for each in self._modules],
-            # Graphs follow settings that are tensors.
             [
-                id(value) if isinstance(value, Tensor) else value
+                _setting(value)
                 for group in groups
                 for key, value in group.items()
                 if key != "params"
             ],
         )
+
+
+def _setting(value: Any) -> Any:
+    """A graph reads a tensor on the device anew; one on the host it knows as it was."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.tolist() if value.device.type == "cpu" else id(value)

@@ -41,6 +41,8 @@ def _globalise(
 ):  # fmt: skip
     """User's indices -> ids; what is outside its table is noted, and read as padding."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if JAGGED:  # how many there are changes from batch to batch, and launches must not
+        num_lookups = tl.load(ends + num_features - 1)
     real = place < num_lookups
     if JAGGED:
         low = tl.zeros(place.shape, tl.int32)
@@ -74,7 +76,7 @@ def globalise(
     ids: Tensor,  # out: [capacity], padding beyond the lookups
     features: Tensor,  # [F, 4] int64: base, limit, padding index or -1, column
     spans: Tensor | None,  # jagged: [2, F] int64: end of each feature among ids; shift to values
-    num_lookups: int,
+    num_lookups: int,  # jagged: the last of the ends counts
     num_rows: int,
     first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
 ) -> None:

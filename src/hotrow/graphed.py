@@ -1,0 +1,128 @@
+"""One training step as a callable: a CUDA graph where that is possible. Knows no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.captured import CapturedStep
+from hotrow.embedding import EmbeddingBagCollection
+from hotrow.lanes import Lanes
+
+
+def graphed(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    labels: Callable[[Any], Any] = attrgetter("label"),
+    batch_size: int | None = None,
+    max_lookups: int | None = None,
+) -> GraphedStep:
+    """One step of a loop of your own, launched as a single CUDA graph.
+
+    `step(batch)` minimises the mean of `loss_fn(model(batch), labels(batch))`: lookup, forward,
+    backward, rows' update and `optimizer`, which is the dense part's. It gives the loss.
+
+        step = hotrow.graphed(model, loss_fn, optimizer, batch_size=8192)
+        for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse, step=step):
+            loss = step(batch)
+
+    Batches of another size than `batch_size`, or with more than `max_lookups` ids, run eagerly,
+    with the same bits. Without these, what comes often is captured, with room for the largest
+    batch seen. On a CPU every step runs eagerly.
+    """
+    if not callable(loss_fn) or not callable(labels):
+        wrong = "loss_fn" if not callable(loss_fn) else "labels"
+        raise TypeError(f"{wrong} must be a function, got {type(locals()[wrong]).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "optimizer must be a torch optimizer of the dense part, or None, got "
+            f"{type(optimizer).__name__}"
+        )
+    for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    lanes = lanes_in(model)
+    if lanes is None:
+        raise ValueError(
+            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
+        )
+    return GraphedStep(
+        model,
+        loss_fn,
+        optimizer,
+        labels=labels,
+        batch_size=batch_size,
+        max_lookups=max_lookups,
+        lanes=lanes if lanes.device.type == "cuda" else None,
+    )
+
+
+def lanes_in(model: nn.Module) -> Lanes | None:
+    """The lanes in which a model's rows move; None if it has none."""
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            return module.lanes
+    return None
+
+
+class GraphedStep:
+    """What `hotrow.graphed` gives, and `Trainer` trains with."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        labels: Callable[[Any], Any],
+        lanes: Lanes | None,  # None: every step runs eagerly
+        batch_size: int | None = None,
+        max_lookups: int | None = None,
+        compile: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,  # forward and backward
+        in_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.loss_fn, self.labels, self._optimizer = loss_fn, labels, optimizer
+        self._forward = torch.compile(model, dynamic=False) if compile else model
+        self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
+        self._around, self._in_forward = around, in_forward
+        self.landing: CapturedStep | None = None
+        if lanes is not None:
+            self.landing = CapturedStep(
+                self._once,
+                model,
+                optimizer,
+                lanes,
+                batch_size=batch_size,
+                max_lookups=max_lookups,
+            )
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step; the loss is a tensor of its own, which nobody waits for."""
+        return self.run(batch).clone()
+
+    def run(self, batch: Any) -> Tensor:
+        """One step; the loss lasts until the next."""
+        return self._once(batch) if self.landing is None else self.landing.run(batch)
+
+    def _once(self, batch: Any) -> Tensor:
+        with self._around():
+            with self._in_forward():
+                loss = self._mean_loss(self.loss_fn, self._forward(batch), self.labels(batch))
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            loss.backward()
+            if self._optimizer is not None:
+                self._optimizer.step()
+        return loss.detach()
+
+
+def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:
+    return loss_fn(predictions, labels).mean()

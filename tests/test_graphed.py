@@ -1,0 +1,631 @@
+"""Captured steps without a GPU: a stand-in for a CUDA graph repeats what the host knew when it was
+captured, so whatever depends on another batch's numbers shows.
+
+tests/test_gpu_graphed.py has the same with real graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+import hotrow.captured
+import hotrow.embedding
+import hotrow.step
+from builders import RULES, Outcome, outcome, readout, skewed
+from hotrow.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
+from hotrow.device_rows import DeviceRows
+from hotrow.embedding import Arrival
+from hotrow.evict import EVICTIONS
+from hotrow.graphed import GraphedStep
+from hotrow.lanes import lanes_of
+from hotrow.strategy import STRATEGIES, as_listed
+from hotrow.tables import group_by_width
+
+CPU = torch.device("cpu")
+SIZE = 4  # samples
+Table = hotrow.EmbeddingBagConfig
+TABLES = {
+    "sum": [Table("a", 80, 5, ["f"]), Table("b", 30, 5, ["g"])],
+    "mean": [Table("a", 80, 4, ["f"], pooling="mean", padding_idx=3), Table("b", 30, 4, ["g"])],
+    "two-widths": [Table("a", 60, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
+    "unpooled": [Table("a", 60, 4, ["f"], pooling="none"), Table("b", 50, 4, ["g"])],
+}
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels run on the CPU where there is no GPU"
+)
+
+
+def batch_of(
+    tables: list[Table],
+    generator: torch.Generator,
+    *,
+    most: int = 6,
+    least: int = 3,
+    size: int = SIZE,
+    empty: bool = True,
+    weighted: bool = False,
+) -> dict[str, Any]:
+    """Samples with several lookups, `empty` ones among them, keys in an order of their own."""
+    rows = {name: table.num_embeddings for table in tables for name in table.feature_names}
+    keys = sorted(rows)
+    lengths = torch.randint(least, most + 1, (len(keys), size), generator=generator)
+    if empty:
+        lengths[0, int(lengths.sum()) % size] = 0
+    ids = [
+        skewed(generator, rows[key], int(each.sum()))
+        for key, each in zip(keys, lengths, strict=True)
+    ]
+    values = torch.cat(ids)
+    weights = torch.rand(values.numel(), generator=generator) if weighted else None
+    return {
+        "ids": hotrow.KeyedJaggedTensor(keys, values, lengths=lengths.flatten(), weights=weights),
+        "label": torch.rand(size, generator=generator),
+    }
+
+
+def batches_of(name: str, count: int, **options: Any) -> list[dict[str, Any]]:
+    """The first has the most lookups: with so few, the room for them would change all the time."""
+    generator = torch.Generator().manual_seed(5)
+    options = {"most": 6, **options}
+    full = {**options, "least": options["most"], "empty": False}
+    first = batch_of(TABLES[name], generator, **full)
+    rest = [batch_of(TABLES[name], generator, **options) for _ in range(count - 1)]
+    return [first, *rest]
+
+
+class Model(nn.Module):
+    """Rows, and a dense part that scales the weights, if there are any, and the sum of all."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.bias = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, batch: Any) -> Tensor:
+        ids = batch["ids"]
+        weights = ids.weights_or_none()
+        if weights is not None:
+            ids = hotrow.KeyedJaggedTensor(
+                ids.keys(), ids.values(), offsets=ids.offsets(), weights=weights * self.scale
+            )
+        out = readout(self.embedding(ids))
+        return out * 0.01 * self.scale + self.bias[: len(batch["label"])]
+
+
+def squares(found: Tensor, labels: Tensor) -> Tensor:
+    return (found - labels).square()
+
+
+def make(tables: str, rule: str = "sgd", strategy: Any = "all-fast", slots: int = 0) -> Model:
+    budget = None
+    if slots:
+        widths = len(group_by_width(TABLES[tables]))
+        budget = hotrow.Budget((hotrow.Share(slots, 32, True),) * widths, window_bytes=1 << 14)
+        strategy = replace(STRATEGIES[strategy], eviction=EVICTIONS["random"], order=as_listed)
+    return Model(
+        hotrow.EmbeddingBagCollection(
+            TABLES[tables], RULES[rule], strategy=strategy, budget=budget, seed=3
+        )
+    )
+
+
+def step_of(model: Model, *, captured: bool = True, **options: Any) -> GraphedStep:
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    return GraphedStep(
+        model,
+        options.pop("loss_fn", squares),
+        optimizer,
+        labels=lambda batch: batch["label"],
+        lanes=lanes_of(CPU) if captured else None,
+        **options,
+    )
+
+
+def stream(batches: Any, model: Model, step: GraphedStep) -> hotrow.Ahead:
+    return hotrow.ahead(batches, model, ids=lambda batch: batch["ids"], step=step)
+
+
+def run(model: Model, batches: list[Any], **options: Any) -> Outcome:
+    step = step_of(model, **options)
+    losses = [step(batch) for batch in stream(batches, model, step)]
+    return found_in(model, losses)
+
+
+def found_in(model: Model, losses: list[Tensor]) -> Outcome:
+    found = outcome(model.embedding, losses)
+    dense = {name: each.detach().clone() for name, each in model.named_parameters()}
+    return replace(found, weights={**found.weights, **dense})
+
+
+class Replays:
+    """What stood-in graphs did."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = self.strange = 0
+
+
+class StandIn:
+    """Launches again what was captured, with what the host knew of the batch at that time."""
+
+    def __init__(self, launch: Callable[[], None], berth: Any, seen: Replays) -> None:
+        self._launch, self._berth, self._seen = launch, berth, seen
+        ((self._embedding, arrival),) = berth.arrivals
+        works = [copy.copy(work) for work in arrival.works]
+        for work in works:
+            work.plan = replace(work.plan)  # type: ignore[type-var]
+        self._arrival = Arrival(arrival.features, arrival.identity, arrival.batch, tuple(works))
+        seen.captures += 1
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        embedding, arrival = self._embedding, self._arrival
+        now = self._berth.arrivals[0][1].batch
+        self._seen.replays += 1
+        self._seen.strange += arrival.batch.ends != now.ends
+        for work in arrival.works:
+            work.forget()  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedding, "_find", lambda features: arrival)
+            patch.setattr(hotrow.step, "_capturing", lambda: True)
+            for group in embedding.groups:
+                patch.setattr(group, "slots_hold", lambda work: True)
+            self._launch()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """The device's engine on the CPU, with graphs that are stood in for."""
+    found = Replays()
+
+    berths: deque[Any] = deque(maxlen=1)
+    real = hotrow.captured.CapturedStep._capture
+
+    def capture_berth(self: Any, berth: Any) -> Any:
+        berths.append(berth)
+        return real(self, berth)
+
+    def capture(launch: Callable[[], None], pool: Any) -> StandIn:
+        return StandIn(launch, berths[0], found)
+
+    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    monkeypatch.setattr(hotrow.captured.CapturedStep, "_capture", capture_berth)
+    # As few as can be, so that they are soon used again.
+    monkeypatch.setattr(hotrow.captured, "_BERTHS", 4)
+    monkeypatch.setattr(hotrow.captured, "_EAGER_FIRST", 1)
+    return found
+
+
+# -- fixed places ----------------------------------------------------------------------------
+
+
+def test_room_is_what_came_first_and_then_has_some_to_spare() -> None:
+    room = Room()
+    assert [room(100), room(100), room(90)] == [100, 100, 100]
+    assert room(101) == room(120) == room(101) == room(100) == 120
+    assert room(20) == 20
+    assert room(33) == 36
+    assert room(0) == 0
+    sizes = {room(count) for count in range(1, 5000)}
+    assert len(sizes) < 100
+
+
+def test_room_that_is_fixed_does_not_grow() -> None:
+    room = Room()
+    room.fix(64)
+    assert [room(60), room(64), room(65), room(40)] == [64, 64, 72, 64]
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "two-widths"])
+def test_the_outline_of_fixed_size_says_the_same_of_the_lookups_there_are(name: str) -> None:
+    for batch in batches_of(name, 6, weighted=name != "mean"):
+        features = batch["ids"]
+        columns = tuple(f for table in TABLES[name] for f in table.feature_names)
+        for layout in group_by_width(TABLES[name]):
+            parsed = parse(features, columns, CPU)
+            right = lookups_of(parsed, layout)
+            count, size = right.ids.numel(), right.ids.numel() + 7
+            room = parsed.values.numel() + 9
+            padded = replace(parsed, values=torch.nn.functional.pad(parsed.values, (0, 9), value=1))
+            is_real = torch.nn.functional.pad(right.ids >= 0, (0, 7))
+            x = fixed_outline(padded, layout, columns_of(parsed.keys, layout, CPU), size, is_real)
+            assert x.offsets is not None
+            assert right.offsets is not None
+            assert torch.equal(x.offsets, right.offsets)
+            assert x.bags_per_feature == right.bags_per_feature
+            assert torch.equal(x.bag_of()[:count], right.bag_of())
+            assert x.bag_of().max() < x.num_bags
+            if name == "mean":
+                assert x.divisor is not None
+                assert right.divisor is not None
+                assert torch.equal(x.divisor, right.divisor)
+                continue
+            exact = features.weights_or_none().clone().requires_grad_()
+            longer = torch.nn.functional.pad(exact, (0, 9), value=5.0).detach().requires_grad_()
+            mine = weights_of((padded.values, parsed.offsets, longer), x, layout)
+            theirs = weights_of((parsed.values, parsed.offsets, exact), right, layout)
+            assert mine is not None
+            assert theirs is not None
+            assert mine.shape == (size,)
+            assert torch.equal(mine[:count], theirs)
+            slope = torch.rand(size)
+            mine.backward(slope)
+            theirs.backward(slope[:count])
+            assert longer.grad is not None
+            assert exact.grad is not None
+            assert longer.grad.shape == (room,)
+            assert torch.equal(longer.grad[: exact.numel()], exact.grad)
+            assert not longer.grad[exact.numel() :].any()
+
+
+# -- bits ------------------------------------------------------------------------------------
+
+CHOICES = [
+    ("sum", "sgd", True),
+    ("sum", "adagrad", False),
+    ("mean", "row-wise", False),
+    ("two-widths", "adam", True),
+    ("two-widths", "adamw", False),
+    ("mean", "sgd", False),
+]
+
+
+@without_gpu
+@pytest.mark.parametrize(("name", "rule", "weighted"), CHOICES)
+def test_padding_gives_the_bits_of_none(
+    name: str, rule: str, weighted: bool, seen: Replays
+) -> None:
+    batches = batches_of(name, 14, weighted=weighted)
+    expected = run(make(name, rule), batches, captured=False)
+    model = make(name, rule, "lookahead", slots=40)
+    assert run(model, batches).same_bits(expected)
+    assert seen.captures >= 4
+    assert seen.strange > 0, "no graph met another batch than its own"
+    assert model.embedding.traffic().evicted_rows > 0
+    traffic = model.embedding.traffic()
+    assert traffic.lookups == sum(
+        int((batch["ids"].values() >= 0).sum()) for batch in batches
+    ) - padding_in(name, batches)
+
+
+def padding_in(name: str, batches: list[Any]) -> int:
+    """Lookups of a padding index, which read nothing."""
+    if name != "mean":
+        return 0
+    count = 0
+    for batch in batches:
+        ends = int(batch["ids"].offsets()[SIZE])
+        count += int((batch["ids"].values()[:ends] == 3).sum())
+    return count
+
+
+@without_gpu
+def test_a_row_that_most_lookups_read_is_summed_in_the_same_order(seen: Replays) -> None:
+    """More than a chunk of equal ids beside more than a chunk of padding."""
+    batches = batches_of("sum", 11, most=12, least=5, size=8)
+    for place, batch in enumerate(batches):
+        batch["ids"].values()[:: 1 + place % 2] = 7
+    expected = run(wide("all-fast"), batches, captured=False)
+    found = run(wide("lookahead", 60), batches)
+    assert found.same_bits(expected)
+    assert seen.strange > 0
+
+
+def wide(strategy: str, slots: int = 0) -> Model:
+    model = make("sum", "adagrad", strategy, slots)
+    model.bias = nn.Parameter(torch.zeros(8))
+    return model
+
+
+@without_gpu
+def test_vectors_without_pooling_are_captured_where_their_number_is_the_same(seen: Replays) -> None:
+    batches = batches_of("unpooled", 9, most=3, empty=False)
+    expected = run(make("unpooled", "adagrad"), batches, captured=False)
+    assert run(make("unpooled", "adagrad", "lookahead", slots=40), batches).same_bits(expected)
+    assert seen.replays > 4
+    seen.replays = 0
+    batches = batches_of("unpooled", 9, most=9)
+    expected = run(make("unpooled", "adagrad"), batches, captured=False)
+    assert run(make("unpooled", "adagrad", "lookahead", slots=40), batches).same_bits(expected)
+    assert seen.replays == 0
+
+
+@without_gpu
+def test_short_and_larger_batches_run_eagerly_among_captured_ones(seen: Replays) -> None:
+    batches = batches_of("two-widths", 12)
+    generator = torch.Generator().manual_seed(1)
+    large = batch_of(TABLES["two-widths"], generator, most=9, least=7)
+    short = batch_of(TABLES["two-widths"], generator, size=SIZE - 1)
+    batches[7:7] = [large, short]
+    batches.append(short)
+    limit = max(batch["ids"].values().numel() for batch in batches if batch is not large)
+    expected = run(make("two-widths", "adam"), batches, captured=False)
+    model = make("two-widths", "adam", "lookahead", slots=60)
+    found = run(model, batches, batch_size=SIZE, max_lookups=limit)
+    assert found.same_bits(expected)
+    assert 0 < seen.replays <= len(batches) - 3
+
+
+@without_gpu
+def test_a_given_number_of_lookups_is_the_room_from_the_start(seen: Replays) -> None:
+    batches = batches_of("sum", 10)
+    most = max(batch["ids"].values().numel() for batch in batches)
+    model = make("sum", "sgd", "lookahead", slots=60)
+    step = step_of(model, max_lookups=most)
+    assert model.embedding.groups[0].room(most - 1) == most
+    losses = [step(batch) for batch in stream(batches, model, step)]
+    found = found_in(model, losses)
+    assert found.same_bits(run(make("sum"), batches, captured=False))
+    assert step.landing is not None
+    assert len(step.landing._shapes) <= 2
+    assert seen.replays > 3
+
+
+@without_gpu
+def test_a_batch_that_does_not_fit_the_slots_goes_the_direct_way_from_its_berth(
+    seen: Replays,
+) -> None:
+    batches = batches_of("sum", 12, most=3, least=2)
+    expected = run(make("sum", "adagrad"), batches, captured=False)
+    model = make("sum", "adagrad", "lookahead", slots=16)
+    assert run(model, batches).same_bits(expected)
+    assert model.embedding.traffic().chunked_batches > 0
+    assert seen.replays > 0
+
+
+@without_gpu
+def test_a_learning_rate_schedule_of_the_rows_is_followed(seen: Replays) -> None:
+    def train(model: Model, *, captured: bool) -> Outcome:
+        step = step_of(model, captured=captured)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(model.embedding.optimizer, 0.8)
+        losses = []
+        for batch in stream(batches, model, step):
+            losses.append(step(batch))
+            schedule.step()
+        return found_in(model, losses)
+
+    batches = batches_of("sum", 12)
+    expected = train(make("sum", "adam"), captured=False)
+    assert train(make("sum", "adam", "lookahead", slots=40), captured=True).same_bits(expected)
+    assert seen.strange > 0
+
+
+# -- a user's loop ---------------------------------------------------------------------------
+
+
+@without_gpu
+def test_batches_may_be_pulled_together_and_trained_later(seen: Replays) -> None:
+    """None of them is overwritten by one that is read ahead."""
+    batches = batches_of("sum", 15)
+    model = make("sum", "adagrad", "lookahead", slots=60)
+    step, losses = step_of(model), []
+    source = stream(batches, model, step)
+    for _ in range(3):
+        pulled = [next(source) for _ in range(5)]
+        for batch in pulled:
+            losses.append(step(batch))
+    expected = run(make("sum", "adagrad"), batches, captured=False)
+    assert found_in(model, losses).same_bits(expected)
+
+
+@without_gpu
+def test_skipped_batches_do_not_keep_their_places(seen: Replays) -> None:
+    batches = batches_of("sum", 16)
+    model = make("sum", "adagrad", "lookahead", slots=40)
+    step, losses = step_of(model), []
+    for place, batch in enumerate(stream(batches, model, step)):
+        if place % 3:
+            losses.append(step(batch))
+    kept = [batch for place, batch in enumerate(batches) if place % 3]
+    expected = run(make("sum", "adagrad"), kept, captured=False)
+    assert found_in(model, losses).same_bits(expected)
+    assert seen.strange > 0
+
+
+@without_gpu
+def test_a_batch_that_was_overwritten_is_refused(seen: Replays) -> None:
+    batches = batches_of("sum", 14, most=3)
+    model = make("sum", "sgd", "lookahead", slots=40)
+    step = step_of(model)
+    kept: list[Any] = []
+    for place, batch in enumerate(stream(batches, model, step)):
+        if place == 6:
+            kept.append(batch)
+            continue
+        step(batch)
+    assert seen.replays > 0
+    with pytest.raises(RuntimeError, match="this batch has been overwritten"):
+        step(kept[0])
+
+
+@without_gpu
+def test_leaving_a_loop_and_coming_back_changes_no_bit(seen: Replays) -> None:
+    batches = batches_of("two-widths", 14)
+    model = make("two-widths", "adagrad", "lookahead", slots=40)
+    step, losses = step_of(model), []
+    for begin, end in ((0, 6), (6, 7), (7, 14)):
+        for place, batch in enumerate(stream(batches[begin:], model, step)):
+            losses.append(step(batch))
+            if begin + place + 1 == end:
+                break
+    expected = run(make("two-widths", "adagrad"), batches, captured=False)
+    assert found_in(model, losses).same_bits(expected)
+    assert seen.strange > 0
+
+
+@without_gpu
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from berths with padding, of which an eager step must see nothing."""
+
+    def refuse(launch: Callable[[], None], pool: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    class Rebuilds(Model):
+        def forward(self, batch: Any) -> Tensor:
+            ids = batch["ids"]
+            anew = hotrow.KeyedJaggedTensor(
+                ids.keys(), ids.values().clone(), offsets=ids.offsets().clone()
+            )
+            found: Tensor = super().forward({**batch, "ids": anew})
+            return found + ids.values().float().mean()
+
+    monkeypatch.setattr(hotrow.captured, "capture", refuse)
+    batches = batches_of("sum", 9)
+    twin = make("sum", "adagrad")
+    expected = run(Rebuilds(twin.embedding), batches, captured=False)
+    model = Rebuilds(make("sum", "adagrad", "lookahead", slots=40).embedding)
+    with pytest.warns(UserWarning, match="cannot be captured .* not permitted") as told:
+        found = run(model, batches)
+    assert sum("captured" in str(each.message) for each in told) == 1
+    assert found.same_bits(expected)
+
+
+@without_gpu
+def test_a_loss_that_raises_leaves_everything_usable(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an eager step, and while it is captured."""
+    batches = batches_of("sum", 13)
+    batches[6] = batch_of(TABLES["sum"], torch.Generator().manual_seed(1), size=SIZE - 1)
+    stand_in, captures = hotrow.captured.capture, []
+
+    def capture(launch: Callable[[], None], pool: Any) -> Any:
+        captures.append(pool)
+        if len(captures) == 2:
+            raise ValueError("a capture nobody likes")
+        return stand_in(launch, pool)
+
+    def picky(found: Tensor, labels: Tensor) -> Tensor:
+        if len(labels) != SIZE:
+            raise ValueError("labels nobody likes")
+        return squares(found, labels)
+
+    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    model = make("sum", "adagrad", "lookahead", slots=40)
+    step, losses, trained = step_of(model, loss_fn=picky), [], []
+    for batch, given in zip(stream(batches, model, step), batches, strict=True):
+        with suppress(ValueError):
+            losses.append(step(batch))
+            trained.append(given)
+    assert len(losses) == 11
+    expected = run(make("sum", "adagrad"), trained, captured=False)
+    assert found_in(model, losses).same_bits(expected)
+    assert seen.strange > 0
+
+
+@without_gpu
+def test_what_is_counted_on_the_host_is_counted_with_every_replay(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture runs what the host does, once, and nothing of the device's."""
+    batches = batches_of("sum", 12)
+    model = make("sum", "sgd", "lookahead", slots=40)
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    steps = [state["step"] for state in adagrad.state.values()]
+    stand_in = hotrow.captured.capture
+
+    class Counted:
+        def __init__(self, graph: Any) -> None:
+            self._graph, self.pool = graph, graph.pool
+
+        def replay(self) -> None:
+            before = [float(each) for each in steps]
+            self._graph.replay()
+            for each, was in zip(steps, before, strict=True):
+                each.fill_(was)  # a real replay does not come by here
+
+    def capture(launch: Callable[[], None], pool: Any) -> Counted:
+        for each in steps:
+            each += 1
+        return Counted(stand_in(launch, pool))
+
+    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    found = run(model, batches, optimizer=adagrad)
+    assert seen.strange > 0
+    assert [float(each) for each in steps] == [12.0, 12.0]
+    twin = make("sum")
+    expected = run(
+        twin, batches, optimizer=torch.optim.Adagrad(twin.parameters(), lr=0.1), captured=False
+    )
+    assert found.same_bits(expected)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.Adam, {}), (torch.optim.Adagrad, {"lr_decay": 0.1})]
+)
+def test_an_optimizer_whose_numbers_follow_a_count_of_the_host_is_not_captured(
+    kind: Any, options: Any, seen: Replays
+) -> None:
+    batches = batches_of("sum", 8)
+    model, twin = make("sum", "sgd", "lookahead", slots=40), make("sum")
+    with pytest.warns(UserWarning, match=rf"{kind.__name__} counts its steps on the host") as told:
+        found = run(model, batches, optimizer=kind(model.parameters(), lr=0.1, **options))
+    assert sum("captured" in str(each.message) for each in told) == 1
+    assert seen.captures == 0
+    assert found.same_bits(
+        run(twin, batches, optimizer=kind(twin.parameters(), lr=0.1, **options), captured=False)
+    )
+
+
+# -- what a user calls -----------------------------------------------------------------------
+
+
+def test_on_a_cpu_a_step_gives_the_bits_of_a_loop_written_by_hand() -> None:
+    batches = batches_of("sum", 8)
+    twin = make("sum", "adam")
+    optimizer, losses = torch.optim.SGD(twin.parameters(), lr=0.1), []
+    for batch in hotrow.ahead(batches, twin, ids=lambda batch: batch["ids"]):
+        loss = squares(twin(batch), batch["label"]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    model = make("sum", "adam", "lookahead", slots=60)
+    step = hotrow.graphed(
+        model,
+        squares,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        labels=lambda batch: batch["label"],
+        batch_size=SIZE,
+        max_lookups=100,
+    )
+    found = [step(batch) for batch in stream(batches, model, step)]
+    assert found_in(model, found).same_bits(found_in(twin, losses))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss_fn": None}, "loss_fn must be a function, got NoneType"),
+        ({"labels": "label"}, "labels must be a function, got str"),
+        ({"optimizer": hotrow.SGD()}, "optimizer must be a torch optimizer .* got SGD"),
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
+        ({"max_lookups": 1.5}, r"max_lookups must be a whole number of at least 1, not 1\.5"),
+        ({"model": nn.Linear(1, 1)}, "Linear holds no hotrow collection"),
+    ],
+)
+def test_wrong_arguments_are_told(wrong: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"model": make("sum"), "loss_fn": squares, "optimizer": None, **wrong}
+    with pytest.raises((TypeError, ValueError), match=message):
+        hotrow.graphed(**given)
+
+
+def test_a_step_that_graphed_did_not_give_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"step must be what hotrow.graphed gave, got function"):
+        hotrow.ahead([], make("sum"), step=squares)
