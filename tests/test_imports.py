@@ -66,7 +66,7 @@ LAYERS = [
     {"stages", "device_planner", "writeback"},
     {"schedule", "strategy"},
     {"rows", "simulate"},
-    {"step", "device_rows"},
+    {"step", "device_rows", "hybrid"},
     {"embedding"},
     {"ahead"},
     {"captured"},
