@@ -1,7 +1,7 @@
 """Rows that stay in host memory train like rows in fast memory, whatever crosses the link.
 
 Between the CPU and a GPU that is so up to rounding: sums are the same, in another order. On a CPU
-it is so to the bit. There, batches' rows "cross" by way of the GPU's kernels in Triton's interpreter.
+it is so to the bit; there, rows "cross" by way of the GPU's kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import hotrow
 import hotrow.hybrid
 import test_seam
-from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
+from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.ahead import to_device
 from hotrow.data import ClickBatch
 from hotrow.hybrid import HostRows, _Columns
@@ -31,10 +31,6 @@ from hotrow.strategy import STRATEGIES
 
 # Of weights of about 0.1 to 1 and losses of about 1 to 10, after up to 40 steps.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MULTI_HOT = CASES["multi-hot"]
 FORMS = ["rows", "bags"]
 STEPS = 5  # Triton's interpreter is slow
@@ -108,10 +104,10 @@ def compare(loop: test_seam.Loop, plain_loop: Any) -> None:
 
 
 def make_late(embedding: hotrow.EmbeddingBagCollection, late: bool = True) -> None:
-    """Updates wait until somebody reads rows, as they do on a GPU."""
+    """As on a GPU: what crosses is copied, and updates wait until somebody reads rows."""
     for group in embedding.groups:
         assert isinstance(group, HostRows)
-        group._settles_at_once = not late
+        group.has_link = late
 
 
 @pytest.mark.parametrize(
@@ -163,6 +159,7 @@ def test_what_holds_for_slots_holds_here(
         make_late(embedding)
         return embedding
 
+    cross(monkeypatch, "bags")  # pooled and summed by the CPU, as all-fast's are
     monkeypatch.setattr(test_seam, "tight", without_slots)
     getattr(test_seam, f"test_{name}")(**options)
 
@@ -190,7 +187,7 @@ def test_what_is_fewer_bytes_crosses(
     group.output_dtype = dtype
     plan: Any = SimpleNamespace(num_rows=rows, num_lookups=lookups)
     assert not group.rows_cross(plan, bags)  # there is no link
-    group.device = torch.device("cuda")
+    group.has_link = True
     assert group.rows_cross(plan, bags) is crosses
 
 
@@ -204,7 +201,7 @@ def one_table(strategy: str, **options: Any) -> hotrow.EmbeddingBagCollection:
 
 def jagged(ids: list[int], lengths: list[int]) -> hotrow.KeyedJaggedTensor:
     values = torch.tensor(ids, dtype=torch.int64)
-    return hotrow.KeyedJaggedTensor(["f"], values, lengths=torch.tensor(lengths))
+    return hotrow.KeyedJaggedTensor(["f"], values, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -246,13 +243,14 @@ def test_vectors_are_as_wide_as_asked_for(form: str) -> None:
     )
     for batch in batches:
         expected, found = wide(batch), narrow(batch)
-        for name in expected.keys():
+        names = expected.keys()
+        for name in names:
             assert found[name].dtype == torch.bfloat16
             torch.testing.assert_close(found[name].float(), expected[name], rtol=1e-2, atol=1e-2)
-        gradient = {name: torch.randn_like(found[name]) for name in found.keys()}
+        gradient = {name: torch.randn_like(found[name]) for name in names}
         for out in (expected, found):
-            grads = [gradient[name].to(out[name].dtype) for name in out.keys()]
-            torch.autograd.backward([out[name] for name in out.keys()], grads)
+            grads = [gradient[name].to(out[name].dtype) for name in names]
+            torch.autograd.backward([out[name] for name in names], grads)
     torch.testing.assert_close(narrow.state_dict(), wide.state_dict(), rtol=1e-2, atol=1e-2)
 
 
@@ -298,25 +296,30 @@ def test_rows_are_read_once_for_lookup_and_update(monkeypatch: pytest.MonkeyPatc
     assert sum(reads) == embedding.traffic().unique_rows > 0
 
 
+def weight_grads(strategy: str, device: str = "cpu") -> list[Tensor]:
+    embedding = build(MULTI_HOT, "sgd", strategy, device=device)
+    batch, other = (to_device(each, torch.device(device)) for each in MULTI_HOT.batches(2))
+    weights = batch.weights_or_none().clone().requires_grad_()
+    weighted = hotrow.KeyedJaggedTensor(
+        batch.keys(), batch.values(), offsets=batch.offsets(), weights=weights
+    )
+    loss = readout(embedding(weighted))
+    readout(embedding(other)).backward()
+    loss.backward(retain_graph=True)
+    first = weights.grad.clone()
+    loss.backward()
+    return [first, weights.grad]
+
+
 def test_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
-    def run(strategy: str) -> tuple[Tensor, Tensor]:
-        embedding = build(MULTI_HOT, "sgd", strategy)
-        batch, other = MULTI_HOT.batches(2)
-        weights = batch.weights_or_none().clone().requires_grad_()
-        weighted = hotrow.KeyedJaggedTensor(
-            batch.keys(), batch.values(), offsets=batch.offsets(), weights=weights
-        )
-        loss = readout(embedding(weighted))
-        readout(embedding(other)).backward()
-        loss.backward(retain_graph=True)
-        first = weights.grad.clone()
-        loss.backward()
-        return first, weights.grad
-
-    torch.testing.assert_close(run("hybrid"), run("all-fast"), **TOLERANCE)
+    torch.testing.assert_close(weight_grads("hybrid"), weight_grads("all-fast"), **TOLERANCE)
 
 
-def test_an_update_that_is_owed_has_the_settings_of_its_step() -> None:
+def test_an_update_that_is_owed_has_the_settings_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cross(monkeypatch, "bags")
+
     def run(strategy: str) -> Outcome:
         embedding = build(MULTI_HOT, "adamw", strategy)
         if strategy == "hybrid":
@@ -346,7 +349,10 @@ def test_an_update_that_is_owed_has_the_settings_of_its_step() -> None:
     ],
     ids=["weights", "rows", "state", "lookup", "store", "evaluation"],
 )
-def test_whoever_looks_sees_what_backward_has_done(look: Callable[..., Tensor]) -> None:
+def test_whoever_looks_sees_what_backward_has_done(
+    look: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cross(monkeypatch, "bags")
     batch = MULTI_HOT.batches(1)[0]
     seen = []
     for late in (False, True):
@@ -424,7 +430,7 @@ def test_strategies_that_move_rows_do_not_mix_with_it() -> None:
     for batch in hotrow.ahead(batches, model, ids=lambda b: {"a": b, "b": b}):
         (readout(model["a"](batch)) + readout(model["b"](batch))).backward()
     assert outcome(model["a"], []).same_bits(outcome(model["b"], []))
-    model["b"] = build(CASES["one-hot"], strategy="lookahead", budget="90%")
+    model["b"] = build(CASES["one-hot"], strategy="lookahead", budget="4KiB")
     with pytest.raises(ValueError, match="one model cannot mix strategies 'hybrid'"):
         hotrow.ahead(batches, model)
 
@@ -467,114 +473,104 @@ def test_torch_stays_deterministic_for_everybody_else() -> None:
 # -- on a GPU ------------------------------------------------------------------------------
 
 
-def on_gpu(case: Case, rule: str, strategy: str = "hybrid", **options: Any) -> Any:
-    return build(case, rule, strategy, device="cuda", **options)
+def on_a_gpu(test: Callable[..., None]) -> Any:
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(missing(test))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("natural", [True, False], ids=["fewer bytes", "forced"])
-class TestOnAGpu:
-    pytestmark = GPU
-
-    def test_both_forms_train_like_all_fast(
-        self, case: str, rule: str, natural: bool, request: pytest.FixtureRequest
-    ) -> None:
-        if not natural:
-            request.getfixturevalue("form")
-        found = train(on_gpu(CASES[case], rule), CASES[case].batches(40))
-        assert_like(_here(found), _here(all_fast(case, rule, 40, "cuda")))
+def on_gpu(batches: list[Any]) -> list[Any]:
+    return [to_device(batch, torch.device("cuda")) for batch in batches]
 
 
-def _here(found: Outcome) -> Outcome:
+def here(found: Outcome) -> Outcome:
     return Outcome([each.cpu() for each in found.losses], found.weights, found.state)
 
 
-class TestOnAGpuToo:
-    pytestmark = GPU
+@on_a_gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("what", ["fewer bytes", *FORMS])
+def test_on_a_gpu_both_forms_train_like_all_fast(
+    case: str, rule: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what in FORMS:
+        cross(monkeypatch, what)
+    found = train(build(CASES[case], rule, "hybrid", device="cuda"), CASES[case].batches(40))
+    assert_like(here(found), here(all_fast(case, rule, 40, "cuda")))
 
-    @pytest.mark.parametrize("rule", RULES)
-    def test_updates_start_from_the_newest_rows(self, rule: str, form: str) -> None:
-        def run(strategy: str) -> Outcome:
-            embedding = on_gpu(MULTI_HOT, rule, strategy)
-            first, second, third = (
-                to_device(b, torch.device("cuda")) for b in MULTI_HOT.batches(3)
-            )
-            one, two = readout(embedding(first)), readout(embedding(second))
-            one.backward(retain_graph=True)
-            two.backward()
-            with embedding.accumulate():
-                readout(embedding(third)).backward()
-                readout(embedding(first)).backward()
-            one.backward()
-            return _here(outcome(embedding, [one.detach(), two.detach()]))
 
-        assert_like(run("hybrid"), run("all-fast"))
+@on_a_gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str) -> None:
+    def run(strategy: str) -> Outcome:
+        embedding = build(MULTI_HOT, rule, strategy, device="cuda")
+        first, second, third = on_gpu(MULTI_HOT.batches(3))
+        one, two = readout(embedding(first)), readout(embedding(second))
+        one.backward(retain_graph=True)
+        two.backward()
+        with embedding.accumulate():
+            readout(embedding(third)).backward()
+            readout(embedding(first)).backward()
+        one.backward()
+        return here(outcome(embedding, [one.detach(), two.detach()]))
 
-    def test_the_gradient_of_weights_is_that_of_the_newest_rows(self, form: str) -> None:
-        def run(strategy: str) -> Tensor:
-            embedding = on_gpu(MULTI_HOT, "sgd", strategy)
-            batch, other = (to_device(b, torch.device("cuda")) for b in MULTI_HOT.batches(2))
-            weights = batch.weights_or_none().clone().requires_grad_()
-            weighted = hotrow.KeyedJaggedTensor(
-                batch.keys(), batch.values(), offsets=batch.offsets(), weights=weights
-            )
-            loss = readout(embedding(weighted))
-            readout(embedding(other)).backward()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            return weights.grad
+    assert_like(run("hybrid"), run("all-fast"))
 
-        torch.testing.assert_close(run("hybrid"), run("all-fast"), **TOLERANCE)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_large_batches_keep_their_rows_apart(self, dtype: torch.dtype, form: str) -> None:
-        """So large that copies are still under way when the next thing is launched."""
-        rows, size, features = 200_000, 8192, 8
-        generator = torch.Generator().manual_seed(0)
-        draws = [torch.rand(size, features, generator=generator) for _ in range(12)]
-        batches = [(draw**4 * rows).long().pin_memory() for draw in draws]
-        results = []
-        for strategy in ("all-fast", "hybrid"):
-            tables = [
-                hotrow.EmbeddingBagConfig(f"t{i}", rows, 64, [f"f{i}"]) for i in range(features)
-            ]
-            embedding = hotrow.EmbeddingBagCollection(
-                tables, hotrow.SGD(lr=0.05), strategy=strategy, device="cuda", output_dtype=dtype
-            )
-            for ids in hotrow.ahead(batches, embedding):
-                vectors = embedding(ids).values()
-                vectors.backward(vectors.detach().sin() + 0.01)
-            embedding.check()
-            results.append(embedding.state_dict())
-        rough = {"rtol": 2e-2, "atol": 2e-4} if dtype == torch.bfloat16 else TOLERANCE
-        torch.testing.assert_close(*results, **rough)
+@on_a_gpu
+def test_on_a_gpu_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
+    found = [weight_grads(strategy, "cuda") for strategy in ("hybrid", "all-fast")]
+    torch.testing.assert_close(*found, **TOLERANCE)
 
-    def test_a_bad_id_is_named_when_its_turn_comes(self) -> None:
-        batches = CASES["one-hot"].batches(10)
-        twin = on_gpu(CASES["one-hot"], "sgd")
-        expected = train(twin, batches[:6])
-        batches[6][0, 1] = 40
-        embedding = on_gpu(CASES["one-hot"], "sgd")
-        losses = []
-        with pytest.raises(ValueError, match=r"feature 'g', sample 0: id 40 is outside table 'b'"):
-            for batch in hotrow.ahead(batches, embedding):
-                loss = readout(embedding(batch))
-                loss.backward()
-                losses.append(loss.detach())
-        assert outcome(embedding, losses).same_bits(expected)
 
-    @pytest.mark.parametrize("compiled", [False, True])
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-    def test_the_trainer_trains_it(self, compiled: bool) -> None:
-        assert_close_runs(
-            trained("hybrid", compile=compiled), trained("all-fast", compile=compiled)
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> None:
+    """So large that copies are still under way when the next thing is launched."""
+    rows, size, features = 200_000, 8192, 8
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.rand(size, features, generator=generator) for _ in range(12)]
+    batches = [(draw**4 * rows).long().pin_memory() for draw in draws]
+    tables = [hotrow.EmbeddingBagConfig(f"t{i}", rows, 64, [f"f{i}"]) for i in range(features)]
+    results = []
+    for strategy in ("all-fast", "hybrid"):
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.SGD(lr=0.05), strategy=strategy, device="cuda", output_dtype=dtype
         )
+        for ids in hotrow.ahead(batches, embedding):
+            vectors = embedding(ids).values()
+            vectors.backward(vectors.detach().sin() + 0.01)
+        embedding.check()
+        results.append(embedding.state_dict())
+    rough = {"rtol": 2e-2, "atol": 2e-4} if dtype == torch.bfloat16 else TOLERANCE
+    torch.testing.assert_close(*results, **rough)
 
-    def test_two_runs_give_the_same_bits(self) -> None:
-        first, second = trained("hybrid"), trained("hybrid")
-        assert first[0] == second[0]
-        assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
+
+@on_a_gpu
+def test_on_a_gpu_a_bad_id_is_named_when_its_turn_comes() -> None:
+    batches = CASES["one-hot"].batches(10)
+    expected = train(build(CASES["one-hot"], strategy="hybrid", device="cuda"), batches[:6])
+    batches[6][0, 1] = 40
+    embedding = build(CASES["one-hot"], strategy="hybrid", device="cuda")
+    with pytest.raises(ValueError, match=r"feature 'g', sample 0: id 40 is outside table 'b'"):
+        train(embedding, batches)
+    assert outcome(embedding, expected.losses).same_bits(expected)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_on_a_gpu_the_trainer_trains_it(compiled: bool) -> None:
+    found, expected = (trained(each, compile=compiled) for each in ("hybrid", "all-fast"))
+    assert found[0] == pytest.approx(expected[0], rel=1e-3)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
+
+
+@on_a_gpu
+def test_on_a_gpu_two_runs_give_the_same_bits() -> None:
+    first, second = trained("hybrid"), trained("hybrid")
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][key], second[1][key]) for key in first[1])
 
 
 ROWS = (5000, 300, 20000, 40)
@@ -616,11 +612,6 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
             trainer.evaluate(list(clicks(2)))
     values = {key: value.cpu() for key, value in model.state_dict().items()}
     return [record.loss for record in records], values
-
-
-def assert_close_runs(found: Found, expected: Found) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-3)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
 
 
 def test_the_trainer_trains_it_on_a_cpu_to_the_bit() -> None:

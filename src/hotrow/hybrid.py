@@ -24,10 +24,10 @@ from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.lanes import Mark
 from hotrow.optim import SGD, Scalars, per_row
-from hotrow.pinned import unlocked_rows
+from hotrow.pinned import locked_rows
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
-from hotrow.store import Store
+from hotrow.store import Store, host_rows
 from hotrow.tables import WidthGroup
 
 _INT32_MAX = 2**31 - 1
@@ -183,21 +183,34 @@ class HostRows(RowGroup):
         self._columns = [_Columns(rows[:, :dim])]
         if width > dim:
             self._columns.append(_Columns(rows[:, dim:]))
-        on_gpu = self.device.type == "cuda"
-        self._rows, self._grads, self._bags = (_Room(dim, locked=on_gpu) for _ in range(3))
+        # Without one nothing is copied, and nothing has to be waited for.
+        self.has_link = self.device.type == "cuda"
+        self._rows, self._grads, self._bags = (_Room(dim, locked=self.has_link) for _ in range(3))
         self._state = _Room(width - dim, locked=False)
         self._held: HostPlan | None = None  # whose rows the room for rows holds, as the store does
         self._rows_sent = self._bags_sent = self.lanes.mark("train")
         self._updates = 0
-        # On a CPU gradients are not copied: they are autograd's, and the user may change them.
-        self._settles_at_once = self.device.type == "cpu"
         self._owed: Callable[[], None] | None = None  # an update whose gradients are on their way
         self._largest: dict[str, int] = {}
 
     def _make_rows(self, share: Share | None) -> None:
         assert share is None
-        self.store = Store(unlocked_rows(self.layout.num_rows, self.width))
         self.slots = torch.zeros(1, self.width)  # none
+        self._is_locked = False
+        if self.device.type == "cpu":
+            self.store = Store(host_rows(self.layout.num_rows, self.width))
+            return
+        # Training has no use for locked rows, but a GPU fills them in seconds.
+        found = locked_rows(self.layout.num_rows, self.width)
+        self.store, self._is_locked = Store(found.rows), found.locked
+
+    def _initialise(self, state: list[float], seed: int) -> None:
+        if not self._is_locked:
+            super()._initialise(state, seed)
+            return
+        from hotrow.device_rows import initialise_on_gpu  # brings Triton along
+
+        initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
 
     # -- sorting -----------------------------------------------------------------------
 
@@ -303,8 +316,8 @@ class HostRows(RowGroup):
 
     def rows_cross(self, plan: HostPlan, num_bags: int) -> bool:
         """Whether a batch's rows are fewer bytes than its bags, and what pooling here needs."""
-        if self.device.type == "cpu":
-            return False  # there is no link
+        if not self.has_link:
+            return False
         order = 8 * plan.num_lookups
         rows = 2 * 4 * self.dim * plan.num_rows
         return rows <= 2 * self.output_dtype.itemsize * self.dim * num_bags + order
@@ -428,7 +441,7 @@ class HostRows(RowGroup):
         plan = work.plan if isinstance(work, HostWork) else None
         host_ids = ids.cpu() if plan is None else plan.ids
         parts = []
-        if self.device.type == "cuda":
+        if self.has_link:
             here = self._grads.take(len(grads))
             for part in _parts(len(grads)):
                 here[part].copy_(grads[part], non_blocking=True)
@@ -448,8 +461,8 @@ class HostRows(RowGroup):
         self._updates += 1
         if plan is not None:
             plan.there = None
-        if self._settles_at_once:
-            self.settle()
+        if not self.has_link:
+            self.settle()  # the gradients are autograd's own, and may change
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -517,23 +530,25 @@ class HostRows(RowGroup):
     ) -> tuple[list[Tensor | None], Mark]:
         """Tensors on their way to the host, the first into `room`, and when they are there."""
         here: list[Tensor | None] = list(tensors)
-        if self.device.type == "cuda":
+        if self.has_link:
+            locked = self.device.type == "cuda"
             for place, tensor in enumerate(tensors):
                 if tensor is None:
                     continue
                 if room is not None and place == 0:
                     out = room.take(len(tensor), tensor.dtype)
                 else:  # torch keeps page-locked memory, and knows when it may be used again
-                    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked)
                 here[place] = out.copy_(tensor, non_blocking=True)
         return here, self.lanes.mark("train")
 
     def _to_device(self, pooled: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
+        if not self.has_link:
             return pooled.to(dtype)
         self._bags_sent.wait()
         here = self._bags.take(len(pooled), dtype).copy_(pooled)
-        there = here.to(self.device, non_blocking=True)
+        there = torch.empty(here.shape, dtype=dtype, device=self.device)
+        there.copy_(here, non_blocking=True)
         self._bags_sent = self.lanes.mark("train")
         return there
 

@@ -62,7 +62,14 @@ def locked_rows(
     More rows than the machine has memory for (`available` bytes, measured if not given) are a
     ValueError before anything is allocated.
     """
-    _check_room(num_rows, width, available_bytes() if available is None else available)
+    num_bytes = num_rows * width * 4
+    have = available_bytes() if available is None else available
+    if have is not None and num_bytes > have:
+        raise ValueError(
+            f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes)} of host memory, and "
+            f"{show_bytes(have)} are available. Use a machine with more memory, smaller tables, or "
+            "an optimizer that keeps less state per row"
+        )
     flat = _own_mapping(num_rows * width)
     chunks: list[int] = []  # addresses of what is registered
     release = weakref.finalize(flat, _unlock, chunks, unregister or _cuda_unregister, os.getpid())
@@ -75,22 +82,6 @@ def locked_rows(
     if reason:
         release()
     return LockedRows(rows.view(-1, width), reason, release)
-
-
-def unlocked_rows(num_rows: int, width: int) -> Tensor:
-    """Rows that only the CPU reads and writes, all zero, in the same large pages."""
-    _check_room(num_rows, width, available_bytes())
-    return torch.from_numpy(_own_mapping(num_rows * width)).view(-1, width)
-
-
-def _check_room(num_rows: int, width: int, have: int | None) -> None:
-    num_bytes = num_rows * width * 4
-    if have is not None and num_bytes > have:
-        raise ValueError(
-            f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes)} of host memory, and "
-            f"{show_bytes(have)} are available. Use a machine with more memory, smaller tables, or "
-            "an optimizer that keeps less state per row"
-        )
 
 
 def _own_mapping(num_floats: int) -> np.ndarray:
