@@ -268,7 +268,7 @@ def interleaved(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
         embedding(third)
     again.backward()
     late = readout(embedding(third))
-    embedding.load_weights("a", 0, torch.ones(40, 5))
+    embedding.load_weights("a", 0, torch.ones(80, 5))
     late.backward()
     one.backward()
     return outcome(embedding, [each.detach() for each in (one, two, again, late)])

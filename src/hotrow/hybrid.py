@@ -163,18 +163,13 @@ class HostRows(RowGroup):
             for f in layout.features
         ]
         self._pads = any(each is not None for each in paddings)
-        # Base, limit, padding and column of each feature, [4, F].
-        self._features = (
-            torch.tensor(
-                [[-1 if each is None else each for each in one] for one in facts],
-                device=self.device,
-            )
-            .t()
-            .contiguous()
-        )
+        # Base, limit, padding and column of each feature, [4, F]. Laid out here: on the device a
+        # kernel would do it, for which no lane waits.
+        listed = [[-1 if each is None else each for each in one] for one in facts]
+        self._features = torch.tensor(listed).t().contiguous().to(self.device)
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
         self._key_type = torch.int32 if layout.num_rows < _INT32_MAX else torch.int64
-        self._bases_there = self._bases.to(self.device, self._key_type)
+        self._bases_there = self._bases.to(self._key_type).to(self.device)
         self._names = tuple(table.name for table in layout.tables)
         self._settings_of: Any = None
         self._settings: tuple[Scalars, bool] = ({}, True)
@@ -467,9 +462,9 @@ class HostRows(RowGroup):
     @torch.no_grad()
     def settle(self) -> None:
         """Do the update that is owed."""
-        owed, self._owed = self._owed, None
-        if owed is not None:
+        if self._owed is not None:
             with uninterrupted():
+                owed, self._owed = self._owed, None
                 owed()
 
     def _update_rows(
