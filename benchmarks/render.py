@@ -46,7 +46,9 @@ How the figures are taken:
 - FBGEMM's cached forms get the same bytes of HBM as hotrow, everything counted: 4 bytes per row for
   its index, 16 per slot, row-wise state. `cached-rows` gets as many slots as the budget is of the
   rows, which is more bytes. Its rows lie in page-locked host memory, and it does not check ids.
-- The link's floor is the time the machine needs at best to read and write the rows that cross.
+- The link's floor is the time the machine needs at best to read and write the rows that cross. For
+  `hybrid` it is the sum of its parts, each measured alone: rows read and written by all cores, both
+  copies, the dense part.
 """
 
 TITLES = {
@@ -140,6 +142,8 @@ def comparison(suite: str, lines: list[Line], link_rate: float | None) -> str:
 
 def link_floor(line: Line, link_rate: float | None) -> str:
     facts = line["facts"]
+    if "floor_ms" in facts:
+        return f"{facts['floor_ms']['sum']:.2f}"
     if link_rate is None or "fetched_rows_per_step" not in facts:
         return "-"
     moved = facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]

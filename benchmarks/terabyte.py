@@ -44,6 +44,7 @@ SUITE = Suite(
             "hotrow-lru",
             "hotrow-scratchpipe",
             "hotrow-uncached",
+            "hotrow-hybrid",
             "fbgemm-hbm",
             "fbgemm-cached",
             "fbgemm-prefetch",

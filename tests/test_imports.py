@@ -67,6 +67,7 @@ LAYERS = [
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
     {"step", "device_rows"},
+    {"hybrid"},
     {"embedding"},
     {"ahead"},
     {"captured"},

@@ -14,7 +14,7 @@ from hotrow.simulate import simulate
 from hotrow.strategy import STRATEGIES
 
 ROWS = 4000
-CACHING = [name for name, strategy in STRATEGIES.items() if not strategy.everything]
+CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
 
 
 def trace(count: int = 60) -> list[torch.Tensor]:

@@ -50,6 +50,12 @@ def _ours(strategy: str) -> Callable[[Bench], System]:
     return build
 
 
+def _hybrid(bench: Bench) -> System:
+    from systems.hybrid import Hybrid
+
+    return Hybrid(bench)
+
+
 def _fbgemm(form: str) -> Callable[[Bench], System]:
     def build(bench: Bench) -> System:
         from systems.fbgemm import Fbgemm
@@ -71,7 +77,7 @@ SYSTEMS = {
     "hotrow-lru": Kind(_ours("lru"), is_cached=True),
     "hotrow-scratchpipe": Kind(_ours("scratchpipe"), is_cached=True),
     "hotrow-uncached": Kind(_ours("uncached")),
-    "hotrow-hybrid": Kind(_ours("hybrid")),
+    "hotrow-hybrid": Kind(_hybrid),
     "fbgemm-hbm": Kind(_fbgemm("hbm")),
     "fbgemm-cached": Kind(_fbgemm("cached"), is_cached=True),
     "fbgemm-prefetch": Kind(_fbgemm("prefetch"), is_cached=True),

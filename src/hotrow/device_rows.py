@@ -218,32 +218,10 @@ class DeviceRows(RowGroup):
         self._make_scratchpad(share)
 
     def _initialise(self, state: list[float], seed: int) -> None:
-        """On the GPU, which fills host memory as fast as the link goes."""
         if self.device.type != "cuda" or not self.zero_copy:
             super()._initialise(state, seed)
             return
-        columns = torch.tensor(state, device=self.device)
-        for table, base in zip(self.layout.tables, self.layout.bases, strict=True):
-            rows = self.store.rows[base : base + table.num_embeddings]
-            padding = -1 if table.padding_idx is None else table.padding_idx
-            words = [seed_word(seed, stream, self.dim) for stream in range(3)]
-            begin = table.start
-            if isinstance(begin, Constant):
-                start.start_constant(rows, columns, value=begin.value, padding=padding)
-            elif isinstance(begin, Uniform):
-                start.start_uniform(
-                    rows, columns, first_id=base, word=words[0], low=begin.low, high=begin.high,
-                    padding=padding,
-                )  # fmt: skip
-            elif isinstance(begin, Normal):
-                start.start_normal(
-                    rows, columns, first_id=base, words=(words[1], words[2]), mean=begin.mean,
-                    std=begin.std, padding=padding,
-                )  # fmt: skip
-            else:
-                torch.cuda.synchronize(self.device)
-                initialise_table(self.store.rows, self.layout, table, state, seed)
-        torch.cuda.synchronize(self.device)
+        initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
 
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
@@ -757,6 +735,34 @@ class DeviceRows(RowGroup):
 
 def _moves_in(b: PlanBuffers) -> Tensor:
     return b.counts[planning.MOVES : planning.MOVES + 1]
+
+
+def initialise_on_gpu(
+    store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
+) -> None:
+    """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
+    columns = torch.tensor(state, device=device)
+    for table, base in zip(layout.tables, layout.bases, strict=True):
+        rows = store[base : base + table.num_embeddings]
+        padding = -1 if table.padding_idx is None else table.padding_idx
+        words = [seed_word(seed, stream, layout.dim) for stream in range(3)]
+        begin = table.start
+        if isinstance(begin, Constant):
+            start.start_constant(rows, columns, value=begin.value, padding=padding)
+        elif isinstance(begin, Uniform):
+            start.start_uniform(
+                rows, columns, first_id=base, word=words[0], low=begin.low, high=begin.high,
+                padding=padding,
+            )  # fmt: skip
+        elif isinstance(begin, Normal):
+            start.start_normal(
+                rows, columns, first_id=base, words=(words[1], words[2]), mean=begin.mean,
+                std=begin.std, padding=padding,
+            )  # fmt: skip
+        else:
+            torch.cuda.synchronize(device)
+            initialise_table(store, layout, table, state, seed)
+    torch.cuda.synchronize(device)
 
 
 def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:

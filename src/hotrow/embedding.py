@@ -29,6 +29,7 @@ from hotrow.batch import (
     weights_of,
 )
 from hotrow.budget import Budget, parse_bytes, share_out, show_bytes
+from hotrow.hybrid import HostRows
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.profile import Profile, byte_parts, check_profile
@@ -116,8 +117,9 @@ class EmbeddingBagCollection(nn.Module):
     """Embedding tables larger than fast memory, trained with `budget` bytes of it.
 
     `budget` is "4GiB", "512MB", a number of bytes, or "10%" of the rows with their optimizer
-    state. `strategy` and its contract: see the README. Rows are updated in `backward()`, by
-    `optimizer`; `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
+    state; strategies that keep every row in fast memory, or none, leave it aside. `strategy` and
+    its contract: see the README. Rows are updated in `backward()`, by `optimizer`;
+    `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
     `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
     """
 
@@ -146,6 +148,11 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
         self.tables = tuple(tables)
         self.strategy = find_strategy(strategy)
+        if self.strategy.on_cpu_alone and self.device.type != "cpu":
+            raise ValueError(
+                f"strategy {self.strategy.name!r} trains on the CPU alone; give device='cpu', or "
+                f"take 'hybrid', whose dense part is on {self.device}"
+            )
         self.features = feature_order(self.tables)
         layouts = group_by_width(self.tables)
         if profile is not None:
@@ -158,7 +165,7 @@ class EmbeddingBagCollection(nn.Module):
             size * each.num_rows for size, each in zip(row_bytes, layouts, strict=True)
         )
         shared = self._share(budget, row_bytes, layouts, profile)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.strategy.on_host:
             wanted = self.bytes_total
             if shared is not None:
                 sizes = zip(row_bytes, shared.shares, strict=True)
@@ -168,6 +175,8 @@ class EmbeddingBagCollection(nn.Module):
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
+        if self.strategy.on_host:
+            engine = HostRows
         if engine is RowGroup and output_dtype != torch.float32:
             raise ValueError(
                 f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
@@ -208,7 +217,7 @@ class EmbeddingBagCollection(nn.Module):
         layouts: Sequence[WidthGroup],
         profile: Profile | None,
     ) -> Budget | None:
-        if self.strategy.everything:
+        if not self.strategy.has_slots:
             return None
         if isinstance(budget, Budget):
             if len(budget.shares) != len(layouts):
@@ -318,6 +327,8 @@ class EmbeddingBagCollection(nn.Module):
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
+        if self.strategy.on_host:
+            return
         with self.lanes.on("plan"):
             values = self._staged(arrival.batch.values)
             for work in arrival.works:
@@ -540,7 +551,7 @@ class EmbeddingBagCollection(nn.Module):
         self.lanes.join()
         per_table = {}
         for group in self.groups:
-            size = group.width * 4
+            size = group.moved_floats * 4
             for table, counts in zip(group.layout.tables, group.traffic.tolist(), strict=True):
                 moved = [rows * size for rows in counts[2:]]
                 per_table[table.name] = TableTraffic(*counts, *moved)

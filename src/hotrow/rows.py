@@ -60,6 +60,7 @@ class RowGroup:
         self.dim = layout.dim
         self.width = layout.dim + optimizer.rule.state_width(layout.dim)
         self.state = optimizer.rule.state_columns(layout.dim)
+        self.moved_floats = self.width  # of a row that moves
         self.everything = share is None
         self._make_rows(share)
         start = optimizer.rule.start_of_state()

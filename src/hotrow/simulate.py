@@ -105,6 +105,11 @@ class _Lane:
     ) -> None:
         if strategy.everything:
             raise ValueError(f"{strategy.name} moves nothing: there is nothing to simulate")
+        if strategy.on_host:
+            raise ValueError(
+                f"{strategy.name} has no slots: every row of a batch is read and written where it "
+                "is, as often as with uncached; there is nothing to simulate"
+            )
         pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=num_rows <= _DENSE_MAP_ROWS)
         pins = None
         if strategy.pinned_part:

@@ -119,6 +119,11 @@ FIVE = (
     Stage("insert", 3, insert, returns=True, inserts=True),
     Stage("train", 4, train, "train", trains=True),
 )
+# Rows that stay where they are: only ids are looked at a batch ahead.
+IN_PLACE = (
+    Stage("plan", 0, plan, "plan"),
+    Stage("train", 1, train, "train", collects=True, inserts=True, trains=True),
+)
 
 
 def hold_of(stages: Sequence[Stage]) -> Hold:

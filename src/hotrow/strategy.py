@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hotrow.evict import EVICTIONS, Eviction
 from hotrow.planner import Hold
-from hotrow.stages import FIVE, FUSED, Stage, hold_of, sequential
+from hotrow.stages import FIVE, FUSED, IN_PLACE, Stage, hold_of, sequential
 
 
 def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
@@ -32,6 +32,8 @@ class Strategy:
     summary: str
     contract: str = "exact"
     everything: bool = False  # every row lives in fast memory
+    on_host: bool = False  # no row does: the CPU reads and updates them
+    on_cpu_alone: bool = False  # and the dense part is there, too
     pinned_part: float = 0.0  # of the slots, for hot rows
     eviction: Eviction = EVICTIONS["least-recent"]
     refetch: bool = False  # rows that are not pinned are fetched for every batch
@@ -39,6 +41,11 @@ class Strategy:
     stages: tuple[Stage, ...] = FUSED
     overlapped: bool = False
     order: Callable[[Sequence[Stage], int], Sequence[Stage]] = as_listed
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether rows come to fast memory and leave it, within a budget."""
+        return not (self.everything or self.on_host)
 
     @property
     def timed_stages(self) -> tuple[Stage, ...]:
@@ -68,6 +75,23 @@ STRATEGIES = {
             everything=True,
             overlapped=True,
             order=oldest_first,
+        ),
+        Strategy(
+            "cpu",
+            "rows and the dense part on the CPU",
+            contract="exact up to rounding",
+            on_host=True,
+            on_cpu_alone=True,
+            stages=IN_PLACE,
+            overlapped=True,
+        ),
+        Strategy(
+            "hybrid",
+            "rows read and updated by the CPU, the dense part on the device",
+            contract="exact up to rounding",
+            on_host=True,
+            stages=IN_PLACE,
+            overlapped=True,
         ),
         Strategy("uncached", "every row fetched for every batch: the lower bound", refetch=True),
         Strategy(

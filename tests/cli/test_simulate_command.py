@@ -42,6 +42,7 @@ def test_machines_get_one_object_per_line() -> None:
         (["--slots", "200%"], "--slots: 200% makes 752,220 slots; there may be 1 to 376,110"),
         (["--strategy", "lur"], "did you mean 'lru'"),
         (["--strategy", "all-fast"], "all-fast moves nothing"),
+        (["--strategy", "lru,hybrid"], "hybrid has no slots"),
         (["--pin", "guess"], "--pin must be ranks or learned"),
         (["--batches", "0"], "--batches must be at least 1, not 0"),
         (["--depth", "-1"], "--depth must be at least 0, not -1"),

@@ -21,7 +21,7 @@ from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace
 from hotrow.strategy import STRATEGIES, find_strategy
 
-CACHING = [name for name, strategy in STRATEGIES.items() if not strategy.everything]
+CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
 
 
 def simulate(
