@@ -128,5 +128,5 @@ def _distinct(num_rows: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if num_rows < 8 * count:
         return torch.randperm(num_rows, generator=generator)[:count]
-    drawn: Tensor = torch.randint(num_rows, (2 * count,), generator=generator).unique()  # type: ignore[no-untyped-call]
+    drawn: Tensor = torch.randint(num_rows, (2 * count,), generator=generator).unique()
     return drawn[torch.randperm(drawn.numel(), generator=generator)][:count]
