@@ -35,6 +35,8 @@ from systems import SYSTEMS, System, Unavailable
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
+from hotrow.embedding import FILLS
+
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128
 LEAST_WARMUP = 400  # of systems with a cache
@@ -92,9 +94,10 @@ class Bench:
         options: DenseOptions,
         warmup: int,
         timed: int,
+        fill: str = "auto",
     ) -> None:
         self.setting, self.device, self.options = setting, device, options
-        self.warmup, self.timed = warmup, timed
+        self.warmup, self.timed, self.fill = warmup, timed, fill
         if options.compile:
             import torch._dynamo
 
@@ -193,7 +196,7 @@ def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
         )
         return {
             "setting": bench.setting.facts(),
-            "options": asdict(bench.options),
+            "options": {**asdict(bench.options), "fill": bench.fill},
             "step_ms": asdict(timing),
             "samples_per_second": bench.setting.batch / timing.mean * 1000,
             "warmup_steps": warmup,
@@ -280,6 +283,7 @@ def _arguments(suite: Suite) -> argparse.Namespace:
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     made.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")
     made.add_argument("--interaction", choices=("plain", "fused"), default="plain")
+    made.add_argument("--fill", choices=FILLS, default="auto", help="how hotrow's rows move")
     made.add_argument("--masters", choices=("plain", "hotrow"), default="plain")
     made.add_argument("--smoke", action="store_true", help="tiny, on the CPU: does it run at all?")
     return made.parse_args()
@@ -365,7 +369,9 @@ def _bench(setting: Setting, arguments: argparse.Namespace) -> Bench:
         interaction=arguments.interaction,
         masters=arguments.masters,
     )
-    return Bench(setting, device=device, options=options, warmup=warmup, timed=timed)
+    return Bench(
+        setting, device=device, options=options, warmup=warmup, timed=timed, fill=arguments.fill
+    )
 
 
 def tiny(setting: Setting) -> Setting:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -35,6 +36,7 @@ from builders import (
     outcome,
     pairwise,
     readout,
+    shuffled,
     tight_budget,
     train,
     variant,
@@ -155,9 +157,16 @@ def test_the_choices_have_everything_once() -> None:
         assert {choice[axis] for choice in CHOICES} == set(values)
 
 
-@pytest.mark.parametrize("victims", ["random", "most-recent"])
-@pytest.mark.parametrize("fill", ["mixed", "staged"])
-@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+@pytest.mark.parametrize(
+    ("name", "fill", "victims"),
+    [
+        ("lookahead", "mixed", "most-recent"),
+        ("lookahead", "staged", "random"),
+        ("lookahead", "staged", "most-recent"),
+        ("scratchpipe", "mixed", "random"),
+        ("scratchpipe", "staged", "most-recent"),
+    ],
+)
 def test_rows_that_come_late_are_waited_for(
     name: str, fill: str, victims: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,27 +205,38 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits(
 def test_rows_gathered_before_they_are_written_give_wrong_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads instead of one, of which the one that writes is slow."""
+    """Two threads instead of one: a write waits until the next batch's rows have been gathered."""
     steps = 14
+    done: set[int] = set()
+    real_gather, real_write = hotrow.staged._gather, hotrow.staged._write
+
+    def gather(number: int, *args: Any) -> None:
+        real_gather(*args)
+        done.add(number)
+
+    def write(number: int, *args: Any) -> None:
+        for _ in range(100):  # the last batches have no next one
+            if number not in done:
+                time.sleep(0.01)
+        real_write(*args)
 
     class Disordered(hotrow.staged._Worker):
-        def submit(self, job: Any, *args: Any, **options: Any) -> Any:
-            if job is write:
-                return others.submit(job, *args)
-            return super().submit(job, *args, **options)
+        asked = 0
+
+        def ask(self, job: Any, *args: Any) -> Any:
+            if job is real_write:
+                return others.submit(write, self.asked, *args)
+            self.asked += 1
+            return self.submit(gather, self.asked - 1, *args)
 
     monkeypatch.setattr(hotrow.staged, "_shared_worker", Disordered)
-    slow(monkeypatch, "_write", seconds=0.05)
-    write = hotrow.staged._write
-    with hotrow.staged.ThreadPoolExecutor(1) as others:
+    with ThreadPoolExecutor(4) as others:
         embedding = tight(ONE_HOT, name=name, steps=steps)
         found = train(embedding, ONE_HOT.batches(steps), depth=5)
     assert not found.same_bits(all_fast("one-hot", "adagrad", steps))
 
 
 def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
-    from builders import shuffled
-
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
         embedding = tight(ONE_HOT, name=name, fill=fill, order=shuffled)
         found = train(embedding, ONE_HOT.batches(STEPS), depth=4)
@@ -246,6 +266,7 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
         assert done, "no batch was small enough"
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py has it there")
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe", "lru", "uncached"])
 @pytest.mark.parametrize("most", [5, 1 << 16])
 def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
@@ -258,8 +279,6 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
         monkeypatch.delattr(kernels, kernel)
     embedding = tight(ONE_HOT, name=name)
     assert embedding.fills()[4].form == "staged"
-    if DEVICE.type == "cuda":
-        pytest.skip("there the store is locked, and was started by the device")
     assert train(embedding, ONE_HOT.batches(STEPS)).same_bits(all_fast("one-hot", "adagrad"))
     assert embedding.traffic().evicted_rows > 0
 
@@ -309,8 +328,9 @@ def look_up(embedding: Any, batch: Any) -> Tensor:
     return readout(embedding(batch))
 
 
-@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
-@pytest.mark.parametrize("fill", ["mixed", "staged"])
+@pytest.mark.parametrize(
+    ("name", "fill"), [("lookahead", "mixed"), ("lookahead", "staged"), ("scratchpipe", "staged")]
+)
 def test_evaluation_and_reading_rows_find_the_newest_in_flight(
     name: str, fill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +470,10 @@ def test_an_error_in_the_background_is_told_in_the_loop(
         embedding.flush()
 
 
-def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference() -> None:
+def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hotrow.staged, "_known_worker", None)  # one that no other test holds
     gc.collect()
     embedding = tight(ONE_HOT)
     train(embedding, ONE_HOT.batches(3))
@@ -495,17 +518,24 @@ def test_a_program_ends_though_rows_are_on_their_way() -> None:
             [table], hotrow.SGD(), budget=budget, strategy="scratchpipe"
         )
         batches = [torch.tensor([[3 * i % 100], [(3 * i + 1) % 100]]) for i in range(9)]
-        stream = iter(hotrow.ahead(batches, embedding))
-        for _ in range(4):
-            embedding(next(stream)).values().sum().backward()
+        for place, batch in enumerate(hotrow.ahead(batches, embedding)):
+            embedding(batch).values().sum().backward()
+            if place == 3:
+                break
         print("the end", flush=True)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    assert done.stdout == "the end\n"
-    assert "Traceback" not in done.stderr
+    assert (done.stdout, done.stderr) == ("the end\n", "")
+
+
+def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
+    worker, found = hotrow.staged._Worker(), []
+    worker.shutdown()
+    worker.ask(found.append, 1).result()
+    assert found == [1]
 
 
 # -- the choice ----------------------------------------------------------------------------
@@ -560,9 +590,9 @@ def test_packets_take_their_bytes_from_the_slots() -> None:
         )
         memory[fill], slots[fill] = sum(embedding.memory().values()), embedding.num_slots
         packets = embedding.memory()["rows on their way"]
-    assert 0 < packets < 0.1 * memory["zero-copy"]
+    assert 0 < packets < 0.12 * memory["zero-copy"]
     assert slots["staged"] < slots["zero-copy"]
-    assert memory["staged"] <= memory["zero-copy"] + 64
+    assert memory["staged"] <= 1.01 * memory["zero-copy"]
 
 
 def test_rows_go_back_to_the_slots_they_were_packed_for() -> None:

@@ -32,6 +32,7 @@ def collection(
     budget_bytes: int,
     device: torch.device,
     output_dtype: torch.dtype = torch.float32,
+    fill: str = "auto",
     features: list[list[str]] | None = None,
 ) -> hotrow.EmbeddingBagCollection:
     """Tables of one width; `features` names those of each table, by default one."""
@@ -43,7 +44,7 @@ def collection(
         hotrow.EmbeddingBagConfig(f"table_{table}", num_rows, dim, names)
         for table, (num_rows, names) in enumerate(zip(rows, features, strict=True))
     ]
-    on_gpu = {"output_dtype": output_dtype} if device.type == "cuda" else {}
+    on_gpu = {"output_dtype": output_dtype, "fill": fill} if device.type == "cuda" else {}
     return hotrow.EmbeddingBagCollection(
         tables,
         optimizer=RULES[optimizer](lr=LR),
@@ -123,6 +124,7 @@ class Hotrow:
             budget_bytes=setting.budget_bytes,
             device=device,
             output_dtype=setting.output_dtype,
+            fill=bench.fill,
         )
         optimizer: torch.optim.Optimizer | None = None
         if setting.has_dense:
@@ -168,6 +170,7 @@ class Hotrow:
         return {
             "hotrow": hotrow.__version__,
             "slots": self.embedding.num_slots,
+            "fills": {dim: str(choice) for dim, choice in self.embedding.fills().items()},
             "memory": self.embedding.memory(),
             "hit_rate": 1 - fetched / lookups if lookups else 1.0,
             "fetched_rows_per_step": fetched / COUNTED_STEPS,

@@ -84,7 +84,7 @@ def choose_map(slots: int, num_rows: int) -> bool:
     return 4 * num_rows <= HASH_BYTES * slots
 
 
-_PACKET_PART = 1 / 64  # there are three or four of them
+_PACKET_PART = 1 / 32  # there are three or four of them
 MOST_PACKED = 1 << 16  # rows
 _LEAST_ROWS = 32  # fewer slots, or a smaller buffer, would make every chunk a loop of its own
 

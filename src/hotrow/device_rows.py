@@ -437,16 +437,15 @@ class DeviceRows(RowGroup):
         if count > self.staged.most:
             self.fill(work)
             return
+        if count:
+            assert b.told is not None
+            work.packet = self.staged.collect(
+                Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), b.told[:count],
+                evicts=work.plan.num_evicted > 0, replay=partial(self._replay, b),
+            )  # fmt: skip
+            self.in_transit.append(work)
         self._mark_collected(work)
-        if not count:
-            work.inserted = True
-            return
-        assert b.told is not None
-        work.packet = self.staged.collect(
-            Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), b.told[:count],
-            evicts=work.plan.num_evicted > 0, replay=partial(self._replay, b),
-        )  # fmt: skip
-        self.in_transit.append(work)
+        work.inserted = not count
 
     def exchange(self, work: DeviceWork) -> None:  # type: ignore[override]
         assert self.staged is not None

@@ -128,7 +128,7 @@ class Staged:
         packet.begin(self._begun, moves, counted, count)
         self._begun += 1
         after, self._changed = tuple(self._changed), []
-        packet.gathered = self._worker.submit(
+        packet.gathered = self._worker.ask(
             _gather, self._store, entering, packet.into[:count], after
         )
         if evicts and self.writes:
@@ -170,7 +170,7 @@ class Staged:
         self.depart(packet)
         if packet.there is not None and packet.written is None:
             here = slice(packet.count)
-            packet.written = self._worker.submit(
+            packet.written = self._worker.ask(
                 _write, self._store, packet.leaving[here], packet.out[here], (packet.there,)
             )
 
@@ -244,6 +244,16 @@ class _Worker(ThreadPoolExecutor):
         # torch takes the number that was set last for threads that it has not seen yet.
         self.submit(int).result()
         torch.set_num_threads(cores)
+
+    def ask(self, job: Callable[..., None], *args: object) -> Future[None]:
+        """Do it after all that was asked for before."""
+        try:
+            return self.submit(job, *args)
+        except RuntimeError:  # the program is ending, and its threads have ended
+            done: Future[None] = Future()
+            job(*args)
+            done.set_result(None)
+            return done
 
 
 _known_worker: weakref.ref[_Worker] | None = None

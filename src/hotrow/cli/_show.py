@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -45,6 +46,8 @@ class Screen:
             f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
             f"state), strategy {embedding.strategy.name}"
         )
+        for dim, choice in embedding.fills().items():
+            self._console.print(f"rows of width {dim} move {choice}")
         self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
         self._console.print(_memory_table(self._memory, all_rows=self._all_rows))
 
@@ -94,6 +97,7 @@ class JsonLines:
             slots=embedding.num_slots,
             bytes_total=embedding.bytes_total,
             memory=embedding.memory(),
+            fills={str(dim): asdict(choice) for dim, choice in embedding.fills().items()},
         )
 
     @contextmanager

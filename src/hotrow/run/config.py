@@ -20,6 +20,7 @@ import torch
 
 from hotrow.budget import parse_bytes
 from hotrow.data import SyntheticConfig
+from hotrow.embedding import FILLS
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run import toml
 from hotrow.strategy import find_strategy
@@ -145,15 +146,18 @@ class RowOptimizerSection:
 
 @dataclass(frozen=True)
 class EmbeddingSection:
-    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead."""
+    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, and
+    how a GPU moves rows."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
     depth: str | int = "auto"
+    fill: str = "auto"
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:
         find_strategy(self.strategy)
+        _one_of(FILLS, fill=self.fill)
         parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
         if isinstance(self.depth, str) and self.depth != "auto":
             raise ValueError(f'depth must be "auto" or a number of batches, not {self.depth!r}')

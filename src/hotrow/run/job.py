@@ -123,6 +123,7 @@ def _embedding(config: RunConfig) -> EmbeddingBagCollection:
             strategy=config.embedding.strategy,
             device=config.run.device,
             seed=config.run.seed,
+            fill=config.embedding.fill,
         )
     except RuntimeError as error:
         if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
