@@ -225,6 +225,8 @@ class _Reader:
         self._exhausted = False
         self._count = 0
         self.yielded = 0
+        self._groups = [group for each in collections.values() for group in each.groups]
+        self._asked = self._last_useful = 0
 
     def admit(self) -> _Read | None:
         """The next batch to plan; reads on, so that what the plan must know is known."""
@@ -260,14 +262,21 @@ class _Reader:
         return read
 
     def _wanted(self) -> int:
+        """How many batches are to be known."""
+        most = [group.most_ahead for group in self._groups]
+        return 1 + int(min([self._useful(), *(each for each in most if each is not None)]))
+
+    def _useful(self) -> int:
         limit = self._strategy.look_ahead if self._depth is None else self._depth
-        if limit is None:
+        if limit is not None:
+            return limit
+        # It changes slowly once the slots are full, so it is not asked every time.
+        if self.yielded < 64 or self.yielded >= self._asked + 16:
+            self._asked = self.yielded
             moving = [c for c in self._collections.values() if not c.strategy.everything]
-            limit = min((each.useful_depth() for each in moving), default=0)
-            limit = min(limit, _MOST_AHEAD)
-        groups = [group for each in self._collections.values() for group in each.groups]
-        most = [group.most_ahead for group in groups if group.most_ahead is not None]
-        return 1 + int(min([limit, *most]))
+            useful = min((each.useful_depth() for each in moving), default=0)
+            self._last_useful = min(useful, _MOST_AHEAD)
+        return self._last_useful
 
     def _read(self) -> None:
         try:
@@ -399,6 +408,11 @@ def _map(batch: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
 
 
 @cache
+def _all_fields(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+@cache
 def _given_fields(kind: Any) -> list[str]:
     return [field.name for field in fields(kind) if field.init]
 
@@ -407,22 +421,36 @@ def only_tensors(batch: Any) -> bool:
     """Whether a batch holds nothing but tensors that `map_tensors` finds."""
     if isinstance(batch, Tensor | KeyedJaggedTensor):
         return True
+    if isinstance(batch, str | bytes | int | float):
+        return False
     if isinstance(batch, list | tuple):
         return all(map(only_tensors, batch))
     if isinstance(batch, Mapping):
         return all(map(only_tensors, batch.values()))
     if is_dataclass(batch) and not isinstance(batch, type):
-        return all(only_tensors(getattr(batch, f.name)) for f in fields(batch))
+        return all(only_tensors(getattr(batch, name)) for name in _all_fields(type(batch)))
     return False
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """Every tensor in a batch."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(batch, note)
+    _find(batch, found)
     return found
+
+
+def _find(batch: Any, found: list[Tensor]) -> None:
+    """In the order in which `map_tensors` changes them."""
+    if isinstance(batch, Tensor):
+        found.append(batch)
+    elif isinstance(batch, list | tuple):
+        for each in batch:
+            _find(each, found)
+    elif isinstance(batch, Mapping):
+        for each in batch.values():
+            _find(each, found)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for name in _given_fields(type(batch)):
+            _find(getattr(batch, name), found)
+    elif isinstance(batch, KeyedJaggedTensor):
+        batch.map(lambda each: found.append(each) or each)  # type: ignore[func-returns-value]

@@ -341,7 +341,10 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
 def elsewhere(features: Any, batch: Batch) -> Batch:
     """A batch that was parsed before, of which `features` are a copy on another device."""
     if isinstance(features, Tensor):
-        return replace(batch, values=features.view(batch.values.shape).long())
+        values = (
+            features if features.shape == batch.values.shape else features.view_as(batch.values)
+        )
+        return Batch(values.long(), None, batch.keys, batch.num_samples, batch.ends)
     if isinstance(features, tuple | list):
         values, offsets = features[:2]
     else:
@@ -517,25 +520,29 @@ def raw_weights(features: Any) -> Tensor | None:
     return weights
 
 
-def identity(features: Any) -> tuple[Any, ...]:
+def identity(features: Any, versions: tuple[Any, ...]) -> tuple[Any, ...]:
     """What tells one batch of ids from another, without reading them.
 
     Tensors are compared by memory, shape and version; whoever keeps an identity keeps the
     features alive, so memory is not reused.
     """
-    keys: tuple[str, ...] = ()
+    keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
+    facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in _compared(features))
+    return (keys, versions, *facts)
+
+
+def versions_of(features: Any) -> tuple[Any, ...]:
+    """How often each tensor of the ids was changed."""
+    # Inference tensors do not count, so nothing tells whether they were changed.
+    return tuple([object() if t.is_inference() else t._version for t in _compared(features)])
+
+
+def _compared(features: Any) -> tuple[Tensor, ...]:
     if isinstance(features, Tensor):
-        tensors: tuple[Tensor, ...] = (features,)
-    elif isinstance(features, tuple | list):
-        tensors = tuple(features[:2])
-    else:
-        keys, tensors = tuple(features.keys()), (features.values(), features.offsets())
-    # Inference tensors count no versions, so nothing tells whether they were changed.
-    facts = (
-        (t.data_ptr(), t.shape, t.stride(), t.dtype, object() if t.is_inference() else t._version)
-        for t in tensors
-    )
-    return (keys, *facts)
+        return (features,)
+    if isinstance(features, tuple | list):
+        return tuple(features[:2])
+    return (features.values(), features.offsets())
 
 
 def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:

@@ -776,7 +776,7 @@ class _BufferPool:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._returned: deque[tuple[PlanBuffers, int | None]] = deque()
-        self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark]]]] = {}
+        self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark | None]]]] = {}
         self.num_bytes = 0
 
     def give_back(self, buffers: PlanBuffers, berth: int | None) -> None:
@@ -794,7 +794,8 @@ class _BufferPool:
     ) -> PlanBuffers:
         """For the plan lane, which waits until others have done with them."""
         if self._returned:
-            marks = [self._lanes.mark("train"), self._lanes.mark("rows")]
+            # Whatever moves a batch's rows is marked when it has been launched.
+            marks = [self._lanes.mark("train"), self._lanes.newest("rows")]
             while self._returned:
                 buffers, place = self._returned.popleft()
                 self._free.setdefault(place, deque()).append((buffers, marks))

@@ -26,6 +26,7 @@ from hotrow.batch import (
     lookups_of,
     parse,
     raw_weights,
+    versions_of,
     weights_of,
 )
 from hotrow.budget import Budget, parse_bytes, share_out, show_bytes
@@ -53,9 +54,13 @@ class Arrival:
     """One batch as one collection knows it."""
 
     features: Any  # kept, so that the memory behind `identity` stays theirs
-    identity: tuple[Any, ...]
+    versions: tuple[Any, ...]  # of its tensors, when it was planned
     batch: Batch
     works: tuple[Work, ...]  # one per width group
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return identity(self.features, self.versions)
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -287,7 +292,7 @@ class EmbeddingBagCollection(nn.Module):
         if not self._arrivals:
             return None
         try:
-            wanted = identity(features)
+            wanted = identity(features, versions_of(features))
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
         # The newest first: a loader may hand out the same tensors again.
@@ -323,7 +328,7 @@ class EmbeddingBagCollection(nn.Module):
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # or refuses
-        return Arrival(features, identity(features), batch, works)
+        return Arrival(features, versions_of(features), batch, works)
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
@@ -356,7 +361,7 @@ class EmbeddingBagCollection(nn.Module):
         batch = elsewhere(features, arrival.batch)
         for work in arrival.works:
             work.arrive(batch)
-        return Arrival(features, identity(features), batch, arrival.works)
+        return Arrival(features, versions_of(features), batch, arrival.works)
 
     def arrive(self, arrival: Arrival) -> None:
         """The batch that `forward` will see next."""

@@ -84,6 +84,8 @@ class Lanes:
         self._streams: dict[Name, torch.cuda.Stream] = {}
         self.inside: torch.cuda.Stream | None = None  # of the lane that is on
         self.outside: torch.cuda.Stream | None = None  # training's, while it is known
+        self._has_turn = False
+        self._newest: dict[Name, Mark] = {}
         if device.type == "cuda":
             self._streams = {
                 name: torch.cuda.Stream(device, priority=PRIORITIES[name])
@@ -104,21 +106,30 @@ class Lanes:
 
         To ask torch for it costs the host more than a launch, so it is asked once a turn.
         """
-        if self._streams and self.inside is None:
+        if self._streams and self.inside is None and not self._has_turn:
+            self._has_turn = True
             self.outside = torch.cuda.current_stream(self.device.index)
+            self._newest.pop("train", None)
 
     def give_turn(self) -> None:
-        """From now on others may choose streams."""
+        """From now on others may choose streams, and train."""
         if self.inside is None:
-            self.outside = None
+            self._has_turn, self.outside = False, None
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
         if not self._streams:
             return _Passed()
+        if name == "train" and self._has_turn and name in self._newest:
+            return self._newest[name]  # nobody trains during a turn
         event = torch.cuda.Event()
         event.record(self._stream(name))
-        return _Event(event)
+        mark = self._newest[name] = _Event(event)
+        return mark
+
+    def newest(self, name: Name) -> Mark | None:
+        """The last mark that was made in a lane, which may have been given more since."""
+        return self._newest.get(name)
 
     def after(self, name: Name, mark: Mark | None) -> None:
         """What a lane is given from now on waits for a mark; the host does not."""

@@ -190,7 +190,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._setting_names = [field.name for field in fields(rule)]
         self._has_tensors = False
         # Updates so far. On the host, which counts them: no device has to be asked.
-        self.steps = torch.zeros(len(tables), dtype=torch.int64)
+        self._steps = torch.zeros(len(tables), dtype=torch.int64)
+        self._uncounted = 0  # of them, for every table
         self._last_scalars: dict[tuple[str, ...], tuple[Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
@@ -248,9 +249,17 @@ class RowOptimizer(torch.optim.Optimizer):
         group = self.param_groups[place]
         return (int(self.steps[place]), *(_number(group[each]) for each in self._setting_names))
 
+    @property
+    def steps(self) -> Tensor:
+        """The updates of each table so far."""
+        if self._uncounted:
+            self._steps += self._uncounted
+            self._uncounted = 0
+        return self._steps
+
     def count_step(self) -> None:
         """One more update, for every table alike, also those without a lookup."""
-        self.steps += 1
+        self._uncounted += 1  # a tensor would take longer than all else here
         self._opt_called = True  # what torch's schedulers look for before they move
 
     def step(self, closure: Any = None) -> Any:

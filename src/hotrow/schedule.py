@@ -58,8 +58,9 @@ class Ticket:
     @property
     def alone(self) -> bool:
         """Nothing behind it may move: it goes the direct way, or is the end."""
-        too_large = self.planned and any(work.plan is None for work in self.works)
-        return self.error is not None or too_large
+        if self.error is not None or not self.planned:
+            return self.error is not None
+        return None in [work.plan for work in self.works]
 
 
 def run(
@@ -83,11 +84,11 @@ def run(
         for cycle in count():
             lanes.take_turn()
             trained = lanes.mark("train")  # in the cycles before
+            alone = False
             for ticket in line:
                 ticket.age += 1
-            if not any(ticket.alone for ticket in line) and (
-                new := again.popleft() if again else admit()
-            ):
+                alone = alone or ticket.alone
+            if not alone and (new := again.popleft() if again else admit()):
                 line.append(new)
             if not line:
                 return

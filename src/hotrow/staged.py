@@ -63,6 +63,7 @@ class Packet:
             self.leaving = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
         self.serial = -1
         self.in_use = False
+        self.left: Mark | None = None  # the copy engine has read `into`
         self.written: Future[None] | None = None
 
     def begin(self, serial: int, moves: Moves, counted: Tensor, count: int) -> None:
@@ -127,7 +128,8 @@ class Staged:
         count = entering.numel()
         packet.begin(self._begun, moves, counted, count)
         self._begun += 1
-        after, self._changed = tuple(self._changed), []
+        after = [*self._changed, *([] if packet.left is None else [packet.left])]
+        self._changed = []
         packet.gathered = self._worker.ask(
             _gather, self._store, entering, packet.into[:count], after
         )
@@ -197,6 +199,7 @@ class Staged:
                 self._slots, moves.slots, moves.leaving, moves.entering, counted, packet.rows
             ),
         )
+        packet.left = self._lanes.mark("rows")
         packet.in_use = False
 
     def wait(self) -> None:

@@ -122,7 +122,7 @@ FIVE = (
 # Rows that stay where they are: only ids are looked at a batch ahead.
 IN_PLACE = (
     Stage("plan", 0, plan, "plan"),
-    Stage("train", 1, train, "train", collects=True, inserts=True, trains=True),
+    Stage("train", 1, train, "train", collects=True, returns=True, inserts=True, trains=True),
 )
 
 

@@ -6,10 +6,15 @@ every replay, so it looks at what was found once, instead of walking through the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_values, _trains, _learns = dict.values, attrgetter("training"), attrgetter("requires_grad")
 
 
 class Watch:
@@ -18,11 +23,10 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         self._modules = list(model.modules())
-        self._tables = [
+        self._tables: list[dict[str, Any]] = [
             each
             for module in self._modules
             for each in (module._parameters, module._buffers, module._modules)
-            if each
         ]
         self._parts = self._parts_now()
         self._tensors = [each for each in self._parts if isinstance(each, Tensor)]
@@ -33,23 +37,24 @@ class Watch:
         parts = self._parts_now()
         return (
             len(parts) != len(self._parts)
-            or any(now is not then for now, then in zip(parts, self._parts, strict=True))
+            or not all(map(is_, parts, self._parts))
             or self._facts_now() != self._facts
         )
 
     def _parts_now(self) -> list[Any]:
         """Every tensor and module, and the optimizer's state."""
-        parts = [each for table in self._tables for each in table.values()]
+        parts = list(chain.from_iterable(map(_values, self._tables)))
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 parts += [each for each in state.values() if isinstance(each, Tensor)]
         return parts
 
     def _facts_now(self) -> tuple[Any, ...]:
-        groups = () if self._optimizer is None else self._optimizer.param_groups
+        groups: Iterable[Any] = () if self._optimizer is None else self._optimizer.param_groups
         return (
-            [(each.data_ptr(), each.requires_grad) for each in self._tensors],
-            [each.training for each in self._modules],
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(_learns, self._tensors)),
+            list(map(_trains, self._modules)),
             [
                 _setting(value)
                 for group in groups
