@@ -60,6 +60,7 @@ class CapturedStep:
         self._settings: Any = None
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
+        self.late: Late | None = None
         self._pool: Any = None
         self._stale = 0
         self._refused = False
@@ -169,7 +170,11 @@ class CapturedStep:
     # -- steps -------------------------------------------------------------------------
 
     def run(self, batch: Any) -> Tensor:
-        """One step, captured where that is possible. The loss lasts until the next one."""
+        """One step, captured where that is possible. The loss lasts until the next one.
+
+        `late` is that of a captured step for the host, which waits for it when it asks.
+        """
+        self.late = None
         berth = self._berths.get(id(batch))
         if berth is None:
             if any(batch is each for each in self._past):
@@ -184,11 +189,16 @@ class CapturedStep:
         else:
             for embedding, _ in berth.arrivals:
                 embedding.optimizer.count_step()
-                for group in embedding.groups:
-                    group.push_scalars()
+                if embedding.optimizer.rule.uses_step:
+                    for group in embedding.groups:
+                        group.push_scalars()
+            if berth.late is not None:
+                berth.late()  # its place is taken now
             graph.replay()
             loss = self._loss
         self._leave(berth)
+        if graph is not None:
+            self.late = berth.late = Late(berth.loss, berth.trained)
         return loss
 
     def _leave(self, trained: _Berth) -> None:
@@ -210,11 +220,9 @@ class CapturedStep:
         works = berth.works
         if self._refused or not all(work.group.slots_hold(work) for work in works):
             return None
-        reason = _why_not(self._optimizer)
-        if reason is not None:
-            self._refuse(reason)
-            return None
         self._drop_if_stale(berth.arrivals)
+        if self._refused:
+            return None
         key = tuple(id(work.plan.buffers) for work in works)
         if key not in berth.graphs:
             try:
@@ -242,6 +250,7 @@ class CapturedStep:
     def _capture(self, berth: _Berth) -> _Graph:
         def launch() -> None:
             self._loss.copy_(self._run_eagerly(berth.handed))
+            berth.loss.copy_(self._loss, non_blocking=True)
 
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
@@ -273,6 +282,9 @@ class CapturedStep:
         if self._watch is not None and not self._watch.changed() and settings == self._settings:
             return
         self._watch = Watch(self._model, self._optimizer)
+        reason = _why_not(self._optimizer)
+        if reason is not None:
+            self._refuse(reason)
         if self._settings is not None:
             for berth in self._berths.values():
                 berth.graphs.clear()
@@ -316,6 +328,20 @@ def _works(arrivals: Arrivals) -> list[Any]:
     return [work for _, each in arrivals for work in each.works]
 
 
+class Late:
+    """A loss on its way to page-locked memory: asking for it waits."""
+
+    def __init__(self, place: Tensor, there: Mark) -> None:
+        self._place, self._there = place, there
+        self._value: float | None = None
+
+    def __call__(self) -> float:
+        if self._value is None:
+            self._there.wait()
+            self._value = float(self._place)
+        return self._value
+
+
 class _Berth:
     """A place for one batch in flight, and the graphs that read it."""
 
@@ -328,6 +354,8 @@ class _Berth:
         self.landed = 0  # when
         self.waits = False  # to be trained
         self.graphs: dict[Any, _Graph] = {}
+        self.loss = torch.zeros((), pin_memory=self.tensors[0].is_cuda)
+        self.late: Late | None = None
 
     @property
     def works(self) -> list[Any]:

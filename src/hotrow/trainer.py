@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrow.ahead import Ahead, to_device
-from hotrow.captured import CapturedStep
+from hotrow.captured import CapturedStep, Late
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.graphed import GraphedStep, lanes_in
+from hotrow.lanes import Lanes, lanes_of
 from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
@@ -146,10 +147,12 @@ class Trainer(Generic[Batch]):
     def _train(self, batch: Batch) -> float | Callable[[], float]:
         loss = self._step.run(batch)
         self.step += 1
+        if self._captured is not None and self._captured.late is not None:
+            return self._captured.late
         if loss.device.type == "cpu":
             return loss.item()
         if self._losses is None:
-            self._losses = _Losses()
+            self._losses = _Losses(lanes_of(loss.device))
         return self._losses.note(loss)
 
     def _counters(self) -> dict[str, int]:
@@ -185,9 +188,10 @@ def _algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
 class _Losses:
     """Losses on their way from a device, in page-locked memory that is used in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
         self._there = torch.zeros(1024, pin_memory=True)
-        self._taken: deque[_Late] = deque()
+        self._taken: deque[Late] = deque()
         self._next = 0
 
     def note(self, loss: Tensor) -> Callable[[], float]:
@@ -196,23 +200,9 @@ class _Losses:
         place = self._there[self._next]
         self._next = (self._next + 1) % self._there.numel()
         place.copy_(loss, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        late = _Late(place, event)
+        late = Late(place, self._lanes.mark("train"))
         self._taken.append(late)
         return late
-
-
-class _Late:
-    def __init__(self, place: Tensor, event: torch.cuda.Event) -> None:
-        self._place, self._event = place, event
-        self._value: float | None = None
-
-    def __call__(self) -> float:
-        if self._value is None:
-            self._event.synchronize()
-            self._value = float(self._place)
-        return self._value
 
 
 @contextmanager
