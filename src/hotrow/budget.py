@@ -55,8 +55,11 @@ class Share:
 
     def with_packets(self, packets: int, row_bytes: int) -> Share:
         """The same bytes with room for packets, which takes slots away."""
-        taken = -(-packets * self.packet_rows * row_bytes // slot_bytes(row_bytes))
-        return replace(self, slots=max(1, self.slots - taken))
+        return self.with_room(packets * self.packet_rows * row_bytes, row_bytes)
+
+    def with_room(self, num_bytes: int, row_bytes: int) -> Share:
+        """The same bytes with room for something else."""
+        return replace(self, slots=max(1, self.slots + -num_bytes // slot_bytes(row_bytes)))
 
 
 @dataclass(frozen=True)

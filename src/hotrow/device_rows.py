@@ -53,9 +53,10 @@ from hotrow.scratchpad import FREE
 from hotrow.staged import FILL_BLOCKS, Packet, Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store, initialise_table, seed_word
-from hotrow.tables import Constant, Normal, Uniform, WidthGroup
+from hotrow.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 
 _WINDOW_BYTES = 1 << 26
+_WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
 class DeviceWork(Work):
@@ -168,6 +169,8 @@ class DeviceRows(RowGroup):
     plans_later = True
     zero_copy = True  # the device reads and writes the store by itself
     staged: Staged | None = None  # or the copy engine and the CPU move rows
+    unwritten: start.Unwritten | None = None  # rows that need not be read: the device knows them
+    _notes_written = False
     planner: DevicePlanner  # type: ignore[assignment]
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
@@ -218,10 +221,20 @@ class DeviceRows(RowGroup):
         self._make_scratchpad(share)
 
     def _initialise(self, state: list[float], seed: int) -> None:
-        if self.device.type != "cuda" or not self.zero_copy:
+        on_gpu = self.device.type == "cuda" and self.zero_copy
+        if on_gpu:
+            initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
+        else:
             super()._initialise(state, seed)
-            return
-        initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
+        if self._notes_written:
+            layout = self.layout
+            self.unwritten = start.Unwritten(
+                [*layout.bases, layout.num_rows],
+                [_beginning(table, on_gpu=on_gpu) for table in layout.tables],
+                [seed_word(seed, stream, self.dim) for stream in range(3)],
+                state,
+                self.device,
+            )
 
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
@@ -233,6 +246,11 @@ class DeviceRows(RowGroup):
             packets = 1 + in_transit_of(self.strategy.timed_stages)
             if share.slots < self.layout.num_rows:
                 share = share.with_packets(packets, 4 * self.width)
+        else:
+            bits = self.layout.num_rows // 8
+            self._notes_written = bits <= _WRITTEN_PART * share.slots * self.width * 4
+            if self._notes_written and share.slots < self.layout.num_rows:
+                share = share.with_room(bits, 4 * self.width)
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
         )
@@ -511,6 +529,8 @@ class DeviceRows(RowGroup):
 
     def _write_store(self, ids: Tensor, rows: Tensor) -> None:
         """Replace rows of the store; -1: nothing is written."""
+        if self.unwritten is not None:
+            self.unwritten.note(ids)
         if self.zero_copy:
             fill.scatter(self.store.rows, ids, rows.contiguous())
             self._store_changed("train")
@@ -527,10 +547,13 @@ class DeviceRows(RowGroup):
         self.planner.recorder.run((kind, self.width, place, id(b)), launch, keep=b)
 
     def _move(self, b: PlanBuffers) -> None:
+        new = self.unwritten
         fill.fill(
             self.slots, self.store.rows, b.move_slots, b.leaving, b.entering, _moves_in(b),
-            FILL_BLOCKS,
+            FILL_BLOCKS, written=None if new is None else new.written,
         )  # fmt: skip
+        if new is not None:
+            start.start_moves(self.slots, b.move_slots, b.entering, _moves_in(b), new)
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
@@ -722,6 +745,7 @@ class DeviceRows(RowGroup):
     def memory(self) -> dict[str, int]:
         if self.everything:
             return {"rows": self.slots.numel() * 4}
+        new = self.unwritten
         return {
             "slots": self.slots.numel() * 4,
             **self.planner.num_bytes,
@@ -729,11 +753,25 @@ class DeviceRows(RowGroup):
             "plans": self._pool_of_buffers.num_bytes,
             "buffer": self.buffer.numel() * 4,
             "rows on their way": 0 if self.staged is None else self.staged.num_bytes,
+            "which rows were written": 0 if new is None else new.written.numel() * 4,
         }
 
 
 def _moves_in(b: PlanBuffers) -> Tensor:
     return b.counts[planning.MOVES : planning.MOVES + 1]
+
+
+def _beginning(table: EmbeddingBagConfig, *, on_gpu: bool) -> start.Beginning:
+    """How a table's rows start, where a GPU makes the same bits."""
+    padding = -1 if table.padding_idx is None else table.padding_idx
+    begin = table.start
+    if isinstance(begin, Constant):
+        return start.Beginning("constant", (begin.value, 0.0), padding)
+    if isinstance(begin, Uniform):
+        return start.Beginning("uniform", (begin.low, begin.high - begin.low), padding)
+    if isinstance(begin, Normal) and on_gpu:
+        return start.Beginning("normal", (begin.mean, begin.std), padding)
+    return start.Beginning("other")
 
 
 def initialise_on_gpu(

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.triton.start import is_written, set_written
+
 # With so many threads a block has all registers of its multiprocessor, and nothing runs beside it:
 # what did would wait with its loads behind those from the host, and the kernel it belongs to, too.
 _WARPS = 32
@@ -36,13 +38,15 @@ def fill(
     count: Tensor,  # [1] int32: the moves there are
     blocks: int = 2,
     *,
+    written: Tensor | None = None,  # a bit for each row; None: every row is read
     num_warps: int = _WARPS,
     tile_floats: int | None = None,
 ) -> None:
     """Write leaving rows to the store and read entering rows from it.
 
     A row that leaves and enters the same slot is written back and stays. No slot may be named
-    twice, and no row may leave one slot and enter another: moves are done in any order.
+    twice, and no row may leave one slot and enter another: moves are done in any order. With
+    `written`, rows that leave are noted there, and rows that were never written are not read.
     """
     width = _width(slots, store)
     piece, pieces = _pieces(width)
@@ -53,6 +57,7 @@ def fill(
         leaving,
         entering,
         count,
+        written,
         WIDTH=width,
         PIECE=piece,
         PIECES=pieces,
@@ -180,6 +185,7 @@ def _fill(
     leaving,
     entering,
     count,
+    written,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
@@ -205,7 +211,11 @@ def _fill(
             old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
             new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
             leaves = (old >= 0)[:, None] & inside
-            enters = ((new >= 0) & (new != old))[:, None] & inside
+            comes = (new >= 0) & (new != old)
+            if written is not None:
+                comes = is_written(written, new, comes)
+                set_written(written, old, old >= 0)
+            enters = comes[:, None] & inside
             # Both loads are under way before the first store waits for either.
             incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
             outgoing = tl.load(in_slots, mask=leaves)

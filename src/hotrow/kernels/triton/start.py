@@ -6,9 +6,15 @@ neither tables nor how a seed becomes the 64-bit words that are mixed with the i
 
 `rows` is device memory, or page-locked host memory. Programs write its floats in order, whatever
 the width, so that whole lines cross the link.
+
+A row that nobody has written since is the same function still: `start_moves` makes it in its slot,
+and nothing crosses the link.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
+_MOST_BLOCKS = 256
 _NO_ROW = -1
 
 
@@ -101,6 +108,86 @@ def _start(
     )
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """How the rows of one table start: `kind`, its two numbers, and the row of zeros, if any."""
+
+    kind: str  # constant, uniform, normal; or other: such rows have to be read
+    numbers: tuple[float, float] = (0.0, 0.0)
+    padding: int = _NO_ROW
+
+
+_KINDS = ("constant", "uniform", "normal", "other")
+
+
+class Unwritten:
+    """A bit for each row of some tables that says whether it was written, and how rows start."""
+
+    def __init__(
+        self,
+        bases: Sequence[int],  # the first id of each table, then the number of rows
+        beginnings: Sequence[Beginning],
+        words: Sequence[int],  # for uniform weights, and for a normal one's radius and angle
+        state: Sequence[float],  # what each state column starts at
+        device: torch.device,
+    ) -> None:
+        self.bases = torch.tensor(bases, device=device)
+        self.kinds = torch.tensor([_KINDS.index(each.kind) for each in beginnings], device=device)
+        numbers = [each.numbers for each in beginnings]
+        self.numbers = torch.tensor(numbers, dtype=torch.float32, device=device)
+        padding = [
+            base + each.padding if each.padding >= 0 else _NO_ROW
+            for base, each in zip(bases, beginnings, strict=False)
+        ]
+        self.padding = torch.tensor(padding, device=device)
+        self.words = torch.tensor([_signed(word) for word in words], device=device)
+        self.state = torch.tensor(state, dtype=torch.float32, device=device)
+        self.written = torch.zeros(-(-bases[-1] // 32), dtype=torch.int32, device=device)
+        for base, end, each in zip(bases, bases[1:], beginnings, strict=False):
+            if each.kind == "other":
+                for part in torch.arange(base, end, device=device).split(1 << 22):
+                    self.note(part)
+
+    def note(self, ids: Tensor) -> None:
+        """These rows, -1 for none, are written."""
+        if ids.numel():
+            grid = (triton.cdiv(ids.numel(), 1024),)
+            _note_written[grid](self.written, ids, ids.numel(), BLOCK=1024)
+
+
+def start_moves(
+    slots: Tensor,  # [C, width] float32
+    move_slots: Tensor,  # [cap] int32
+    entering: Tensor,  # [cap] int32 or int64, -1 for none
+    count: Tensor,  # [1] int32: the moves there are
+    unwritten: Unwritten,
+) -> None:
+    """Start the entering rows that nobody has written yet."""
+    width, tables = slots.shape[1], unwritten.kinds.numel()
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _BLOCK // columns)
+    _start_moves[(min(_MOST_BLOCKS, triton.cdiv(max(1, entering.numel()), rows)),)](
+        slots,
+        move_slots,
+        entering,
+        count,
+        unwritten.written,
+        unwritten.bases,
+        unwritten.kinds,
+        unwritten.numbers,
+        unwritten.padding,
+        unwritten.words,
+        unwritten.state,
+        tables,
+        SEARCH=tables.bit_length(),
+        WIDTH=width,
+        DIM=width - unwritten.state.numel(),
+        ROWS=rows,
+        COLUMNS=columns,
+        enable_fp_fusion=False,  # as where all rows are started
+    )
+
+
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
@@ -159,3 +246,71 @@ def _start_rows(
     states = tl.load(state + (column - DIM), mask=is_state, other=0.0)
     float_ = first + tl.arange(0, BLOCK)
     tl.store(rows + float_, tl.where(is_state, states, weights), mask=float_ < total)
+
+
+@triton.jit
+def _note_written(written, ids, total, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + place, mask=place < total, other=-1).to(tl.int64)
+    set_written(written, row, row >= 0)
+
+
+@triton.jit
+def set_written(written, row, mask):
+    """Note that rows are written."""
+    bit = tl.full(row.shape, 1, tl.int32) << (row & 31).to(tl.int32)
+    tl.atomic_or(written + (row >> 5), bit, mask=mask)
+
+
+@triton.jit
+def is_written(written, row, mask):
+    """Whether rows were written."""
+    word = tl.load(written + (row >> 5), mask=mask, other=0)
+    return mask & (((word >> (row & 31).to(tl.int32)) & 1) != 0)
+
+
+@triton.jit
+def _start_moves(
+    slots, move_slots, entering, count, written, bases, kinds, numbers, padding, words, state,
+    num_tables, SEARCH: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(count)
+    column = tl.arange(0, COLUMNS)[None, :]
+    word0, word1 = tl.load(words).to(tl.uint64), tl.load(words + 1).to(tl.uint64)
+    word2 = tl.load(words + 2).to(tl.uint64)
+    first = tl.program_id(0) * ROWS
+    while first < total:
+        move = first + tl.arange(0, ROWS)
+        there = move < total
+        row = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
+        there = there & (row >= 0)
+        there = there & (is_written(written, row, there) == 0)
+        low = tl.zeros([ROWS], tl.int32)
+        high = low + num_tables
+        for _ in tl.static_range(SEARCH):
+            middle = (low + high) // 2
+            end = tl.load(bases + middle + 1, mask=there & (low < high), other=0)
+            low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
+        table = tl.minimum(low, num_tables - 1)
+        kind = tl.load(kinds + table, mask=there, other=0)[:, None]
+        a = tl.load(numbers + 2 * table, mask=there, other=0.0)[:, None]
+        b = tl.load(numbers + 2 * table + 1, mask=there, other=0.0)[:, None]
+        ids = row.to(tl.uint64)[:, None]
+        hashed = tl.zeros([ROWS, COLUMNS], tl.uint32) + column.to(tl.uint32)
+        weights = tl.zeros([ROWS, COLUMNS], tl.float32) + a
+        weights = tl.where(kind == 1, a + _unit_floats(ids, word0, hashed) * b, weights)
+        if tl.max((kind == 2).to(tl.int32)) > 0:
+            radius = tl.sqrt_rn(-2 * tl.log(1 - _unit_floats(ids, word1, hashed)))
+            angle = 6.2831854820251465 * _unit_floats(ids, word2, hashed)
+            weights = tl.where(kind == 2, a + b * radius * tl.cos(angle), weights)
+        zeros = tl.load(padding + table, mask=there, other=-1) == row
+        weights = tl.where(zeros[:, None], 0.0, weights)
+        is_state = (column >= DIM) & (column < WIDTH)
+        states = tl.load(state + (column - DIM), mask=is_state, other=0.0)
+        slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
+        mask = there[:, None] & (column < WIDTH)
+        tl.store(
+            slots + slot[:, None] * WIDTH + column, tl.where(is_state, states, weights), mask=mask
+        )
+        first += tl.num_programs(0) * ROWS
