@@ -160,7 +160,8 @@ class StandIn:
 
     def __init__(self, launch: Callable[[], None], berth: Any, seen: Replays) -> None:
         self._launch, self._berth, self._seen = launch, berth, seen
-        ((self._embedding, arrival),) = berth.arrivals
+        ((self._embedding, _),) = berth.arrivals
+        arrival = self._embedding._arrivals[-1]
         works = [copy.copy(work) for work in arrival.works]
         for work in works:
             work.plan = replace(work.plan)  # type: ignore[type-var]
@@ -176,7 +177,7 @@ class StandIn:
         self._seen.replays += 1
         self._seen.strange += arrival.batch.ends != now.ends
         for work in arrival.works:
-            work.forget()  # type: ignore[attr-defined]
+            work.arrive(arrival.batch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding, "_find", lambda features: arrival)
             patch.setattr(hotrow.step, "_capturing", lambda: True)
@@ -278,8 +279,7 @@ CHOICES = [
     ("sum", "adagrad", False),
     ("mean", "row-wise", False),
     ("two-widths", "adam", True),
-    ("two-widths", "adamw", False),
-    ("mean", "sgd", False),
+    ("mean", "adamw", False),
 ]
 
 
@@ -288,7 +288,7 @@ CHOICES = [
 def test_padding_gives_the_bits_of_none(
     name: str, rule: str, weighted: bool, seen: Replays
 ) -> None:
-    batches = batches_of(name, 14, weighted=weighted)
+    batches = batches_of(name, 13, weighted=weighted)
     expected = run(make(name, rule), batches, captured=False)
     model = make(name, rule, "lookahead", slots=40)
     assert run(model, batches).same_bits(expected)
@@ -467,8 +467,9 @@ def test_leaving_a_loop_and_coming_back_changes_no_bit(seen: Replays) -> None:
 
 
 @without_gpu
+@pytest.mark.parametrize("rebuilds", [False, True], ids=["capture fails", "ids made anew"])
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(
-    seen: Replays, monkeypatch: pytest.MonkeyPatch
+    rebuilds: bool, seen: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from berths with padding, of which an eager step must see nothing."""
 
@@ -481,15 +482,16 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(
             anew = hotrow.KeyedJaggedTensor(
                 ids.keys(), ids.values().clone(), offsets=ids.offsets().clone()
             )
-            found: Tensor = super().forward({**batch, "ids": anew})
-            return found + ids.values().float().mean()
+            found: Tensor = super().forward({**batch, "ids": anew if rebuilds else ids})
+            return found + (ids.values().float().mean() if rebuilds else 0.0)
 
     monkeypatch.setattr(hotrow.captured, "capture", refuse)
-    batches = batches_of("sum", 9)
+    batches = batches_of("sum", 8)
     twin = make("sum", "adagrad")
     expected = run(Rebuilds(twin.embedding), batches, captured=False)
     model = Rebuilds(make("sum", "adagrad", "lookahead", slots=40).embedding)
-    with pytest.warns(UserWarning, match="cannot be captured .* not permitted") as told:
+    reason = "ValueError: offsets must end" if rebuilds else "RuntimeError: .* not permitted"
+    with pytest.warns(UserWarning, match=f"cannot be captured .* {reason}") as told:
         found = run(model, batches)
     assert sum("captured" in str(each.message) for each in told) == 1
     assert found.same_bits(expected)

@@ -123,11 +123,6 @@ class Ahead:
         """As many batches as the loader says it has."""
         return len(self._loader)  # type: ignore[arg-type]
 
-    @property
-    def arrivals(self) -> Sequence[tuple[EmbeddingBagCollection, Arrival]]:
-        """The last batch yielded, as each collection knows it."""
-        return () if self._last is None else self._last.arrivals
-
     def position(self) -> int:
         """How many batches of the current pass have been yielded."""
         return 0 if self._reader is None else self._reader.yielded

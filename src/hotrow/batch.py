@@ -149,7 +149,7 @@ class Spread:
         is_real, rank = rank < self.ends.numel(), rank.clamp_(max=self.ends.numel() - 1)
         firsts = self.edges.index_select(0, self.columns.places)
         source = place + (firsts - self.starts).index_select(0, rank)
-        source = torch.where(is_real, source, -1)
+        source = source.masked_fill_(~is_real, -1)
 
         value = torch.arange(weights.numel(), device=weights.device)
         key = torch.searchsorted(self.edges[1:].contiguous(), value, right=True)
@@ -157,7 +157,7 @@ class Spread:
         rank = self.columns.ranks.index_select(0, key)
         is_real, rank = is_real & (rank >= 0), rank.clamp_(min=0)
         back = value - self.edges.index_select(0, key) + self.starts.index_select(0, rank)
-        back = torch.where(is_real, back, -1)
+        back = back.masked_fill_(~is_real, -1)
         taken: Tensor = _Rearranged.apply(weights, source, back)  # type: ignore[no-untyped-call]
         return taken
 
@@ -179,7 +179,7 @@ class _Rearranged(torch.autograd.Function):
 
 
 def _taken(values: Tensor, place: Tensor) -> Tensor:
-    return torch.where(place < 0, 0.0, values.index_select(0, place.clamp(min=0)))
+    return values.index_select(0, place.clamp(min=0)).masked_fill_(place < 0, 0.0)
 
 
 @dataclass(frozen=True)

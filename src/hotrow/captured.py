@@ -2,8 +2,8 @@
 
 A graph reads its inputs at fixed places: a few berths, each with room for a batch and its plans,
 which are used in turn; each has a graph of its own. Jagged batches leave a part of their berth
-empty. What a graph cannot do (another shape, a batch that goes the direct way) runs eagerly,
-with the same kernels and the same bits.
+empty, which the graph alone sees. What a graph cannot do (another shape, a batch that goes the
+direct way) runs eagerly, with the same kernels and the same bits.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ class CapturedStep:
             mine = [each for each in (values, offsets, weights) if each is not None]
             if any(id(each) not in places for each in mine):
                 return None  # ids= makes new tensors, at new places
+            if not values.numel() or not only_tensors(arrival.features):
+                return None
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
             room |= {places[id(each)]: size for each in (values, weights) if each is not None}
@@ -183,9 +185,13 @@ class CapturedStep:
                     "was taken by a later one. Train a batch before those after it, or copy it"
                 )
             return self._run_eagerly(batch)
-        graph = self._graph_for(berth)
-        if graph is None:
-            loss = self._run_eagerly(berth.without_padding())
+        graph = None
+        if self._refused or not all(work.group.slots_hold(work) for work in berth.works):
+            loss = self._run_eagerly(batch)
+        elif berth.taken and not self._shapes[berth.key].is_tried:
+            loss = self._try(berth)
+        elif (graph := self._graph_for(berth)) is None:
+            loss = self._run_eagerly(batch)
         else:
             for embedding, _ in berth.arrivals:
                 embedding.optimizer.count_step()
@@ -216,21 +222,31 @@ class CapturedStep:
         assert step is not None
         return step(batch)
 
+    def _try(self, berth: _Berth) -> Tensor:
+        """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
+        with padding shows."""
+        try:
+            with berth.as_it_lies():
+                loss = self._run_eagerly(berth.batch)
+        except Exception as error:
+            loss = self._run_eagerly(berth.handed)  # raises again what is no matter of padding
+            self._refuse(f"padding behind the lookups leads to {_short(error)}")
+            return loss
+        self._shapes[berth.key].is_tried = True
+        return loss
+
     def _graph_for(self, berth: _Berth) -> _Graph | None:
-        works = berth.works
-        if self._refused or not all(work.group.slots_hold(work) for work in works):
-            return None
         self._drop_if_stale(berth.arrivals)
         if self._refused:
             return None
-        key = tuple(id(work.plan.buffers) for work in works)
+        key = tuple(id(work.plan.buffers) for work in berth.works)
         if key not in berth.graphs:
             try:
                 graph = self._capture(berth)
             except RuntimeError as error:
                 self._refuse(
-                    f"{str(error).splitlines()[0]}. A step that reads values back (.item(), "
-                    "prints, branches on a tensor) cannot"
+                    f"{_short(error)}. A step that reads values back (.item(), prints, branches "
+                    "on a tensor) cannot"
                 )
                 return None
             if len(berth.graphs) > 1:  # buffers that were replaced do not come again
@@ -249,12 +265,12 @@ class CapturedStep:
 
     def _capture(self, berth: _Berth) -> _Graph:
         def launch() -> None:
-            self._loss.copy_(self._run_eagerly(berth.handed))
+            self._loss.copy_(self._run_eagerly(berth.batch))
             berth.loss.copy_(self._loss, non_blocking=True)
 
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
-        with _made_anew(berth.works):
+        with berth.as_it_lies():
             try:
                 graph = capture(launch, self._pool, PRIORITIES["train"])
             finally:
@@ -324,6 +340,11 @@ def _facts(work: Any) -> Any:
     return work.batch.keys, work.size, spans
 
 
+def _short(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _works(arrivals: Arrivals) -> list[Any]:
     return [work for _, each in arrivals for work in each.works]
 
@@ -345,8 +366,8 @@ class Late:
 class _Berth:
     """A place for one batch in flight, and the graphs that read it."""
 
-    def __init__(self, number: int, batch: Any, trained: Mark) -> None:
-        self.number, self.batch, self.trained = number, batch, trained
+    def __init__(self, key: Any, number: int, batch: Any, trained: Mark) -> None:
+        self.key, self.number, self.batch, self.trained = key, number, batch, trained
         self.tensors = tensors_in(batch)
         self.taken: dict[int, int] = {}  # of tensors with a place for each lookup: how many
         self.handed: Any = None  # the batch as it was handed out
@@ -371,31 +392,40 @@ class _Berth:
             if size < before:
                 there[size:before].zero_()
             self.taken[place] = size
-        # A new object each time, so that an old batch is told from the one that replaced it.
-        is_tensor = isinstance(self.batch, Tensor)
-        self.handed = self.batch.detach() if is_tensor else map_tensors(self.batch, lambda x: x)
-        self.landed, self.waits = landed, True
-
-    def without_padding(self) -> Any:
-        """The batch as the loader gave it, for a step that is not captured."""
-        if not self.taken:
-            return self.handed
-        sizes = {self.tensors[place].data_ptr(): size for place, size in self.taken.items()}
+        # Without padding, and a new object each time, so that an old batch is told from the one
+        # that replaced it.
+        places = count()
 
         def cut(tensor: Tensor) -> Tensor:
-            size = sizes.get(tensor.data_ptr())
-            return tensor if size is None else tensor[:size]
+            size = self.taken.get(next(places))
+            return tensor.detach() if size is None else tensor[:size]
 
-        exact = []
-        for work in self.works:
-            work.berth = None  # its launches depend on the batch again
+        self.handed = map_tensors(self.batch, cut)
+        self.landed, self.waits = landed, True
+
+    @contextmanager
+    def as_it_lies(self) -> Iterator[None]:
+        """Inside, collections look up the batch with its padding, and works make what they keep
+        of it by launches that are the same for all batches of the shape."""
+        whole = {self.tensors[place].data_ptr(): self.tensors[place] for place in self.taken}
+        padded = []
         for embedding, arrival in self.arrivals:
+            features = map_tensors(arrival.features, lambda x: whole.get(x.data_ptr(), x))
             embedding.done_with(arrival)
-            arrival = embedding.upload(arrival, map_tensors(arrival.features, cut))
-            embedding.arrive(arrival)
-            exact.append((embedding, arrival))
-        self.arrivals = exact
-        return map_tensors(self.handed, cut)
+            padded.append(embedding.upload(arrival, features))
+            embedding.arrive(padded[-1])
+        for work in self.works:
+            work.is_fixed = work.batch.offsets is not None
+        try:
+            yield
+        finally:
+            for work in self.works:
+                work.is_fixed = False
+            for (embedding, arrival), other in zip(self.arrivals, padded, strict=True):
+                embedding.done_with(other)
+                for work in arrival.works:
+                    work.arrive(arrival.batch)
+                embedding.arrive(arrival)
 
 
 class _Graph:
@@ -417,6 +447,7 @@ class _Shape:
 
     def __init__(self) -> None:
         self.seen = self.newest = 0
+        self.is_tried = False  # by an eager step, with padding
         self.berths: deque[_Berth] = deque()
 
     def next_berth(self, batch: Any, form: _Form, lanes: Lanes) -> _Berth | None:
@@ -431,24 +462,12 @@ class _Shape:
                 return torch.zeros(size, dtype=tensor.dtype, device=lanes.device)
 
             there = map_tensors(batch, make)
-            self.berths.append(_Berth(next(self._numbers), there, lanes.mark("train")))
+            self.berths.append(_Berth(form.key, next(self._numbers), there, lanes.mark("train")))
         elif self.berths[0].waits:
             return None
         else:
             self.berths.rotate(-1)
         return self.berths[-1]
-
-
-@contextmanager
-def _made_anew(works: Sequence[Any]) -> Iterator[None]:
-    """What works keep of their batch is made inside, by launches that a graph repeats."""
-    for work in works:
-        work.forget()
-    try:
-        yield
-    finally:
-        for work in works:
-            work.forget()
 
 
 def _host_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

@@ -74,6 +74,7 @@ class DeviceWork(Work):
         self.packet: Packet | None = None  # its rows on their way, between collect and insert
         self.collected = self.inserted = self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
+        self.is_fixed = False  # launches are to be the same for all batches of one shape
         self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
         # Of the plan: padding fills it up, so that plans of other batches are launched alike.
         self.size = self.num_lookups
@@ -111,11 +112,6 @@ class DeviceWork(Work):
                 x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
             )
         return self._lookups
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether launches are to be the same for all batches of one shape: they are captured."""
-        return self.berth is not None and self.plan is not None and self.batch.offsets is not None
 
     @property
     def bag_of(self) -> Tensor | None:
@@ -156,10 +152,6 @@ class DeviceWork(Work):
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now."""
         self.batch = batch
-        self.forget()
-
-    def forget(self) -> None:
-        """What was made of the batch is made anew."""
         self._lookups = self._bag_of = self._sorted = None
 
 
@@ -593,16 +585,15 @@ class DeviceRows(RowGroup):
             if x.size is None:
                 return found
             assert x.offsets is not None
-            is_there = torch.arange(x.size, device=self.device) < x.offsets[-1]
-            return torch.where(is_there, found, 0.0)
+            is_padding = torch.arange(x.size, device=self.device) >= x.offsets[-1]
+            return found.masked_fill_(is_padding, 0.0)
         pieces, first = [], 0
         for part, ids, rows, index in self._pass_through(self._with_ids(work, x)):
             mine = grads[first : first + part.num_bags]
             slots = index[ids.inverse].int()
             pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
             first += part.num_bags
-        found = torch.cat(pieces) if pieces else grads.new_zeros(0)
-        return torch.nn.functional.pad(found, (0, (x.size or found.numel()) - found.numel()))
+        return torch.cat(pieces) if pieces else grads.new_zeros(0)
 
     def row_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         """The gradient of each unique row, [U, dim]; waits for the device."""
