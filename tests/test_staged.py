@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -101,19 +102,36 @@ def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
     return train(build(CASES[case], rule), CASES[case].batches(steps))
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, *names: str, seconds: float = 0.02) -> list[str]:
-    """Let the background be late, as a busy CPU is; gives what it has done."""
-    done: list[str] = []
-    for name in names:
-        real: Callable[..., None] = getattr(hotrow.staged, name)
+class Late:
+    """A worker that does nothing until somebody waits for it: later than any thread could be."""
 
-        def late(*args: Any, name: str = name, real: Callable[..., None] = real) -> None:
-            time.sleep(seconds)
-            real(*args)
-            done.append(name)
+    def __init__(self) -> None:
+        self.queue: deque[LateJob] = deque()
+        self.done: list[str] = []
 
-        monkeypatch.setattr(hotrow.staged, name, late)
-    return done
+    def ask(self, job: Callable[..., None], *args: Any) -> LateJob:
+        self.queue.append(LateJob(self, job, args))
+        return self.queue[-1]
+
+
+class LateJob:
+    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
+        self.worker, self.job, self.args = worker, job, args
+        self.is_done = False
+
+    def result(self) -> None:
+        while not self.is_done:
+            first = self.worker.queue.popleft()
+            first.job(*first.args)
+            first.is_done = True
+            self.worker.done.append(first.job.__name__)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    worker = Late()
+    monkeypatch.setattr(hotrow.staged, "_shared_worker", lambda: worker)
+    return worker
 
 
 # -- the same bits -------------------------------------------------------------------------
@@ -167,12 +185,8 @@ def test_the_choices_have_everything_once() -> None:
         ("scratchpipe", "staged", "most-recent"),
     ],
 )
-def test_rows_that_come_late_are_waited_for(
-    name: str, fill: str, victims: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches that share most of their rows, so that rows come back as soon as they have left."""
+def test_rows_that_come_late_are_waited_for(name: str, fill: str, victims: str, late: Late) -> None:
     steps = 12
-    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
     strategy = stages_for(variant(name, victims=victims), fill)
     # Pins would keep rows from leaving.
     strategy = replace(strategy, pinned_part=0.0)
@@ -180,7 +194,7 @@ def test_rows_that_come_late_are_waited_for(
     embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
     found = train(embedding, ONE_HOT.batches(steps), depth=4)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
-    assert set(done) == ({"_write"} if fill == "mixed" else {"_write", "_gather"})
+    assert set(late.done) == ({"_write"} if fill == "mixed" else {"_write", "_gather"})
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
@@ -244,10 +258,9 @@ def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
 
 
 def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", 5)
-    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
     whole: list[int] = []
     real = DeviceRows.fill
 
@@ -257,13 +270,13 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
 
     monkeypatch.setattr(DeviceRows, "fill", counted)
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
-        whole.clear(), done.clear()
+        whole.clear(), late.done.clear()
         embedding = tight(ONE_HOT, name=name, fill=fill, steps=12)
         found = train(embedding, ONE_HOT.batches(12), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad", 12))
         assert whole, "no batch was too large"
         assert min(whole) > 5
-        assert done, "no batch was small enough"
+        assert late.done, "no batch was small enough"
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py has it there")
@@ -283,7 +296,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
     assert embedding.traffic().evicted_rows > 0
 
 
-def test_a_batch_too_large_for_the_slots_among_others_that_fit() -> None:
+def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> None:
     """The batches behind it were planned already, and are planned again, unannounced."""
     rows = torch.arange(50)
     small = [torch.stack([rows[i : i + 4], rows[i : i + 4] % 40], dim=1) for i in range(10)]
@@ -302,7 +315,7 @@ def test_a_batch_too_large_for_the_slots_among_others_that_fit() -> None:
         assert embedding.traffic().chunked_batches == 1
 
 
-def test_batches_planned_again_do_not_count_on_being_held() -> None:
+def test_batches_planned_again_do_not_count_on_being_held(late: Late) -> None:
     """A row that one of them makes leave may be fetched by the next one, at once."""
     generator = torch.Generator().manual_seed(0)
 
@@ -332,9 +345,8 @@ def look_up(embedding: Any, batch: Any) -> Tensor:
     ("name", "fill"), [("lookahead", "mixed"), ("lookahead", "staged"), ("scratchpipe", "staged")]
 )
 def test_evaluation_and_reading_rows_find_the_newest_in_flight(
-    name: str, fill: str, monkeypatch: pytest.MonkeyPatch
+    name: str, fill: str, late: Late
 ) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
     held_out = [to_device(each, DEVICE) for each in ONE_HOT.batches(2, seed=9)]
 
     def run(embedding: Any) -> tuple[Outcome, list[Tensor], list[Outcome]]:
@@ -357,7 +369,7 @@ def test_evaluation_and_reading_rows_find_the_newest_in_flight(
     assert all(mine.same_bits(theirs) for mine, theirs in zip(between, then, strict=True))
 
 
-def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are() -> None:
+def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are(late: Late) -> None:
     source = build(ONE_HOT, "adagrad")
     train(source, ONE_HOT.batches(3, seed=5))
     for name in ("lookahead", "scratchpipe"):
@@ -373,10 +385,7 @@ def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are() -> 
 
 
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
-def test_leaving_a_loop_early_keeps_what_was_trained(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+def test_leaving_a_loop_early_keeps_what_was_trained(name: str, late: Late) -> None:
     batches = ONE_HOT.batches(9)
     embedding = tight(ONE_HOT, name=name, steps=9)
     for begin, end in ((0, 3), (3, 4), (4, 6), (6, 9)):
@@ -408,10 +417,7 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
     assert train(embedding, batches[3:]).same_bits(train(reference, batches[3:]))
 
 
-def test_batches_that_nobody_announced_mix_with_those_that_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
     batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(9)]
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
         found = []
