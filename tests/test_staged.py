@@ -47,7 +47,7 @@ from hotrow.device_rows import DeviceRows
 from hotrow.fills import CLEARLY, FillChoice, by_rates, measure
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
-from hotrow.stages import FUSED, SPLIT, hold_of
+from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
 from hotrow.store import Store
 from hotrow.strategy import Strategy, as_listed
 
@@ -316,22 +316,26 @@ def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> No
 
 
 def test_batches_planned_again_do_not_count_on_being_held(late: Late) -> None:
-    """A row that one of them makes leave may be fetched by the next one, at once."""
+    """A row that one of them makes leave may be fetched by the next one.
+
+    Plans are made a cycle earlier here than in FIVE, so that two batches are planned again.
+    """
+    stages = tuple(replace(each, cycle=each.cycle + (each.cycle > 0)) for each in FIVE)
+    strategy = replace(variant("scratchpipe", victims="most-recent"), stages=stages)
     generator = torch.Generator().manual_seed(0)
 
     def batch(size: int) -> Tensor:
-        drawn = [torch.randint(n, (size,), generator=generator) for n in (60, 40)]
+        drawn = [torch.randint(n, (size,), generator=generator) for n in (20, 20)]
         return torch.stack(drawn, dim=1)
 
     batches = [batch(40) if place % 4 == 3 else batch(4) for place in range(24)]
     expected = train(build(ONE_HOT, "sgd"), batches)
-    budget = hotrow.Budget((hotrow.Share(36, 64, True),), window_bytes=1 << 14)
-    strategy = variant("scratchpipe", victims="most-recent")
+    budget = hotrow.Budget((hotrow.Share(26, 64, True),), window_bytes=1 << 14)
     embedding = build(ONE_HOT, "sgd", strategy, budget=budget)
-    with pytest.warns(UserWarning, match="does not fit the 36 slots"):
+    with pytest.warns(UserWarning, match="does not fit the 26 slots"):
         found = train(embedding, batches)
     assert found.same_bits(expected)
-    assert embedding.traffic().chunked_batches >= 6
+    assert embedding.traffic().chunked_batches < 12
 
 
 # -- the stream ----------------------------------------------------------------------------
@@ -418,15 +422,15 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
 
 
 def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
-    batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(9)]
+    batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(11)]
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
         found = []
-        for embedding in (tight(ONE_HOT, name=name, fill=fill, steps=9), build(ONE_HOT, "adagrad")):
-            for batch in hotrow.ahead(batches[:3], embedding):
+        for embedding in (tight(ONE_HOT, name=name, fill=fill), build(ONE_HOT, "adagrad")):
+            for batch in hotrow.ahead(batches[:7], embedding):
                 look_up(embedding, batch).backward()
-            for batch in batches[3:6]:
+            for batch in batches[5:8]:  # what has just left is fetched again
                 look_up(embedding, batch).backward()
-            for batch in hotrow.ahead(batches[6:], embedding):
+            for batch in hotrow.ahead(batches[8:], embedding):
                 look_up(embedding, batch).backward()
             found.append(outcome(embedding, []))
         assert found[0].same_bits(found[1])
