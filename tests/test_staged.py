@@ -322,20 +322,19 @@ def test_batches_planned_again_do_not_count_on_being_held(late: Late) -> None:
     """
     stages = tuple(replace(each, cycle=each.cycle + (each.cycle > 0)) for each in FIVE)
     strategy = replace(variant("scratchpipe", victims="most-recent"), stages=stages)
-    generator = torch.Generator().manual_seed(0)
 
-    def batch(size: int) -> Tensor:
-        drawn = [torch.randint(n, (size,), generator=generator) for n in (20, 20)]
-        return torch.stack(drawn, dim=1)
+    def batch(first: int, size: int = 4) -> Tensor:
+        return torch.stack([torch.arange(first, first + size), torch.zeros(size).long()], dim=1)
 
-    batches = [batch(40) if place % 4 == 3 else batch(4) for place in range(24)]
+    large, last, new = batch(0, 40), batch(28), batch(40)
+    batches = [*(batch(4 * place) for place in range(8)), large, new, last, batch(44), last]
     expected = train(build(ONE_HOT, "sgd"), batches)
-    budget = hotrow.Budget((hotrow.Share(26, 64, True),), window_bytes=1 << 14)
+    budget = hotrow.Budget((hotrow.Share(30, 64, True),), window_bytes=1 << 14)
     embedding = build(ONE_HOT, "sgd", strategy, budget=budget)
-    with pytest.warns(UserWarning, match="does not fit the 26 slots"):
+    with pytest.warns(UserWarning, match="a batch of 41 different rows does not fit the 30 slots"):
         found = train(embedding, batches)
     assert found.same_bits(expected)
-    assert embedding.traffic().chunked_batches < 12
+    assert embedding.traffic().chunked_batches == 1
 
 
 # -- the stream ----------------------------------------------------------------------------
@@ -428,7 +427,7 @@ def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> N
         for embedding in (tight(ONE_HOT, name=name, fill=fill), build(ONE_HOT, "adagrad")):
             for batch in hotrow.ahead(batches[:7], embedding):
                 look_up(embedding, batch).backward()
-            for batch in batches[5:8]:  # what has just left is fetched again
+            for batch in batches[1:4]:  # what has just left is fetched again
                 look_up(embedding, batch).backward()
             for batch in hotrow.ahead(batches[8:], embedding):
                 look_up(embedding, batch).backward()
@@ -602,7 +601,8 @@ def test_packets_take_their_bytes_from_the_slots() -> None:
         packets = embedding.memory()["rows on their way"]
     assert 0 < packets < 0.12 * memory["zero-copy"]
     assert slots["staged"] < slots["zero-copy"]
-    assert memory["staged"] <= 1.01 * memory["zero-copy"]
+    # A slot's state takes less than it is counted for.
+    assert memory["staged"] <= 1.02 * memory["zero-copy"] < 0.1 * embedding.bytes_total
 
 
 def test_rows_go_back_to_the_slots_they_were_packed_for() -> None:
