@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,7 @@ import hotrow.staged
 from builders import CASES, RULES, Outcome, outcome, readout, shuffled, tight_budget, train, variant
 from hotrow.staged import Packet, Staged
 from test_gpu_training import Run, batches, same_bits
-from test_staged import build, slow, stages_for
+from test_staged import build, stages_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +66,17 @@ def test_every_form_gives_the_bits_of_all_fast(
         assert train(embedding, CASES[case].batches(STEPS)).same_bits(all_fast(case, rule))
         assert embedding.traffic().evicted_rows > STEPS
         assert embedding.traffic().chunked_batches == 0
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
+    """Let the background be late, as a busy CPU is."""
+    real: Callable[..., None] = getattr(hotrow.staged, name)
+
+    def sleeping(*args: Any) -> None:
+        time.sleep(seconds)
+        real(*args)
+
+    monkeypatch.setattr(hotrow.staged, name, sleeping)
 
 
 def late(monkeypatch: pytest.MonkeyPatch, method: str, lane: Any) -> None:

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,7 +47,7 @@ from hotrow.device_rows import DeviceRows
 from hotrow.fills import CLEARLY, FillChoice, by_rates, measure
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
-from hotrow.stages import FUSED, SPLIT, hold_of
+from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
 from hotrow.store import Store
 from hotrow.strategy import Strategy, as_listed
 
@@ -101,19 +102,36 @@ def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
     return train(build(CASES[case], rule), CASES[case].batches(steps))
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, *names: str, seconds: float = 0.02) -> list[str]:
-    """Let the background be late, as a busy CPU is; gives what it has done."""
-    done: list[str] = []
-    for name in names:
-        real: Callable[..., None] = getattr(hotrow.staged, name)
+class Late:
+    """A worker that does nothing until somebody waits for it: later than any thread could be."""
 
-        def late(*args: Any, name: str = name, real: Callable[..., None] = real) -> None:
-            time.sleep(seconds)
-            real(*args)
-            done.append(name)
+    def __init__(self) -> None:
+        self.queue: deque[LateJob] = deque()
+        self.done: list[str] = []
 
-        monkeypatch.setattr(hotrow.staged, name, late)
-    return done
+    def ask(self, job: Callable[..., None], *args: Any) -> LateJob:
+        self.queue.append(LateJob(self, job, args))
+        return self.queue[-1]
+
+
+class LateJob:
+    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
+        self.worker, self.job, self.args = worker, job, args
+        self.is_done = False
+
+    def result(self) -> None:
+        while not self.is_done:
+            first = self.worker.queue.popleft()
+            first.job(*first.args)
+            first.is_done = True
+            self.worker.done.append(first.job.__name__)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    worker = Late()
+    monkeypatch.setattr(hotrow.staged, "_shared_worker", lambda: worker)
+    return worker
 
 
 # -- the same bits -------------------------------------------------------------------------
@@ -167,12 +185,8 @@ def test_the_choices_have_everything_once() -> None:
         ("scratchpipe", "staged", "most-recent"),
     ],
 )
-def test_rows_that_come_late_are_waited_for(
-    name: str, fill: str, victims: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batches that share most of their rows, so that rows come back as soon as they have left."""
+def test_rows_that_come_late_are_waited_for(name: str, fill: str, victims: str, late: Late) -> None:
     steps = 12
-    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
     strategy = stages_for(variant(name, victims=victims), fill)
     # Pins would keep rows from leaving.
     strategy = replace(strategy, pinned_part=0.0)
@@ -180,7 +194,7 @@ def test_rows_that_come_late_are_waited_for(
     embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
     found = train(embedding, ONE_HOT.batches(steps), depth=4)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
-    assert set(done) == ({"_write"} if fill == "mixed" else {"_write", "_gather"})
+    assert set(late.done) == ({"_write"} if fill == "mixed" else {"_write", "_gather"})
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
@@ -244,10 +258,9 @@ def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
 
 
 def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", 5)
-    done = slow(monkeypatch, "_gather", "_write", seconds=0.005)
     whole: list[int] = []
     real = DeviceRows.fill
 
@@ -257,13 +270,13 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
 
     monkeypatch.setattr(DeviceRows, "fill", counted)
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
-        whole.clear(), done.clear()
+        whole.clear(), late.done.clear()
         embedding = tight(ONE_HOT, name=name, fill=fill, steps=12)
         found = train(embedding, ONE_HOT.batches(12), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad", 12))
         assert whole, "no batch was too large"
         assert min(whole) > 5
-        assert done, "no batch was small enough"
+        assert late.done, "no batch was small enough"
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py has it there")
@@ -283,7 +296,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
     assert embedding.traffic().evicted_rows > 0
 
 
-def test_a_batch_too_large_for_the_slots_among_others_that_fit() -> None:
+def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> None:
     """The batches behind it were planned already, and are planned again, unannounced."""
     rows = torch.arange(50)
     small = [torch.stack([rows[i : i + 4], rows[i : i + 4] % 40], dim=1) for i in range(10)]
@@ -302,23 +315,26 @@ def test_a_batch_too_large_for_the_slots_among_others_that_fit() -> None:
         assert embedding.traffic().chunked_batches == 1
 
 
-def test_batches_planned_again_do_not_count_on_being_held() -> None:
-    """A row that one of them makes leave may be fetched by the next one, at once."""
-    generator = torch.Generator().manual_seed(0)
+def test_batches_planned_again_do_not_count_on_being_held(late: Late) -> None:
+    """A row that one of them makes leave may be fetched by the next one.
 
-    def batch(size: int) -> Tensor:
-        drawn = [torch.randint(n, (size,), generator=generator) for n in (60, 40)]
-        return torch.stack(drawn, dim=1)
+    Plans are made a cycle earlier here than in FIVE, so that two batches are planned again.
+    """
+    stages = tuple(replace(each, cycle=each.cycle + (each.cycle > 0)) for each in FIVE)
+    strategy = replace(variant("scratchpipe", victims="most-recent"), stages=stages)
 
-    batches = [batch(40) if place % 4 == 3 else batch(4) for place in range(24)]
+    def batch(first: int, size: int = 4) -> Tensor:
+        return torch.stack([torch.arange(first, first + size), torch.zeros(size).long()], dim=1)
+
+    large, last, new = batch(0, 40), batch(28), batch(40)
+    batches = [*(batch(4 * place) for place in range(8)), large, new, last, batch(44), last]
     expected = train(build(ONE_HOT, "sgd"), batches)
-    budget = hotrow.Budget((hotrow.Share(36, 64, True),), window_bytes=1 << 14)
-    strategy = variant("scratchpipe", victims="most-recent")
+    budget = hotrow.Budget((hotrow.Share(28, 64, True),), window_bytes=1 << 14)
     embedding = build(ONE_HOT, "sgd", strategy, budget=budget)
-    with pytest.warns(UserWarning, match="does not fit the 36 slots"):
+    with pytest.warns(UserWarning, match="a batch of 41 different rows does not fit the 28 slots"):
         found = train(embedding, batches)
     assert found.same_bits(expected)
-    assert embedding.traffic().chunked_batches >= 6
+    assert embedding.traffic().chunked_batches <= 2
 
 
 # -- the stream ----------------------------------------------------------------------------
@@ -332,9 +348,8 @@ def look_up(embedding: Any, batch: Any) -> Tensor:
     ("name", "fill"), [("lookahead", "mixed"), ("lookahead", "staged"), ("scratchpipe", "staged")]
 )
 def test_evaluation_and_reading_rows_find_the_newest_in_flight(
-    name: str, fill: str, monkeypatch: pytest.MonkeyPatch
+    name: str, fill: str, late: Late
 ) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
     held_out = [to_device(each, DEVICE) for each in ONE_HOT.batches(2, seed=9)]
 
     def run(embedding: Any) -> tuple[Outcome, list[Tensor], list[Outcome]]:
@@ -357,7 +372,7 @@ def test_evaluation_and_reading_rows_find_the_newest_in_flight(
     assert all(mine.same_bits(theirs) for mine, theirs in zip(between, then, strict=True))
 
 
-def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are() -> None:
+def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are(late: Late) -> None:
     source = build(ONE_HOT, "adagrad")
     train(source, ONE_HOT.batches(3, seed=5))
     for name in ("lookahead", "scratchpipe"):
@@ -373,10 +388,7 @@ def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are() -> 
 
 
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
-def test_leaving_a_loop_early_keeps_what_was_trained(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
+def test_leaving_a_loop_early_keeps_what_was_trained(name: str, late: Late) -> None:
     batches = ONE_HOT.batches(9)
     embedding = tight(ONE_HOT, name=name, steps=9)
     for begin, end in ((0, 3), (3, 4), (4, 6), (6, 9)):
@@ -408,19 +420,16 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
     assert train(embedding, batches[3:]).same_bits(train(reference, batches[3:]))
 
 
-def test_batches_that_nobody_announced_mix_with_those_that_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow(monkeypatch, "_gather", "_write", seconds=0.005)
-    batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(9)]
+def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
+    batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(11)]
     for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
         found = []
-        for embedding in (tight(ONE_HOT, name=name, fill=fill, steps=9), build(ONE_HOT, "adagrad")):
-            for batch in hotrow.ahead(batches[:3], embedding):
+        for embedding in (tight(ONE_HOT, name=name, fill=fill), build(ONE_HOT, "adagrad")):
+            for batch in hotrow.ahead(batches[:7], embedding):
                 look_up(embedding, batch).backward()
-            for batch in batches[3:6]:
+            for batch in batches[1:4]:  # what has just left is fetched again
                 look_up(embedding, batch).backward()
-            for batch in hotrow.ahead(batches[6:], embedding):
+            for batch in hotrow.ahead(batches[8:], embedding):
                 look_up(embedding, batch).backward()
             found.append(outcome(embedding, []))
         assert found[0].same_bits(found[1])
@@ -592,7 +601,8 @@ def test_packets_take_their_bytes_from_the_slots() -> None:
         packets = embedding.memory()["rows on their way"]
     assert 0 < packets < 0.12 * memory["zero-copy"]
     assert slots["staged"] < slots["zero-copy"]
-    assert memory["staged"] <= 1.01 * memory["zero-copy"]
+    # A slot's state takes less than it is counted for.
+    assert memory["staged"] <= 1.02 * memory["zero-copy"] < 0.1 * embedding.bytes_total
 
 
 def test_rows_go_back_to_the_slots_they_were_packed_for() -> None:

@@ -441,7 +441,7 @@ class DeviceRows(RowGroup):
         if self.staged is None:
             return
         if not work.announced:
-            self._insert_all()  # what is in transit may hold rows that this batch needs
+            self._insert_all()  # batches before it were planned without knowing what it needs
         assert work.plan is not None
         b, count = work.plan.buffers, work.plan.num_moves
         if count > self.staged.most:
