@@ -223,6 +223,11 @@ def results_for(suite: str, arguments: argparse.Namespace) -> Results:
     return Results(suite, arguments.results, commit or "unknown")
 
 
+def keeps_results(arguments: argparse.Namespace) -> bool:
+    """Tiny runs are no results, unless somebody names a folder for them."""
+    return not arguments.smoke or arguments.results != RESULTS
+
+
 def need_gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise SystemExit("this suite needs a CUDA device")
