@@ -282,7 +282,6 @@ def main() -> None:
     made.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     made.add_argument("--counted", type=int, default=COUNTED, help="batches that are counted")
     made.add_argument("--list", action="store_true", help="say what would run, and end")
-    made.add_argument("--smoke", action="store_true", help="tiny: does it run at all?")
     arguments = made.parse_args()
     cases = [case for case in CASES if any(fnmatch(case.name, each) for each in arguments.only)]
     if arguments.list:

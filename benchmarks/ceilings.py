@@ -50,8 +50,8 @@ class Sizes:
         self.rows = 100 if smoke else 1 << 18  # moved at once
         self.footprints = (1 << 18, 1 << 19) if smoke else (4 * GIB, 16 * GIB, 48 * GIB)
         self.usual = self.footprints[-1]
-        # Of 128 to 1536 bytes: the last is a row of 128 floats with Adam's state.
-        self.dims = (32, DIM, 128, 384)
+        # The last two are rows of 64 and 128 floats with Adam's state.
+        self.dims = (32, DIM, 128, 192, 384)
 
 
 @triton.jit

@@ -277,12 +277,13 @@ def link_rates(ceilings: Iterable[dict[str, Any]]) -> dict[int, float]:
 
 
 def link_floor_ms(measured: dict[str, Any], rates: dict[int, float]) -> float | None:
-    """The least time for the rows that cross, where a rate for their size was measured."""
+    """The least time for the rows that cross, where a rate for about their size was measured."""
     facts, setting = measured["facts"], measured["setting"]
-    rate = rates.get(setting["total_bytes"] // setting["rows"])
-    if rate is None or "fetched_rows_per_step" not in facts:
+    row_bytes = setting["total_bytes"] / setting["rows"]
+    size = min(rates, key=lambda each: abs(each - row_bytes), default=0)
+    if abs(size - row_bytes) > 0.1 * row_bytes or "fetched_rows_per_step" not in facts:
         return None
-    return 1000 * (facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]) / rate
+    return 1000 * (facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]) / rates[size]
 
 
 # -- the command line ------------------------------------------------------------------

@@ -315,14 +315,19 @@ def _arguments(suite: Suite) -> argparse.Namespace:
     made.add_argument("--all", action="store_true", help="every system in every setting")
     made.add_argument("--missing", action="store_true", help="only what has no result as yet")
     made.add_argument("--list", action="store_true", help="say what would run, and end")
+    made.add_argument("--isolate", action="store_true", help="a process for each run")
+    add_bench_options(made)
+    return made.parse_args()
+
+
+def add_bench_options(made: argparse.ArgumentParser) -> None:
+    """What `bench_for` asks for."""
     made.add_argument("--timed", type=int, default=200, help="steps that are timed")
     made.add_argument("--warmup", type=int, help="steps before them; else until caches are full")
-    made.add_argument("--isolate", action="store_true", help="a process for each run")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     made.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")
     made.add_argument("--interaction", choices=("plain", "fused"), default="plain")
     made.add_argument("--masters", choices=("plain", "hotrow"), default="plain")
-    return made.parse_args()
 
 
 def _without_results(runs: list[Run], suite: Suite, arguments: argparse.Namespace) -> list[Run]:
@@ -407,14 +412,14 @@ def _gpu_answers() -> bool:
 
 
 def _next_bench(before: Bench | None, setting: Setting, arguments: argparse.Namespace) -> Bench:
-    bench = _bench(setting, arguments)
+    bench = bench_for(setting, arguments)
     if before is not None:
         before.hand_trace_to(bench)
         before.close()
     return bench
 
 
-def _bench(setting: Setting, arguments: argparse.Namespace) -> Bench:
+def bench_for(setting: Setting, arguments: argparse.Namespace) -> Bench:
     assert setting.total_bytes <= MOST_ROW_BYTES, f"{setting.name} has too many bytes of rows"
     device, timed, counted = device_for(arguments), arguments.timed, COUNTED_STEPS
     warmup = setting.warmup if arguments.warmup is None else arguments.warmup
