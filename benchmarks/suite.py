@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -342,16 +343,30 @@ def _without_results(runs: list[Run], suite: Suite, arguments: argparse.Namespac
 
 def _in_processes(runs: Sequence[Run], deadline: Deadline) -> int:
     """Each run by this same command, so that no memory or compiled code is shared."""
-    drop = ("--only", "--systems", "--minutes", "--isolate", "--all", "--missing")
-    options, failed = _without(sys.argv[1:], *drop), 0
+    failed = 0
     for run in runs:
         if 60 * deadline.minutes_left < run.seconds:
             say(f"{run.name:34} not measured: the minutes are over")
             continue
-        limit = ["--minutes", f"{deadline.minutes_left:.2f}"]
-        command = [sys.executable, sys.argv[0], "--only", run.name, *limit, *options]
-        failed += subprocess.run(command).returncode != 0
+        failed += subprocess.run(_command([run], deadline)).returncode != 0
     return int(failed > 0)
+
+
+def _go_on_in_a_new_process(runs: Sequence[Run], deadline: Deadline) -> None:
+    """In place of this one: only its end gives back the memory that a lost context has locked."""
+    if runs:
+        say(f"the GPU's context is lost: a new process goes on with {len(runs)} runs")
+        command = _command(runs, deadline)
+        os.execv(command[0], command)
+
+
+def _command(runs: Sequence[Run], deadline: Deadline) -> list[str]:
+    """This command, for these runs only, in what is left of its time."""
+    apart = ("--only", "--systems", "--minutes", "--isolate", "--all", "--missing")
+    limit = ["--minutes", f"{deadline.minutes_left:.2f}"]
+    names = [run.name for run in runs]
+    options = _without(sys.argv[1:], *apart)
+    return [sys.executable, sys.argv[0], "--only", *names, *limit, *options]
 
 
 def _without(options: list[str], *names: str) -> list[str]:
@@ -382,8 +397,9 @@ def _in_this_process(suite: Suite, runs: list[Run], arguments: argparse.Namespac
                 seconds=0 if arguments.smoke else run.seconds,
             )
             if not _gpu_answers():
-                say("the GPU's context is lost: the other runs get a process each")
-                return 1 | _in_processes(runs[place + 1 :], session.deadline)
+                session.print_again()
+                _go_on_in_a_new_process(runs[place + 1 :], session.deadline)
+                break
             clean_up()
         if bench is not None:
             bench.close()

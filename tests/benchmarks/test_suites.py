@@ -123,3 +123,21 @@ def test_settings_with_the_same_batches_share_them(load) -> None:
     assert "trace" not in vars(target)
     for bench in (target, wide, skewed):
         bench.close()
+
+
+def test_after_a_lost_gpu_another_process_goes_on(load, tmp_path, monkeypatch) -> None:
+    multihot, suite = load("multihot"), load("suite")
+    started: list[list[str]] = []
+    monkeypatch.setattr(suite.os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(suite, "_gpu_answers", lambda: False)
+    command = ["multihot.py", "--systems", "hotrow-lookahead", "--minutes", "3", "--smoke"]
+    monkeypatch.setattr("sys.argv", [*command, "--results", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        suite.main(multihot.SUITE)
+    (command,) = started
+    assert command[1:3] == ["multihot.py", "--only"]
+    names = [f"{setting}/hotrow-lookahead" for setting in ("adam", "sgd-single", "adam-single")]
+    assert command[3:6] == names
+    assert command[6] == "--minutes"
+    assert 0 < float(command[7]) <= 3
+    assert command[8:] == ["--smoke", "--results", str(tmp_path)]
