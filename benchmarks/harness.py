@@ -10,11 +10,13 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -43,6 +45,10 @@ class OutOfTime(Exception):
     """The minutes granted are over."""
 
 
+class Unavailable(Exception):
+    """What is to be measured cannot run here, and why."""
+
+
 class Deadline:
     """Minutes granted to a whole command."""
 
@@ -53,8 +59,9 @@ class Deadline:
     def minutes_left(self) -> float:
         return (self._end - time.monotonic()) / 60
 
-    def check(self) -> None:
-        if self.minutes_left <= 0:
+    def check(self, seconds: float = 0.0) -> None:
+        """Raises unless there are so many seconds left."""
+        if 60 * self.minutes_left <= seconds:
             raise OutOfTime
 
 
@@ -198,6 +205,89 @@ def _first_line(*command: str) -> str | None:
     return done.stdout.strip().split("\n")[0] or None
 
 
+class Session:
+    """Measures one thing after another: what fails, or has no time, hinders nothing after it."""
+
+    def __init__(self, suite: str, arguments: argparse.Namespace) -> None:
+        self.results, self.deadline = results_for(suite, arguments), Deadline(arguments.minutes)
+        self._keeps = keeps_results(arguments)
+        self._lines: list[str] = []
+        self.failed = 0
+
+    def attempt(
+        self,
+        run: str,
+        system: str,
+        measure: Callable[[], dict[str, Any]],
+        one_line: Callable[[dict[str, Any]], str],
+        *,
+        name: str | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Measure, write and say one result; not begun with less than `seconds` left."""
+        name = name or run
+        try:
+            self.deadline.check(seconds)
+            measured = measure()
+        except OutOfTime:
+            self.say(f"{name:34} not measured: the minutes are over")
+        except Unavailable as reason:
+            self.say(f"{name:34} left out: {reason}")
+        except Exception as error:
+            self.failed += 1
+            traceback.print_exc(file=sys.stdout)
+            self.say(f"{name:34} FAILED: {error}")
+        else:
+            if self._keeps:
+                self.results.write(run, system, measured)
+            self.say(f"{name:34} {one_line(measured)}")
+
+    def say(self, line: str) -> None:
+        """Now, and again at the end."""
+        self._lines.append(line)
+        say(line)
+
+    def print_again(self) -> None:
+        print("\n" + "\n".join(self._lines), flush=True)
+
+
+# -- what was measured before ----------------------------------------------------------
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The newest line of each run and system, in the order they first came."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    if path.exists():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            key = line["run"], line["system"]
+            if key not in newest or line["date"] >= newest[key]["date"]:
+                newest[key] = line
+    return list(newest.values())
+
+
+def link_rates(ceilings: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Rows per second that cross the link at best, both ways together, by the bytes of a row."""
+    found = {}
+    for line in ceilings:
+        match = re.fullmatch(r"zero-copy both, rows of (\d+) bytes", line["run"])
+        if match:
+            found[int(match[1])] = 1e6 * line["value"]
+    return found
+
+
+def link_floor_ms(measured: dict[str, Any], rates: dict[int, float]) -> float | None:
+    """The least time for the rows that cross, where a rate for about their size was measured."""
+    facts, setting = measured["facts"], measured["setting"]
+    if "floor_ms" in facts:
+        return float(facts["floor_ms"]["sum"])
+    row_bytes = setting["total_bytes"] / setting["rows"]
+    size = min(rates, key=lambda each: abs(each - row_bytes), default=0)
+    if abs(size - row_bytes) > 0.1 * row_bytes or "fetched_rows_per_step" not in facts:
+        return None
+    return 1000 * (facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]) / rates[size]
+
+
 # -- the command line ------------------------------------------------------------------
 
 
@@ -213,6 +303,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         default=os.environ.get("COMMIT"),
         help="of the code measured; else $COMMIT, else what git says",
     )
+    made.add_argument("--smoke", action="store_true", help="tiny, on the CPU: does it run at all?")
     return made
 
 
@@ -223,14 +314,28 @@ def results_for(suite: str, arguments: argparse.Namespace) -> Results:
     return Results(suite, arguments.results, commit or "unknown")
 
 
-def need_gpu() -> torch.device:
+def keeps_results(arguments: argparse.Namespace) -> bool:
+    """Tiny runs are no results, unless somebody names a folder for them."""
+    return not arguments.smoke or arguments.results != RESULTS
+
+
+def device_for(arguments: argparse.Namespace) -> torch.device:
+    """Triton's kernels can be tried on a CPU with TRITON_INTERPRET=1."""
+    if arguments.smoke:
+        return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise SystemExit("this suite needs a CUDA device")
+        raise SystemExit("there is no CUDA device; --smoke tries the suite on the CPU")
     return torch.device("cuda")
 
 
-def quantiles_of(function: Callable[[], object]) -> tuple[float, float, float]:
+def quantiles_of(
+    function: Callable[[], object], device: torch.device
+) -> tuple[float, float, float]:
     """p20, p50, p80 in milliseconds of a kernel, its inputs not in the cache."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        function()
+        return (1000 * (time.perf_counter() - started),) * 3
     from triton.testing import do_bench
 
     p20, p50, p80 = do_bench(function, warmup=20, rep=100, quantiles=[0.2, 0.5, 0.8])

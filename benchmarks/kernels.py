@@ -11,16 +11,19 @@ To add one: write a function that returns a Case, and name it in KERNELS.
 
 from __future__ import annotations
 
-import traceback
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
+from itertools import cycle
+from typing import Any
 
 import torch
 from ceilings import seconds
-from harness import Deadline, need_gpu, parser, quantiles_of, results_for, say
+from harness import Session, device_for, parser, quantiles_of
 from hostmem import HostMemory
+from suite import Setting, tiny
 from terabyte import SETTINGS
 from torch import Tensor
 from traces import Trace
@@ -28,24 +31,40 @@ from traces import Trace
 from hotrow.optim import RowRule
 
 GIB = 2**30
-TARGET = SETTINGS[0]
-FEATURES = len(TARGET.rows)
-MISSES = 10_000  # of a batch at the target's budget
-HOST_ROWS = 1 << 24
+MISSES = 8_000  # of a batch at the target's budget
+FILL_BLOCKS = 2  # beside training
+PLANNED_BATCHES = 300
+START_GIB = 4
+HOTNESS = 10
 
 
 class Shape:
     """Inputs as the target has them, made once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, smoke: bool) -> None:
+        self.device, self.smoke = device, smoke
+        self.target: Setting = SETTINGS[0]
+        if smoke:
+            self.target = replace(tiny(self.target), rows=(300, 4, 90), batch=20)
+        self.features, self.dim = len(self.target.rows), self.target.dim
+        self.num_rows = sum(self.target.rows)
+        self.misses = 30 if smoke else MISSES
+        self.host_rows = 1000 if smoke else 1 << 24
+        # Triton's interpreter cannot multiply bfloat16.
+        self.half = torch.float16 if smoke else torch.bfloat16
+
+    def batches(self, count: int) -> list[Tensor]:
+        """[L] int32 each, of all tables together."""
+        target = self.target
+        trace = Trace(target.rows, steps=count, batch=target.batch, skew=target.skew, lock=False)
+        bases = torch.tensor([0, *target.rows[:-1]]).cumsum(0)
+        found = [(ids + bases).view(-1).int().to(self.device) for ids in trace.ids]
+        trace.close()
+        return found
 
     @cached_property
     def ids(self) -> Tensor:
-        """[L] int32, of all tables together."""
-        trace = Trace(TARGET.rows, steps=1, batch=TARGET.batch, skew=TARGET.skew, lock=False)
-        bases = torch.tensor([0, *TARGET.rows[:-1]]).cumsum(0)
-        return (trace.ids[0] + bases).view(-1).int().to(self.device)
+        return self.batches(1)[0]
 
     @cached_property
     def num_unique(self) -> int:
@@ -53,7 +72,7 @@ class Shape:
 
     @cached_property
     def num_slots(self) -> int:
-        return int(TARGET.budget * sum(TARGET.rows))
+        return int(self.target.budget * self.num_rows) if not self.smoke else 200
 
     @cached_property
     def row_slots(self) -> Tensor:
@@ -72,14 +91,24 @@ class Shape:
 
     @cached_property
     def bag_grads(self) -> Tensor:
-        return torch.randn(self.ids.numel(), TARGET.dim, device=self.device).bfloat16()
+        return torch.randn(self.ids.numel(), self.dim, device=self.device).to(self.half)
+
+    @cached_property
+    def memory(self) -> HostMemory:
+        memory = HostMemory(max(self.host_rows * self.dim * 4, START_GIB * GIB * (not self.smoke)))
+        memory.touch()
+        if self.device.type == "cuda":
+            memory.lock()
+        return memory
 
     @cached_property
     def store(self) -> Tensor:
-        self._memory = HostMemory(HOST_ROWS * TARGET.dim * 4)
-        self._memory.touch()
-        self._memory.lock()
-        return self._memory.tensor((HOST_ROWS, TARGET.dim), torch.float32)
+        return self.memory.tensor((self.host_rows, self.dim), torch.float32)
+
+    def store_ids(self) -> Tensor:
+        """[2, misses] int32: rows of the store, none twice."""
+        ids = torch.randperm(self.host_rows, device=self.device)[: 2 * self.misses]
+        return ids.int().view(2, -1)
 
 
 @dataclass(frozen=True)
@@ -98,13 +127,76 @@ def sort_ids(shape: Shape) -> Case:
     return Case(lambda: torch.sort(shape.ids, stable=True), shape.ids.numel() * (4 + 4 + 8))
 
 
+def plan(shape: Shape) -> Case:
+    """A whole plan, sort included, of one new batch after another, from empty slots on."""
+    from hotrow.device_planner import DevicePlanner, DeviceScratchpad, PlanBuffers
+    from hotrow.evict import EVICTIONS
+    from hotrow.lanes import lanes_of
+    from hotrow.planner import Hold
+
+    pad = DeviceScratchpad(shape.num_slots, 0, shape.num_rows, shape.device, dense_map=False)
+    planner = DevicePlanner(
+        pad, hold=Hold(1, 0), eviction=EVICTIONS["farthest-next-use"], window_bytes=1 << 20
+    )
+    lookups = shape.ids.numel()
+    planner.reserve(lookups)
+    buffers = PlanBuffers(lookups, pad.id_type, shape.device)
+    batches = cycle(shape.batches(3 if shape.smoke else PLANNED_BATCHES))
+    unread = deque[Any]()
+
+    def run() -> None:
+        expected = planner.admit(lookups, announced=False)
+        planner.window_ids[expected.row, :lookups] = next(batches)
+        planner.counts_of(expected).copy_(planner.fresh_counts)
+        made = planner.plan(expected, buffers)
+        made.ready = lanes_of(shape.device).mark("train")
+        unread.append(made)
+        if len(unread) > 2:  # as training does, which then knows how many victims are left
+            planner.read(unread.popleft())
+
+    # Of a lookup: its id read, its place, rank and slot written. Of a row: id and start written,
+    # its place in the map and its row read, two counters read and written, its slot written.
+    return Case(run, lookups * (4 + 4 + 4 + 4) + shape.num_unique * (8 + 8 + 12 + 4))
+
+
+def rank(shape: Shape) -> Case:
+    """Keys of all slots, of which the smallest are chosen; once for many batches."""
+    from hotrow.kernels.triton import plan as kernels
+
+    facts = (
+        torch.randint(100, (shape.num_slots,), dtype=torch.int32, device=shape.device),
+        torch.full((shape.num_slots,), kernels.NEVER, dtype=torch.int32, device=shape.device),
+        torch.ones(shape.num_slots, dtype=torch.int16, device=shape.device),
+    )
+    state = torch.full((kernels.STATE_WORDS,), 200, dtype=torch.int32, device=shape.device)
+
+    def run() -> None:
+        keys = kernels.rank_keys(facts, state, 1, "farthest-next-use")
+        torch.topk(keys, max(1, shape.num_slots // 8), largest=False)
+
+    return Case(run, shape.num_slots * (4 + 4 + 2))
+
+
 def pool(shape: Shape) -> Case:
     from hotrow.kernels.triton.lookup import pool as kernel
 
-    rows, lookups = shape.slots(TARGET.dim), shape.ids.numel()
+    rows, lookups = shape.slots(shape.dim), shape.ids.numel()
     return Case(
-        lambda: kernel(rows, shape.lookup_slots, None, None, None, TARGET.dim, torch.bfloat16),
-        4 * lookups + 4 * TARGET.dim * shape.num_unique + 2 * TARGET.dim * lookups,
+        lambda: kernel(rows, shape.lookup_slots, None, None, None, shape.dim, shape.half),
+        4 * lookups + 4 * shape.dim * shape.num_unique + 2 * shape.dim * lookups,
+    )
+
+
+def pool_bags(shape: Shape) -> Case:
+    """The same lookups in bags of ten, summed in float32."""
+    from hotrow.kernels.triton.lookup import pool as kernel
+
+    rows, bags = shape.slots(shape.dim), shape.ids.numel() // HOTNESS
+    slots = shape.lookup_slots[: bags * HOTNESS]
+    offsets = HOTNESS * torch.arange(bags + 1, device=shape.device)
+    return Case(
+        lambda: kernel(rows, slots, offsets, None, None, shape.dim),
+        4 * slots.numel() + 8 * bags + 4 * shape.dim * (len(slots.unique()) + bags),
     )
 
 
@@ -114,17 +206,23 @@ def update_sgd(shape: Shape) -> Case:
     return _update(shape, SGD(lr=0.01), state_width=0)
 
 
+def update_rowwise(shape: Shape) -> Case:
+    from hotrow import RowWiseAdagrad
+
+    return _update(shape, RowWiseAdagrad(lr=0.01), state_width=1)
+
+
 def update_adam(shape: Shape) -> Case:
     from hotrow import Adam
 
-    return _update(shape, Adam(lr=0.01), state_width=2 * TARGET.dim)
+    return _update(shape, Adam(lr=0.01), state_width=2 * shape.dim)
 
 
 def _update(shape: Shape, rule: RowRule, *, state_width: int) -> Case:
     from hotrow.kernels.triton.segments import segments_of
     from hotrow.kernels.triton.update import NUM_SCALARS, update_slots
 
-    width, lookups = TARGET.dim + state_width, shape.ids.numel()
+    width, lookups = shape.dim + state_width, shape.ids.numel()
     rows, segments = shape.slots(width), segments_of(shape.ids)
     scalars = torch.full((1, NUM_SCALARS[type(rule).__name__]), 0.01, device=shape.device)
     terms = (shape.bag_grads, None, None, None)
@@ -138,9 +236,9 @@ def _update(shape: Shape, rule: RowRule, *, state_width: int) -> Case:
             scalars,
             None,
             shape.num_slots,
-            TARGET.dim,
+            shape.dim,
         ),
-        2 * TARGET.dim * lookups + 8 * lookups + 2 * 4 * width * shape.num_unique,
+        2 * shape.dim * lookups + 8 * lookups + 2 * 4 * width * shape.num_unique,
     )
 
 
@@ -148,7 +246,7 @@ def interact(shape: Shape) -> Case:
     from hotrow.kernels.triton.interact import interact as kernel
 
     dense, vectors, width = _interaction_inputs(shape)
-    written = 2 * TARGET.batch * width
+    written = 2 * len(dense) * width
     return Case(lambda: kernel(dense, vectors, width), _bytes(dense, vectors) + written)
 
 
@@ -156,7 +254,7 @@ def interact_backward(shape: Shape) -> Case:
     from hotrow.kernels.triton.interact import interact_backward as kernel
 
     dense, vectors, width = _interaction_inputs(shape)
-    grad = torch.randn(TARGET.batch, width, device=shape.device).bfloat16()
+    grad = torch.randn(len(dense), width, device=shape.device).to(shape.half)
     num_bytes = _bytes(grad) + 2 * _bytes(dense, vectors)
     return Case(lambda: kernel(grad, dense, vectors), num_bytes)
 
@@ -164,25 +262,51 @@ def interact_backward(shape: Shape) -> Case:
 def _interaction_inputs(shape: Shape) -> tuple[Tensor, Tensor, int]:
     from hotrow.kernels.triton.interact import width_of
 
-    dense = torch.randn(TARGET.batch, TARGET.dim, device=shape.device).bfloat16()
-    vectors = torch.randn(TARGET.batch, FEATURES * TARGET.dim, device=shape.device).bfloat16()
-    return dense, vectors, width_of(FEATURES, TARGET.dim, pad_to=64)
+    batch, features = shape.target.batch, shape.features
+    dense = torch.randn(batch, shape.dim, device=shape.device).to(shape.half)
+    vectors = torch.randn(batch, features * shape.dim, device=shape.device).to(shape.half)
+    return dense, vectors, width_of(features, shape.dim, pad_to=64)
+
+
+def start_rows(shape: Shape) -> Case:
+    """Rows of a new table, written to host memory."""
+    from hotrow.kernels.triton.start import start_uniform
+
+    state = torch.zeros(0, device=shape.device)
+    return Case(
+        lambda: start_uniform(shape.store, state, first_id=0, word=1, low=-1.0, high=1.0),
+        _bytes(shape.store),
+        over_link=True,
+    )
 
 
 def fetch_rows(shape: Shape) -> Case:
     from hotrow.kernels.triton.fill import gather
 
-    ids = torch.randint(HOST_ROWS, (MISSES,), device=shape.device)
-    out = torch.zeros(MISSES, TARGET.dim, device=shape.device)
+    ids, out = shape.store_ids()[0], torch.zeros(shape.misses, shape.dim, device=shape.device)
     return Case(lambda: gather(shape.store, ids, out), _bytes(out), over_link=True)
 
 
 def evict_rows(shape: Shape) -> Case:
     from hotrow.kernels.triton.fill import scatter
 
-    ids = torch.randperm(HOST_ROWS, device=shape.device)[:MISSES]
-    rows = torch.randn(MISSES, TARGET.dim, device=shape.device)
+    ids, rows = shape.store_ids()[0], torch.randn(shape.misses, shape.dim, device=shape.device)
     return Case(lambda: scatter(shape.store, ids, rows), _bytes(rows), over_link=True)
+
+
+def fill(shape: Shape) -> Case:
+    """Rows of a batch's moves out and in, with the few blocks that training can spare."""
+    from hotrow.kernels.triton.fill import fill as kernel
+
+    leaving, entering = shape.store_ids()
+    rows = shape.slots(shape.dim)
+    slots = torch.randperm(shape.num_slots, device=shape.device)[: shape.misses].int()
+    count = torch.tensor([shape.misses], dtype=torch.int32, device=shape.device)
+    return Case(
+        lambda: kernel(rows, shape.store, slots, leaving, entering, count, FILL_BLOCKS),
+        4 * shape.dim * shape.misses,  # each way, and both ways run at once
+        over_link=True,
+    )
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -191,29 +315,54 @@ def _bytes(*tensors: Tensor) -> int:
 
 KERNELS: dict[str, Callable[[Shape], Case]] = {
     "sort-ids": sort_ids,
+    "plan": plan,
+    "rank": rank,
     "pool": pool,
+    "pool-bags": pool_bags,
     "update-sgd": update_sgd,
+    "update-rowwise-adagrad": update_rowwise,
     "update-adam": update_adam,
     "interact": interact,
     "interact-backward": interact_backward,
     "fetch-rows": fetch_rows,
     "evict-rows": evict_rows,
+    "fill": fill,
+    "start-rows": start_rows,
 }
 
 
 # -- the command -----------------------------------------------------------------------
 
 
-def copy_rates() -> dict[bool, float]:
+def copy_rates(shape: Shape) -> dict[bool, float]:
     """Bytes per second of a large copy: over the link, and inside the GPU (read + written)."""
-    here, there = (torch.zeros(2 * GIB, dtype=torch.uint8, device="cuda") for _ in range(2))
-    memory = HostMemory(GIB)
-    memory.touch()
-    memory.lock()
-    inside = 4 * GIB / seconds(lambda: here.copy_(there))
-    link = GIB / seconds(lambda: here[:GIB].copy_(memory.bytes, non_blocking=True))
-    memory.close()
-    return {True: link, False: inside}
+    size = 1 << 16 if shape.smoke else GIB
+    here, there = (torch.zeros(2 * size, dtype=torch.uint8, device=shape.device) for _ in range(2))
+    host = shape.memory.bytes[:size]
+    inside = 4 * size / seconds(lambda: here.copy_(there), device=shape.device)
+    over_link = lambda: here[:size].copy_(host, non_blocking=True)  # noqa: E731
+    return {True: size / seconds(over_link, device=shape.device), False: inside}
+
+
+def measure(shape: Shape, name: str, rates: dict[bool, float]) -> dict[str, Any]:
+    case = KERNELS[name](shape)
+    p20, p50, p80 = quantiles_of(case.run, shape.device)
+    least = 1000 * case.num_bytes / rates[case.over_link]
+    return {
+        "step_ms": {"p20": p20, "p50": p50, "p80": p80},
+        "bytes": case.num_bytes,
+        "copy_rate": rates[case.over_link],
+        "over_link": case.over_link,
+        "least_ms": least,
+        "share_of_copy_rate": least / p50,
+    }
+
+
+def one_line(measured: dict[str, Any]) -> str:
+    return (
+        f"{1000 * measured['step_ms']['p50']:8.1f} us, {measured['bytes'] / 1e6:7.1f} MB take "
+        f"{1000 * measured['least_ms']:7.1f} us at copy rate: {measured['share_of_copy_rate']:.0%}"
+    )
 
 
 def main() -> None:
@@ -225,39 +374,14 @@ def main() -> None:
     if arguments.list:
         print("\n".join(names))
         return
-    shape, deadline = Shape(need_gpu()), Deadline(arguments.minutes)
-    results, rates, failed = results_for("kernels", arguments), copy_rates(), False
-    lines = []
+    shape = Shape(device_for(arguments), smoke=arguments.smoke)
+    session, rates = Session("kernels", arguments), copy_rates(shape)
     for name in names:
-        if deadline.minutes_left <= 0:
-            break
-        try:
-            case = KERNELS[name](shape)
-            p20, p50, p80 = quantiles_of(case.run)
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            lines.append(f"{name:20} FAILED: {error}")
-            continue
-        least = 1000 * case.num_bytes / rates[case.over_link]
-        measured = {
-            "step_ms": {"p20": p20, "p50": p50, "p80": p80},
-            "bytes": case.num_bytes,
-            "copy_rate": rates[case.over_link],
-            "over_link": case.over_link,
-            "least_ms": least,
-            "share_of_copy_rate": least / p50,
-        }
-        results.write(name, "hotrow", measured)
-        lines.append(
-            f"{name:20} {1000 * p50:8.1f} us, {case.num_bytes / 1e6:7.1f} MB take "
-            f"{1000 * least:7.1f} us at copy rate: {least / p50:.0%}"
-        )
-        say(lines[-1])
-        del case
-        torch.cuda.empty_cache()
-    print("\n" + "\n".join(lines), flush=True)
-    raise SystemExit(int(failed))
+        session.attempt(name, "hotrow", lambda name=name: measure(shape, name, rates), one_line)
+        if shape.device.type == "cuda":
+            torch.cuda.empty_cache()
+    session.print_again()
+    raise SystemExit(int(session.failed > 0))
 
 
 if __name__ == "__main__":

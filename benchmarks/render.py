@@ -6,10 +6,14 @@ python benchmarks/render.py
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from harness import link_floor_ms, link_rates, read_results
+from svg import Drawing
 
 HERE = Path(__file__).parent
 GIB, MIB = 2**30, 2**20
@@ -27,11 +31,14 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/multihot.py` | the embedding part alone with a million lookups per step |
 | `python benchmarks/scale.py` | the same lookups in tables of 1 M to 500 M rows |
 | `python benchmarks/kernels.py` | each kernel against the bytes it must move |
+| `python benchmarks/belady.py` | misses of look-ahead over the fewest possible; needs no GPU |
+| `python benchmarks/timeline.py --record t.json.gz` | draws what runs beside training |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 
-`--list` names the runs, `--only target` or `--only 'target/hotrow-*'` chooses, `--minutes 8` stops
-in time, `--smoke` tries a suite on a CPU. FBGEMM is left out where it cannot be imported. What was
-tried and did not help is in [LOG.md](LOG.md).
+`--list` names the runs and guesses their seconds, `--only target` or `--only 'target/hotrow-*'`
+chooses, `--missing` leaves out what has a result, `--minutes 8` begins nothing that would end
+later, `--smoke` tries a suite on a CPU (with TRITON_INTERPRET=1). FBGEMM is left out where it
+cannot be imported. What was tried and did not help is in [LOG.md](LOG.md).
 
 How the figures are taken:
 
@@ -46,9 +53,9 @@ How the figures are taken:
 - FBGEMM's cached forms get the same bytes of HBM as hotrow, everything counted: 4 bytes per row for
   its index, 16 per slot, row-wise state. `cached-rows` gets as many slots as the budget is of the
   rows, which is more bytes. Its rows lie in page-locked host memory, and it does not check ids.
-- The link's floor is the time the machine needs at best to read and write the rows that cross. For
-  `hybrid` it is the sum of its parts, each measured alone: rows read and written by all cores, both
-  copies, the dense part.
+- The link's floor is the time the machine needs at best to read and write the rows that cross, by
+  the rate measured for rows of that size. For `hybrid` it is the sum of its parts, each measured
+  alone: rows read and written by all cores, both copies, the dense part.
 """
 
 TITLES = {
@@ -69,16 +76,7 @@ Line = dict[str, Any]
 
 def read(folder: Path) -> dict[str, list[Line]]:
     """The newest line of each run and system, by suite, in the order they first came."""
-    suites = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        newest: dict[tuple[str, str], Line] = {}
-        for text in path.read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
-            key = line["run"], line["system"]
-            if key not in newest or line["date"] >= newest[key]["date"]:
-                newest[key] = line
-        suites[path.stem] = list(newest.values())
-    return suites
+    return {path.stem: read_results(path) for path in sorted(folder.glob("*.jsonl"))}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -99,29 +97,45 @@ def environments(lines: Iterable[Line]) -> str:
 
 def _environment(line: Line) -> str:
     about = line["environment"]
+    gpu = f"{about['gpu']}, driver {about['driver']}, CUDA {about['cuda']}"
     return (
-        f"{about['gpu']}, driver {about['driver']}, CUDA {about['cuda']}, torch {about['torch']}, "
+        f"{gpu if about['gpu'] else 'No GPU'}, torch {about['torch']}, "
         f"triton {about['triton']}, Python {about['python']}, {about['cores']} cores, hotrow "
         f"{about['hotrow']} at {line['commit']}, {line['date'][:10]}."
     )
 
 
 def ceilings(lines: list[Line]) -> str:
-    rows = [(line["run"], f"{line['value']:.3g} {line['unit']}") for line in lines]
-    return (
-        f"## Ceilings of the machine\n\n{table(('what', 'at best'), rows)}\n{environments(lines)}"
+    head = ("what", "at best", "by thread blocks or threads", "of the ceiling")
+    rows = []
+    for line in lines:
+        facts = line["facts"]
+        by = facts.get("by_blocks") or facts.get("by_threads") or {}
+        share = facts.get("of_ceiling")
+        rows.append(
+            (
+                line["run"],
+                f"{line['value']:.3g} {line['unit']}",
+                ", ".join(f"{count}: {rate:.3g}" for count, rate in by.items()) or "-",
+                "-" if share is None else f"{share:.0%}",
+            )
+        )
+    about = (
+        "Random rows, none twice, over 48 GiB unless it says otherwise. `hotrow` are its own "
+        "kernels beside the plainest ones; a fill moves as many rows out as in."
     )
+    return f"## Ceilings of the machine\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
 
-def comparison(suite: str, lines: list[Line], link_rate: float | None) -> str:
-    """`link_rate`: millions of rows per second that cross the link, both ways together."""
+def comparison(suite: str, lines: list[Line], rates: dict[int, float]) -> str:
+    """`rates`: rows per second that cross the link, both ways together, by bytes of a row."""
     title, about = TITLES[suite]
     head = ("run", "system", "step, ms", "M samples/s", "of all-fast", "HBM of tables", "hit rate")
     rows = []
     for run in dict.fromkeys(line["run"] for line in lines):
         mine = [line for line in lines if line["run"] == run]
         mine.sort(key=lambda line: not line["system"].startswith("hotrow"))
-        best = next((line for line in mine if line["system"] == "hotrow-all-fast"), None)
+        best = all_fast(mine[0], lines)
         for line in mine:
             rate, hits = line["samples_per_second"], line["facts"].get("hit_rate")
             rows.append(
@@ -133,40 +147,55 @@ def comparison(suite: str, lines: list[Line], link_rate: float | None) -> str:
                     "-" if best is None else f"{rate / best['samples_per_second']:.2f}",
                     f"{line['hbm_bytes']['tables'] / GIB:.2f} GiB",
                     "-" if hits is None else f"{hits:.1%}",
-                    link_floor(line, link_rate),
+                    link_floor(line, rates),
                 )
             )
     body = table((*head, "link's floor, ms"), rows)
     return f"## {title}\n\n{about}\n\n{body}\n{environments(lines)}"
 
 
-def link_floor(line: Line, link_rate: float | None) -> str:
-    facts = line["facts"]
-    if "floor_ms" in facts:
-        return f"{facts['floor_ms']['sum']:.2f}"
-    if link_rate is None or "fetched_rows_per_step" not in facts:
+def all_fast(line: Line, lines: Iterable[Line]) -> Line | None:
+    """Where every row is in HBM, the same tables and batches; a budget makes no difference."""
+
+    def shape(line: Line) -> dict[str, Any]:
+        apart = ("name", "budget", "budget_bytes")
+        return {key: value for key, value in line["setting"].items() if key not in apart}
+
+    fast = (each for each in lines if each["system"] == "hotrow-all-fast")
+    return next((each for each in fast if shape(each) == shape(line)), None)
+
+
+def link_floor(line: Line, rates: dict[int, float]) -> str:
+    floor = link_floor_ms(line, rates)
+    if not floor:
         return "-"
-    moved = facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]
-    return f"{moved / link_rate / 1000:.2f}"
+    return f"{floor:.2f} (step: {line['step_ms']['p50'] / floor:.2f} times)"
 
 
 def scale(lines: list[Line]) -> str:
-    head = ("rows", "step, ms", "rows fetched", "HBM beside the slots", "start-up", "memory alone")
-    rows = [
-        (
-            f"{line['rows']:,}",
-            step(line),
-            f"{line['fetched_rows']:,}",
-            f"{line['hbm_bytes']['beside_slots'] / MIB:.1f} MiB",
-            f"{line['startup_seconds']:.1f} s",
-            f"{line['touch_seconds'] + line.get('lock_seconds', 0):.1f} s",
+    head = (
+        "rows", "step, ms", "rows fetched per step", "HBM beside the slots", "bytes per slot",
+        "start-up", "over the memory alone",
+    )  # fmt: skip
+    rows = []
+    for line in sorted(lines, key=lambda line: line["rows"]):
+        alone = line["touch_seconds"] + line.get("lock_seconds", 0)
+        rows.append(
+            (
+                f"{line['rows']:,}",
+                step(line),
+                f"{line['facts']['fetched_rows_per_step']:,.0f}",
+                f"{line['hbm_bytes']['beside_slots'] / MIB:.1f} MiB",
+                f"{line['facts']['bytes_per_slot']:.1f}",
+                f"{line['startup_seconds']:.1f} s",
+                f"{line['startup_seconds'] / alone:.2f}",
+            )
         )
-        for line in sorted(lines, key=lambda line: line["rows"])
-    ]
     about = (
         "The same lookups of 1 M different ids, spread over more and more rows of dimension 16; "
-        "the embedding part alone with the same budget throughout. `memory alone`: touching and "
-        "page-locking as many bytes."
+        "the embedding part alone with the same budget throughout. Bytes per slot are maps and "
+        "counters; beside the slots lie buffers and the ids of batches to come, too. `over the "
+        "memory alone`: start-up over touching and page-locking as many bytes."
     )
     return f"## Larger tables\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
@@ -190,17 +219,94 @@ def kernels(lines: list[Line]) -> str:
     return f"## Kernels\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
 
+BELADY = """\
+Rows fetched per batch by hotrow's planner, over the fewest that any choice of victims could fetch
+with all rows of a batch resident together (Belady's bound for batches: evict what is used again
+last). A simulation on a CPU, of ids alone; the planner on a GPU follows the same rules, but knows
+262 batches ahead at most. `target` is terabyte.py's, `kaggle` has the tables of Criteo Kaggle and
+batches of 2048, with slots for 5 % or 2 % of the rows. Slots are filled by the trace itself, and
+counted from then on: most misses are rows never seen before. `-settled` starts with the truly
+hottest rows in the slots and lets them turn over once, as after days of training; there `profile`
+is told what is hot, as `static` is, where otherwise look-ahead learns it.
+"""
+
+
+def belady(lines: list[Line]) -> str:
+    rows = []
+    for run, group in groupby(sorted(lines, key=_by_run), key=lambda line: line["run"]):
+        for place, line in enumerate(sorted(group, key=_by_depth)):
+            useful = f"{line['slots']:,} slots, {line['useful_depth']:,.0f}"
+            rows.append(
+                (
+                    "" if place else run,
+                    "" if place else useful,
+                    line["system"],
+                    f"{line['missing_rows_per_batch']:,.0f}",
+                    f"{line['over_belady']:.3f}",
+                )
+            )
+    head = ("trace", "slots, and slots / misses", "system", "rows per batch", "over the bound")
+    figure = "![Misses over Belady's bound, by batches known ahead](belady.svg)\n"
+    body = f"{figure}\n{table(head, rows)}\n{environments(lines)}"
+    return f"## Misses over Belady's bound\n\n{BELADY}\n{body}"
+
+
+def _by_run(line: Line) -> tuple[bool, str]:
+    return line["run"].endswith("-settled"), line["run"]
+
+
+def _by_depth(line: Line) -> tuple[int, int]:
+    kinds = ("belady", "lookahead", "lookahead-profile", "static", "lru")
+    kind = line["system"].rpartition("-")[0] if line["depth"] else line["system"]
+    return kinds.index(kind), line["depth"] or 0
+
+
+def belady_figure(lines: list[Line]) -> Drawing:
+    """Misses over the bound, by depth, for slots that the trace has filled."""
+    drawing = Drawing(640, 330, "Misses over Belady's bound, by batches known ahead")
+    left, right, top, bottom, most = 70, 520, 40, 270, 1.16
+    curves = [line for line in lines if not line["run"].endswith("-settled")]
+    depths = sorted({line["depth"] for line in curves if line["depth"]})
+
+    def x(depth: float) -> float:
+        return left + (right - left) * math.log(depth / depths[0]) / math.log(
+            depths[-1] / depths[0]
+        )
+
+    def y(over: float) -> float:
+        return bottom - (bottom - top) * (over - 1) / (most - 1)
+
+    for tick in (1.0, 1.05, 1.10, 1.15):
+        drawing.line([(left, y(tick)), (right, y(tick))], "rule")
+        drawing.text(left - 10, y(tick) + 5, f"{tick:.2f}", style="small", anchor="end")
+    for depth in depths:
+        drawing.text(x(depth), bottom + 20, f"{depth}", style="small", anchor="middle")
+    drawing.text((left + right) / 2, bottom + 44, "batches known ahead", anchor="middle")
+    drawing.text(left - 52, top - 16, "misses over Belady's bound; dashed: least recent leaves")
+    colours = ("blue", "orange", "green", "purple", "red")
+    for colour, run in zip(colours, dict.fromkeys(line["run"] for line in curves), strict=False):
+        mine = [line for line in curves if line["run"] == run]
+        known = sorted((line["depth"], line["over_belady"]) for line in mine if line["depth"])
+        drawing.line([(x(depth), y(over)) for depth, over in known], colour)
+        for depth, over in known:
+            drawing.dot(x(depth), y(over), colour)
+        for line in mine:
+            if line["system"] == "lru":
+                height = y(line["over_belady"])
+                drawing.line([(left, height), (right, height)], f"dash {colour}")
+                drawing.text(right + 10, height + 5, f"{run}")
+                drawing.box(right + 90, height - 5, 12, 12, colour)
+    return drawing
+
+
 def page(suites: dict[str, list[Line]]) -> str:
-    parts, link_rate = [INTRO], None
+    parts, rates = [INTRO], link_rates(suites.get("ceilings", []))
     if "ceilings" in suites:
         parts.append(ceilings(suites["ceilings"]))
-        known = {line["run"]: line["value"] for line in suites["ceilings"]}
-        link_rate = known.get("zero-copy both, rows of 256 bytes")
-    parts += [comparison(name, suites[name], link_rate) for name in TITLES if name in suites]
-    if "scale" in suites:
-        parts.append(scale(suites["scale"]))
-    if "kernels" in suites:
-        parts.append(kernels(suites["kernels"]))
+    parts += [comparison(name, suites[name], rates) for name in TITLES if name in suites]
+    for name, section in (("scale", scale), ("kernels", kernels), ("belady", belady)):
+        if name in suites:
+            parts.append(section(suites[name]))
     if len(parts) == 1:
         parts.append("No results yet.\n")
     return "\n".join(parts)
@@ -211,7 +317,10 @@ def main() -> None:
     made.add_argument("--results", type=Path, default=HERE / "results")
     made.add_argument("--out", type=Path, default=HERE / "README.md")
     arguments = made.parse_args()
-    arguments.out.write_text(page(read(arguments.results)), encoding="utf-8")
+    suites = read(arguments.results)
+    arguments.out.write_text(page(suites), encoding="utf-8")
+    if "belady" in suites:
+        belady_figure(suites["belady"]).write(arguments.out.parent / "belady.svg")
 
 
 if __name__ == "__main__":

@@ -13,32 +13,26 @@ from __future__ import annotations
 
 import argparse
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from harness import (
-    RESULTS,
+    LEAST_STEPS,
     Deadline,
-    OutOfTime,
+    Session,
+    device_for,
     hbm,
     parser,
     reset_hbm,
-    results_for,
     say,
     time_steps,
 )
 from hostmem import HostMemory
-from suite import TAIL, clean_up
-from systems.ours import (
-    COUNTED_STEPS,
-    EmbeddingAlone,
-    collection,
-    predictions_are_losses,
-    trainer,
-)
+from suite import COUNTED_STEPS, clean_up
+from systems.ours import EmbeddingAlone, collection, facts_of, predictions_are_losses, trainer
 from torch import Tensor
 from traces import Trace, feature_names
 
@@ -49,6 +43,7 @@ ROWS = (1_000_000, 10_000_000, 100_000_000, 500_000_000)
 DIM, BATCH, FEATURES, SKEW = 16, 2048, 26, 1.05
 BUDGET_BYTES = 32 * 2**20
 WARMUP = 400
+TAIL = 320  # batches after the timed ones, so that looking ahead never meets the end
 
 
 def spread(num_rows: int) -> Tensor:
@@ -70,7 +65,7 @@ def memory_seconds(num_bytes: int, device: torch.device) -> dict[str, float]:
 def measure(
     num_rows: int, trace: Trace, arguments: argparse.Namespace, deadline: Deadline
 ) -> dict[str, Any]:
-    device = torch.device("cpu" if arguments.smoke else "cuda")
+    device = device_for(arguments)
     memory = memory_seconds(4 * DIM * num_rows, device)
     clean_up()
     reset_hbm(device)
@@ -95,10 +90,7 @@ def measure(
         timing = time_steps(
             steps, warmup=arguments.warmup, timed=arguments.timed, device=device, deadline=deadline
         )
-        before = embedding.traffic()
-        for _ in range(COUNTED_STEPS):
-            next(steps)
-        after = embedding.traffic()
+        facts = facts_of(embedding, steps, arguments.counted)
     finally:
         steps.close()
     used, parts = hbm(device), embedding.memory()
@@ -115,18 +107,24 @@ def measure(
         },
         "startup_seconds": startup,
         **memory,
-        "fetched_rows": after.fetched_rows - before.fetched_rows,
-        "unique_rows": after.unique_rows - before.unique_rows,
+        "facts": facts,
     }
 
 
+def startup_ratio(measured: dict[str, Any]) -> float:
+    """Start-up over what touching and page-locking the rows' memory takes."""
+    alone = measured["touch_seconds"] + measured.get("lock_seconds", 0)
+    return float(measured["startup_seconds"] / alone)
+
+
 def one_line(measured: dict[str, Any]) -> str:
-    memory = measured["touch_seconds"] + measured.get("lock_seconds", 0)
+    facts = measured["facts"]
     return (
-        f"{measured['rows']:>13,} rows {measured['step_ms']['p50']:8.3f} ms, "
-        f"{measured['hbm_bytes']['beside_slots'] / 2**20:8.1f} MiB beside the slots, start-up "
-        f"{measured['startup_seconds']:6.1f} s (memory alone {memory:.1f}), "
-        f"{measured['fetched_rows']:,} rows fetched in {COUNTED_STEPS} steps"
+        f"{measured['step_ms']['p50']:8.3f} ms, "
+        f"{measured['hbm_bytes']['beside_slots'] / 2**20:7.1f} MiB beside the slots, "
+        f"{facts['bytes_per_slot']:.1f} bytes per slot, start-up "
+        f"{measured['startup_seconds']:.1f} s, {startup_ratio(measured):.2f} times the memory "
+        f"alone; {facts['fetched_rows_per_step']:,.0f} rows fetched per step"
     )
 
 
@@ -136,43 +134,39 @@ def main() -> None:
     made.add_argument("--strategy", default="lookahead")
     made.add_argument("--warmup", type=int, default=WARMUP, help="steps before the timed ones")
     made.add_argument("--timed", type=int, default=200, help="steps that are timed")
-    made.add_argument("--smoke", action="store_true", help="tiny, on the CPU: does it run at all?")
+    made.add_argument("--counted", type=int, default=COUNTED_STEPS, help="steps after those")
     arguments = made.parse_args()
+    tail = TAIL
     if arguments.smoke:
-        arguments.rows, arguments.warmup, arguments.timed = (1_000_000, 2_000_000), 5, 10
-    elif not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device; --smoke tries the suite on the CPU")
-    deadline, results = Deadline(arguments.minutes), results_for("scale", arguments)
+        arguments.rows, tail = (1_000_000, 2_000_000), 20
+        arguments.warmup, arguments.timed, arguments.counted = 2, LEAST_STEPS, 2
+    device, session = device_for(arguments), Session("scale", arguments)
     trace = Trace(
         [DISTINCT],
-        steps=arguments.warmup + arguments.timed + TAIL,
+        steps=arguments.warmup + arguments.timed + tail,
         batch=BATCH,
         skew=SKEW,
         table_of=[0] * FEATURES,
-        lock=not arguments.smoke,
+        lock=device.type == "cuda",
     )
-    ids, lines, failed = trace.ids.clone(), [], False
+    ids = trace.ids.clone()
     for num_rows in arguments.rows:
-        say(f"{num_rows:,} rows, {deadline.minutes_left:.1f} minutes left")
+        say(f"{num_rows:,} rows, {session.deadline.minutes_left:.1f} minutes left")
         trace.ids.copy_(spread(num_rows)[ids])
-        try:
-            deadline.check()
-            measured = measure(num_rows, trace, arguments, deadline)
-        except OutOfTime:
-            lines.append(f"{num_rows:>13,} rows not measured: the minutes are over")
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            lines.append(f"{num_rows:>13,} rows FAILED: {error}")
-        else:
-            if not arguments.smoke or arguments.results != RESULTS:
-                results.write(f"rows-{num_rows}", f"hotrow-{arguments.strategy}", measured)
-            lines.append(one_line(measured))
-        say(lines[-1])
+        run, system = f"rows-{num_rows}", f"hotrow-{arguments.strategy}"
+        seconds = 0 if arguments.smoke else 5 + 0.5 * 4 * DIM * num_rows / 2**30
+        measuring = _measuring(num_rows, trace, arguments, session.deadline)
+        session.attempt(run, system, measuring, one_line, seconds=seconds)
         clean_up()
     trace.close()
-    print("\n" + "\n".join(lines), flush=True)
-    raise SystemExit(int(failed))
+    session.print_again()
+    raise SystemExit(int(session.failed > 0))
+
+
+def _measuring(
+    num_rows: int, trace: Trace, arguments: argparse.Namespace, deadline: Deadline
+) -> Callable[[], dict[str, Any]]:
+    return lambda: measure(num_rows, trace, arguments, deadline)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -20,18 +20,22 @@ from typing import Any
 import torch
 from dense import Dense, DenseOptions
 from harness import (
+    LEAST_STEPS,
     RESULTS,
     Deadline,
-    OutOfTime,
+    Session,
+    device_for,
     hbm,
+    link_floor_ms,
+    link_rates,
     parser,
+    read_results,
     reset_hbm,
-    results_for,
     say,
     time_steps,
 )
 from hostmem import HostMemory
-from systems import SYSTEMS, System, Unavailable
+from systems import SYSTEMS, System
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
@@ -39,10 +43,9 @@ from hotrow.embedding import FILLS
 
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128
-LEAST_WARMUP = 400  # of systems with a cache
-SHORT_WARMUP = 50  # of systems without
-TAIL = 320  # batches after the timed ones, so that looking ahead never meets the end
-START_MINUTES = 0.5  # with less than this left no system is started
+SHORT_WARMUP = 50  # of systems without a cache
+COUNTED_STEPS = 50  # after the timed ones, for counting rows
+STORE_SECONDS = 0.25  # per GiB of rows: to touch, page-lock and start them, at the most
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Setting:
     optimizer: str = "sgd"
     output: str = "bfloat16"
     has_dense: bool = True  # a DLRM's dense part follows, else gradients are given
+    least_warmup: int = 400  # steps of systems with a cache, even if it is full earlier
+    tail: int = 320  # batches after the timed ones, so that looking ahead never meets the end
 
     @property
     def state_width(self) -> int:
@@ -71,6 +76,12 @@ class Setting:
     @property
     def budget_bytes(self) -> int:
         return int(self.budget * self.total_bytes)
+
+    @property
+    def warmup(self) -> int:
+        """Steps until caches are full, and no fewer than `least_warmup`."""
+        slots, draws = self.budget * sum(self.rows), self.batch * self.hotness
+        return max(self.least_warmup, steps_to_fill(slots, self.rows, self.skew, draws))
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -94,15 +105,22 @@ class Bench:
         options: DenseOptions,
         warmup: int,
         timed: int,
+        counted: int = COUNTED_STEPS,
         fill: str = "auto",
     ) -> None:
         self.setting, self.device, self.options = setting, device, options
-        self.warmup, self.timed, self.fill = warmup, timed, fill
+        self.warmup, self.timed, self.counted, self.fill = warmup, timed, counted, fill
         if options.compile:
             import torch._dynamo
 
             # One after the other, many systems compile the same code; none may fall back.
             torch._dynamo.config.recompile_limit = 64
+
+    @property
+    def trace_key(self) -> tuple[object, ...]:
+        """Settings for which this is the same have the same batches."""
+        s = self.setting
+        return s.rows, s.batch, s.skew, s.hotness, self.warmup + self.timed + s.tail
 
     @cached_property
     def trace(self) -> Trace:
@@ -110,7 +128,7 @@ class Bench:
         s = self.setting
         trace = Trace(
             s.rows,
-            steps=self.warmup + self.timed + TAIL,
+            steps=self.warmup + self.timed + s.tail,
             batch=s.batch,
             skew=s.skew,
             hotness=s.hotness,
@@ -156,6 +174,10 @@ class Bench:
         say(f"    {memory.bytes.numel() / GIB:.1f} GiB of host memory in {seconds:.1f} s")
         return memory
 
+    def hand_trace_to(self, other: Bench) -> None:
+        if self.trace_key == other.trace_key and "trace" in self.__dict__:
+            other.__dict__["trace"] = self.__dict__.pop("trace")
+
     def close(self) -> None:
         for part in ("trace", "host_memory"):
             if part in self.__dict__:
@@ -175,8 +197,6 @@ def clean_up() -> None:
 
 def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
     """Build one system, train, time, take apart."""
-    if deadline.minutes_left < START_MINUTES:
-        raise OutOfTime
     kind, trace = SYSTEMS[name], bench.trace
     reset_hbm(bench.device)
     started = time.perf_counter()
@@ -208,12 +228,16 @@ def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
         steps.close()
 
 
-def one_line(name: str, measured: dict[str, Any]) -> str:
+def one_line(measured: dict[str, Any], rates: dict[int, float]) -> str:
     ms, tables = measured["step_ms"], measured["hbm_bytes"]["tables"]
+    floor = link_floor_ms(measured, rates)
+    beside = (
+        "" if not floor else f"; the link's floor {floor:.3f} ms, {ms['p50'] / floor:.2f} times"
+    )
     return (
-        f"{name:32} {ms['p50']:8.3f} ms ({ms['p20']:.3f}-{ms['p80']:.3f}, mean "
+        f"{ms['p50']:8.3f} ms ({ms['p20']:.3f}-{ms['p80']:.3f}, mean "
         f"{ms['mean']:.3f}) {measured['samples_per_second'] / 1e6:6.2f} M samples/s "
-        f"{tables / GIB:6.2f} GiB"
+        f"{tables / GIB:6.2f} GiB{beside}"
     )
 
 
@@ -226,9 +250,9 @@ class Suite:
 
     name: str
     description: str
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # the most valuable first
     default: dict[str, tuple[str, ...]]  # setting -> systems; "*": all settings not named
-    systems: tuple[str, ...]  # every one that can run here
+    systems: tuple[str, ...]  # every one that can run here, the most valuable first
 
     def runs(self, only: Sequence[str], systems: Sequence[str], everything: bool) -> list[Run]:
         """Setting by setting. A pattern names a setting, or setting/system."""
@@ -255,20 +279,37 @@ class Run:
     def name(self) -> str:
         return f"{self.setting.name}/{self.system}"
 
+    @property
+    def steps(self) -> int:
+        kind = SYSTEMS[self.system]
+        warmup = self.setting.warmup if kind.is_cached else SHORT_WARMUP
+        return 3 + 20 if kind.is_slow else warmup + 200 + COUNTED_STEPS
+
+    @property
+    def seconds(self) -> float:
+        """A rough guess, on the safe side: to know what fits into the minutes."""
+        s, kind = self.setting, SYSTEMS[self.system]
+        lookups = s.batch * s.hotness * len(s.rows) / (8192 * 26)
+        start = 5 + STORE_SECONDS * s.total_bytes / GIB * kind.has_store
+        return start + self.steps * kind.target_ms / 1000 * max(0.5, lookups)
+
 
 def main(suite: Suite) -> None:
     arguments = _arguments(suite)
     runs = suite.runs(arguments.only, arguments.systems, arguments.all)
     if not runs:
         raise SystemExit("no run has such a name; --list --all shows them")
+    if arguments.missing:
+        runs = _without_results(runs, suite, arguments)
     if arguments.list:
         for run in runs:
-            print(f"{run.name:40} {run.setting.total_bytes / GIB:6.1f} GiB of rows")
+            gib = run.setting.total_bytes / GIB
+            print(f"{run.name:34} {gib:5.1f} GiB {run.steps:5,} steps, ~{run.seconds:.0f} s")
+        print(f"{len(runs)} runs, ~{sum(run.seconds for run in runs) / 60:.1f} minutes")
         return
-    deadline = Deadline(arguments.minutes)
     if arguments.isolate:
-        raise SystemExit(_in_processes(runs, deadline))
-    raise SystemExit(_in_this_process(suite, runs, arguments, deadline))
+        raise SystemExit(_in_processes(runs, Deadline(arguments.minutes)))
+    raise SystemExit(_in_this_process(suite, runs, arguments))
 
 
 def _arguments(suite: Suite) -> argparse.Namespace:
@@ -276,30 +317,60 @@ def _arguments(suite: Suite) -> argparse.Namespace:
     made.add_argument("--only", nargs="+", default=[], metavar="NAME", help="setting[/system]")
     made.add_argument("--systems", nargs="+", default=[], metavar="NAME", help="only these")
     made.add_argument("--all", action="store_true", help="every system in every setting")
+    made.add_argument("--missing", action="store_true", help="only what has no result as yet")
     made.add_argument("--list", action="store_true", help="say what would run, and end")
+    made.add_argument("--isolate", action="store_true", help="a process for each run")
+    add_bench_options(made)
+    return made.parse_args()
+
+
+def add_bench_options(made: argparse.ArgumentParser) -> None:
+    """What `bench_for` asks for."""
     made.add_argument("--timed", type=int, default=200, help="steps that are timed")
     made.add_argument("--warmup", type=int, help="steps before them; else until caches are full")
-    made.add_argument("--isolate", action="store_true", help="a process for each run")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     made.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")
     made.add_argument("--interaction", choices=("plain", "fused"), default="plain")
     made.add_argument("--fill", choices=FILLS, default="auto", help="how hotrow's rows move")
     made.add_argument("--masters", choices=("plain", "hotrow"), default="plain")
-    made.add_argument("--smoke", action="store_true", help="tiny, on the CPU: does it run at all?")
-    return made.parse_args()
 
 
-def _in_processes(runs: list[Run], deadline: Deadline) -> int:
+def _without_results(runs: list[Run], suite: Suite, arguments: argparse.Namespace) -> list[Run]:
+    """Those that neither the folder for results nor the one that is kept has."""
+    known = {
+        (line["run"], line["system"])
+        for folder in (arguments.results, RESULTS)
+        for line in read_results(folder / f"{suite.name}.jsonl")
+    }
+    return [run for run in runs if (run.setting.name, run.system) not in known]
+
+
+def _in_processes(runs: Sequence[Run], deadline: Deadline) -> int:
     """Each run by this same command, so that no memory or compiled code is shared."""
-    options = _without(sys.argv[1:], "--only", "--systems", "--minutes", "--isolate", "--all")
     failed = 0
     for run in runs:
-        if deadline.minutes_left < START_MINUTES:
-            break
-        limit = ["--minutes", f"{deadline.minutes_left:.2f}"]
-        command = [sys.executable, sys.argv[0], "--only", run.name, *limit, *options]
-        failed += subprocess.run(command).returncode != 0
+        if 60 * deadline.minutes_left < run.seconds:
+            say(f"{run.name:34} not measured: the minutes are over")
+            continue
+        failed += subprocess.run(_command([run], deadline)).returncode != 0
     return int(failed > 0)
+
+
+def _go_on_in_a_new_process(runs: Sequence[Run], deadline: Deadline) -> None:
+    """In place of this one: only its end gives back the memory that a lost context has locked."""
+    if runs:
+        say(f"the GPU's context is lost: a new process goes on with {len(runs)} runs")
+        command = _command(runs, deadline)
+        os.execv(command[0], command)
+
+
+def _command(runs: Sequence[Run], deadline: Deadline) -> list[str]:
+    """This command, for these runs only, in what is left of its time."""
+    apart = ("--only", "--systems", "--minutes", "--isolate", "--all", "--missing")
+    limit = ["--minutes", f"{deadline.minutes_left:.2f}"]
+    names = [run.name for run in runs]
+    options = _without(sys.argv[1:], *apart)
+    return [sys.executable, sys.argv[0], "--only", *names, *limit, *options]
 
 
 def _without(options: list[str], *names: str) -> list[str]:
@@ -312,68 +383,85 @@ def _without(options: list[str], *names: str) -> list[str]:
     return kept
 
 
-def _in_this_process(
-    suite: Suite, runs: list[Run], arguments: argparse.Namespace, deadline: Deadline
-) -> int:
-    results, lines, failed = results_for(suite.name, arguments), [], False
-    keeps = not arguments.smoke or arguments.results != RESULTS  # tiny runs are no results
+def _in_this_process(suite: Suite, runs: list[Run], arguments: argparse.Namespace) -> int:
+    session = Session(suite.name, arguments)
+    rates = _link_rates(arguments)
     bench: Bench | None = None
     try:
-        for run in runs:
+        for place, run in enumerate(runs):
             if bench is None or bench.setting.name != run.setting.name:
-                if bench is not None:
-                    bench.close()
-                bench = _bench(run.setting, arguments)
-            say(f"{run.name}, {deadline.minutes_left:.1f} minutes left")
-            try:
-                measured = measure(bench, run.system, deadline)
-            except OutOfTime:
-                lines.append(f"{run.name:32} not measured: the minutes are over")
-            except Unavailable as reason:
-                lines.append(f"{run.name:32} left out: {reason}")
-            except Exception as error:
-                failed = True
-                traceback.print_exc(file=sys.stdout)
-                lines.append(f"{run.name:32} FAILED: {error}")
-            else:
-                if keeps:
-                    results.write(run.setting.name, run.system, measured)
-                lines.append(one_line(run.name, measured))
-            say(lines[-1])
+                bench = _next_bench(bench, run.setting, arguments)
+            say(f"{run.name}, {session.deadline.minutes_left:.1f} minutes left")
+            session.attempt(
+                run.setting.name,
+                run.system,
+                _measuring(bench, run.system, session.deadline),
+                lambda measured: one_line(measured, rates),
+                name=run.name,
+                seconds=0 if arguments.smoke else run.seconds,
+            )
+            if not _gpu_answers():
+                session.print_again()
+                _go_on_in_a_new_process(runs[place + 1 :], session.deadline)
+                break
             clean_up()
         if bench is not None:
             bench.close()
     finally:  # even when the GPU has stopped answering
-        print("\n" + "\n".join(lines), flush=True)
-    return int(failed)
+        session.print_again()
+    return int(session.failed > 0)
 
 
-def _bench(setting: Setting, arguments: argparse.Namespace) -> Bench:
+def _link_rates(arguments: argparse.Namespace) -> dict[int, float]:
+    kept, new = (read_results(folder / "ceilings.jsonl") for folder in (RESULTS, arguments.results))
+    return link_rates(kept) | link_rates(new)
+
+
+def _measuring(bench: Bench, system: str, deadline: Deadline) -> Callable[[], dict[str, Any]]:
+    return lambda: measure(bench, system, deadline)
+
+
+def _gpu_answers() -> bool:
+    """False after an error that no later call in this process survives."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _next_bench(before: Bench | None, setting: Setting, arguments: argparse.Namespace) -> Bench:
+    bench = bench_for(setting, arguments)
+    if before is not None:
+        before.hand_trace_to(bench)
+        before.close()
+    return bench
+
+
+def bench_for(setting: Setting, arguments: argparse.Namespace) -> Bench:
     assert setting.total_bytes <= MOST_ROW_BYTES, f"{setting.name} has too many bytes of rows"
-    timed, device = arguments.timed, torch.device("cuda")
+    device, timed, counted = device_for(arguments), arguments.timed, COUNTED_STEPS
+    warmup = setting.warmup if arguments.warmup is None else arguments.warmup
     if arguments.smoke:
-        setting = tiny(setting)
-        timed, device = min(timed, 12), torch.device("cpu")
-    elif not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device; --smoke tries the suite on the CPU")
-    warmup = arguments.warmup
-    if warmup is None:
-        slots = setting.budget * sum(setting.rows)
-        draws = setting.batch * setting.hotness
-        warmup = max(LEAST_WARMUP, steps_to_fill(slots, setting.rows, setting.skew, draws))
-    if arguments.smoke:
-        warmup = min(warmup, 20)
+        setting, timed, counted, warmup = tiny(setting), LEAST_STEPS, 2, min(warmup, 5)
     options = DenseOptions(
-        compile=not arguments.no_compile,
+        compile=not (arguments.no_compile or arguments.smoke),
         graphs=not arguments.no_graphs,
         interaction=arguments.interaction,
         masters=arguments.masters,
     )
     return Bench(
-        setting, device=device, options=options, warmup=warmup, timed=timed, fill=arguments.fill
+        setting,
+        device=device,
+        options=options,
+        warmup=warmup,
+        timed=timed,
+        counted=counted,
+        fill=arguments.fill,
     )
 
 
 def tiny(setting: Setting) -> Setting:
     rows = tuple(min(each, 5000) for each in setting.rows)
-    return replace(setting, rows=rows, batch=128, budget=max(setting.budget, 0.2))
+    return replace(setting, rows=rows, batch=32, budget=max(setting.budget, 0.2), tail=40)

@@ -21,52 +21,47 @@ def capped(most: int) -> tuple[int, ...]:
 
 MLPERF = capped(40_000_000)  # 204 M rows
 
+# The most valuable first: minutes may be over before the last.
 SETTINGS = (
     Setting("target", MLPERF),
-    Setting("batch-2048", MLPERF, batch=2048),
-    Setting("batch-32768", MLPERF, batch=32768),
+    Setting("adam", capped(10_000_000), optimizer="adam"),  # 54 M rows, three times as wide
+    Setting("rowwise-adagrad", MLPERF, optimizer="rowwise-adagrad"),
+    Setting("dim-128", MLPERF, dim=128),
     Setting("zipf-0.9", MLPERF, skew=0.9),
     Setting("budget-2", MLPERF, budget=0.02),
     Setting("budget-10", MLPERF, budget=0.10),
-    Setting("dim-128", MLPERF, dim=128),
-    Setting("rowwise-adagrad", MLPERF, optimizer="rowwise-adagrad"),
-    Setting("adam", capped(10_000_000), optimizer="adam"),  # 54 M rows, three times as wide
+    Setting("batch-2048", MLPERF, batch=2048),
+    Setting("batch-32768", MLPERF, batch=32768),
 )
 
+SYSTEMS = (
+    "hotrow-lookahead",
+    "hotrow-all-fast",
+    "fbgemm-cached",
+    "fbgemm-hbm",
+    "fbgemm-prefetch",
+    "hotrow-lru",
+    "hotrow-scratchpipe",
+    "hotrow-uncached",
+    "hotrow-hybrid",
+    "fbgemm-uvm",
+    "torch-hybrid",
+    "fbgemm-cached-rows",
+)
+
+AXES = ("hotrow-lookahead", "hotrow-all-fast", "fbgemm-cached")
 SUITE = Suite(
     "terabyte",
     __doc__.split("\n")[0],
     SETTINGS,
     default={
-        "target": (
-            "hotrow-all-fast",
-            "hotrow-lookahead",
-            "hotrow-lru",
-            "hotrow-scratchpipe",
-            "hotrow-uncached",
-            "hotrow-hybrid",
-            "fbgemm-hbm",
-            "fbgemm-cached",
-            "fbgemm-prefetch",
-            "fbgemm-uvm",
-            "torch-hybrid",
-        ),
-        "*": ("hotrow-all-fast", "hotrow-lookahead", "fbgemm-cached"),
+        "target": SYSTEMS[:-1],
+        # More or fewer slots change nothing where every row is in HBM: the target's figures hold.
+        "budget-2": tuple(name for name in AXES if name != "hotrow-all-fast"),
+        "budget-10": tuple(name for name in AXES if name != "hotrow-all-fast"),
+        "*": AXES,
     },
-    systems=(
-        "hotrow-all-fast",
-        "hotrow-lookahead",
-        "hotrow-lru",
-        "hotrow-scratchpipe",
-        "hotrow-uncached",
-        "hotrow-hybrid",
-        "fbgemm-hbm",
-        "fbgemm-cached",
-        "fbgemm-prefetch",
-        "fbgemm-cached-rows",
-        "fbgemm-uvm",
-        "torch-hybrid",
-    ),
+    systems=SYSTEMS,
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 import hotrow
 from builders import skewed
 from hotrow.evict import EVICTIONS
-from hotrow.simulate import simulate
+from hotrow.simulate import Simulated, simulate
 from hotrow.strategy import STRATEGIES
 
 ROWS = 4000
@@ -82,3 +82,19 @@ def test_a_trace_that_ends_in_its_warm_up_is_refused() -> None:
 def test_all_fast_has_nothing_to_simulate() -> None:
     with pytest.raises(ValueError, match="all-fast moves nothing"):
         simulate(trace(5), num_rows=ROWS, choices=[(STRATEGIES["all-fast"], 900)])
+
+
+def test_parts_of_a_trace_count_as_much_as_the_whole() -> None:
+    def counted(warm_up: int, count: int | None, length: int = 120) -> Simulated:
+        choices = [(STRATEGIES["lookahead"], 900)]
+        (found,) = simulate(
+            trace(length), num_rows=ROWS, choices=choices, depth=15, warm_up=warm_up, counted=count
+        )
+        return found
+
+    whole, early, late = counted(30, None), counted(30, 20), counted(50, None)
+    assert (whole.batches, early.batches, late.batches) == (90, 20, 70)
+    assert whole.fetched_rows == early.fetched_rows + late.fetched_rows
+    assert whole.lookups == early.lookups + late.lookups
+    # What comes after the batches that are known ahead makes no difference.
+    assert counted(30, 20, length=65).fetched_rows == early.fetched_rows

@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from harness import Unavailable
+
 from hotrow.data import ClickBatch
+
+__all__ = ["SYSTEMS", "Kind", "System", "Unavailable"]
 
 if TYPE_CHECKING:
     from suite import Bench
-
-
-class Unavailable(Exception):
-    """This system cannot run here, and why."""
 
 
 class System(Protocol):
@@ -37,8 +37,10 @@ class Kind:
     """How to build a system, and how to time it."""
 
     build: Callable[[Bench], System]
+    target_ms: float  # about: of a step of terabyte.py's target, to guess how long runs take
     is_cached: bool = False  # fast only when its cache is full
     is_slow: bool = False  # so slow that few steps must do
+    has_store: bool = True  # rows in host memory
 
 
 def _ours(strategy: str) -> Callable[[Bench], System]:
@@ -72,17 +74,17 @@ def _plain(bench: Bench) -> System:
 
 
 SYSTEMS = {
-    "hotrow-all-fast": Kind(_ours("all-fast")),
-    "hotrow-lookahead": Kind(_ours("lookahead"), is_cached=True),
-    "hotrow-lru": Kind(_ours("lru"), is_cached=True),
-    "hotrow-scratchpipe": Kind(_ours("scratchpipe"), is_cached=True),
-    "hotrow-uncached": Kind(_ours("uncached")),
-    "hotrow-hybrid": Kind(_hybrid),
-    "fbgemm-hbm": Kind(_fbgemm("hbm")),
-    "fbgemm-cached": Kind(_fbgemm("cached"), is_cached=True),
-    "fbgemm-prefetch": Kind(_fbgemm("prefetch"), is_cached=True),
+    "hotrow-all-fast": Kind(_ours("all-fast"), 0.6, has_store=False),
+    "hotrow-lookahead": Kind(_ours("lookahead"), 0.8, is_cached=True),
+    "hotrow-lru": Kind(_ours("lru"), 3, is_cached=True),
+    "hotrow-scratchpipe": Kind(_ours("scratchpipe"), 3, is_cached=True),
+    "hotrow-uncached": Kind(_ours("uncached"), 6),
+    "hotrow-hybrid": Kind(_hybrid, 6),
+    "fbgemm-hbm": Kind(_fbgemm("hbm"), 0.75, has_store=False),
+    "fbgemm-cached": Kind(_fbgemm("cached"), 1.8, is_cached=True),
+    "fbgemm-prefetch": Kind(_fbgemm("prefetch"), 1.9, is_cached=True),
     # As many of the rows in its cache as the budget is of the bytes: more bytes than the budget.
-    "fbgemm-cached-rows": Kind(_fbgemm("cached-rows"), is_cached=True),
-    "fbgemm-uvm": Kind(_fbgemm("uvm")),
-    "torch-hybrid": Kind(_plain, is_slow=True),
+    "fbgemm-cached-rows": Kind(_fbgemm("cached-rows"), 1.8, is_cached=True),
+    "fbgemm-uvm": Kind(_fbgemm("uvm"), 3),
+    "torch-hybrid": Kind(_plain, 100, is_slow=True),
 }

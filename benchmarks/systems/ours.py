@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LR = 0.01
 RULES = {"sgd": hotrow.SGD, "rowwise-adagrad": hotrow.RowWiseAdagrad, "adam": hotrow.Adam}
-COUNTED_STEPS = 50
 
 
 def collection(
@@ -116,6 +115,7 @@ def predictions_are_losses(predictions: Tensor, labels: Tensor) -> Tensor:
 class Hotrow:
     def __init__(self, bench: Bench, strategy: str) -> None:
         setting, options, device = bench.setting, bench.options, bench.device
+        self.counted = bench.counted
         self.embedding = collection(
             setting.rows,
             setting.dim,
@@ -159,21 +159,30 @@ class Hotrow:
         return sum(self.embedding.memory().values())
 
     def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
-        """Traffic of the steps after the timed ones: a cold start would say nothing."""
-        before = self.embedding.traffic()
-        for _ in range(COUNTED_STEPS):
-            next(steps)
-        after = self.embedding.traffic()
-        lookups = after.lookups - before.lookups
-        fetched = after.fetched_rows - before.fetched_rows
-        evicted = after.evicted_rows - before.evicted_rows
-        return {
-            "hotrow": hotrow.__version__,
-            "slots": self.embedding.num_slots,
-            "fills": {dim: str(choice) for dim, choice in self.embedding.fills().items()},
-            "memory": self.embedding.memory(),
-            "hit_rate": 1 - fetched / lookups if lookups else 1.0,
-            "fetched_rows_per_step": fetched / COUNTED_STEPS,
-            "evicted_rows_per_step": evicted / COUNTED_STEPS,
-            "chunked_batches": after.chunked_batches,
-        }
+        return facts_of(self.embedding, steps, self.counted)
+
+
+def facts_of(
+    embedding: hotrow.EmbeddingBagCollection, steps: Iterator[object], count: int
+) -> dict[str, Any]:
+    """Traffic of the next steps, after the timed ones: a cold start would say nothing."""
+    before = embedding.traffic()
+    for _ in range(count):
+        next(steps)
+    after, memory = embedding.traffic(), embedding.memory()
+    lookups = after.lookups - before.lookups
+    fetched = after.fetched_rows - before.fetched_rows
+    evicted = after.evicted_rows - before.evicted_rows
+    per_slot = sum(memory.get(part, 0) for part in ("slot state", "row-to-slot map", "planning"))
+    return {
+        "hotrow": hotrow.__version__,
+        "slots": embedding.num_slots,
+        "fills": {dim: str(choice) for dim, choice in embedding.fills().items()},
+        "memory": memory,
+        "bytes_per_slot": per_slot / max(1, embedding.num_slots),
+        "hit_rate": 1 - fetched / lookups if lookups else 1.0,
+        "unique_rows_per_step": (after.unique_rows - before.unique_rows) / count,
+        "fetched_rows_per_step": fetched / count,
+        "evicted_rows_per_step": evicted / count,
+        "chunked_batches": after.chunked_batches,
+    }

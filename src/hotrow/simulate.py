@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,20 +61,22 @@ def simulate(
     choices: Sequence[tuple[Strategy, int]],
     depth: int = 50,
     warm_up: int = 0,
+    counted: int | None = None,
     hottest: Callable[[int], Tensor] | None = None,
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[Simulated]:
     """Plan every batch of `trace`, ids in [0, num_rows), for each strategy and number of slots.
 
     `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
-    batches are not counted. `hottest(n)` names the n rows to pin, for strategies that pin;
-    without it they learn.
+    batches are not counted, and of the others only the next `counted` (by default all): those
+    after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
+    that pin; without it they learn.
     """
     lanes = [_Lane(strategy, slots, num_rows, depth, hottest) for strategy, slots in choices]
-    batches = 0
+    batches, end = 0, math.inf if counted is None else warm_up + counted
     for ids, seconds in _sorted(trace, num_rows):
         for lane in lanes:
-            lane.feed(ids, seconds, counts=batches >= warm_up)
+            lane.feed(ids, seconds, counts=warm_up <= batches < end)
         batches += 1
         on_batch()
     if batches <= warm_up:
@@ -137,7 +140,8 @@ class _Lane:
             self._plan(self._known.popleft())
 
     def drain(self) -> None:
-        while self._known:
+        """Plan what is left, as far as it counts."""
+        while any(batch.counts for batch in self._known):
             self._plan(self._known.popleft())
 
     def _plan(self, batch: _Known) -> None:

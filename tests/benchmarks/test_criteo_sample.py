@@ -1,19 +1,15 @@
 """The comparison on Criteo-format files, tried on a few invented lines."""
 
-import importlib
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("criteo_sample")
+def script(load):
+    return load("criteo_sample")
 
 
 def write(path: Path, samples: list[tuple[int, list[str], list[str]]]) -> Path:
