@@ -285,7 +285,8 @@ def link_floor_ms(measured: dict[str, Any], rates: dict[int, float]) -> float | 
     size = min(rates, key=lambda each: abs(each - row_bytes), default=0)
     if abs(size - row_bytes) > 0.1 * row_bytes or "fetched_rows_per_step" not in facts:
         return None
-    return 1000 * (facts["fetched_rows_per_step"] + facts["evicted_rows_per_step"]) / rates[size]
+    read = facts["fetched_rows_per_step"] - facts.get("made_rows_per_step", 0)
+    return 1000 * (read + facts["evicted_rows_per_step"]) / rates[size]
 
 
 # -- the command line ------------------------------------------------------------------

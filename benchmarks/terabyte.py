@@ -37,6 +37,7 @@ SETTINGS = (
 SYSTEMS = (
     "hotrow-lookahead",
     "hotrow-all-fast",
+    "hotrow-lookahead-written",
     "fbgemm-cached",
     "fbgemm-hbm",
     "fbgemm-prefetch",

@@ -43,11 +43,11 @@ class Kind:
     has_store: bool = True  # rows in host memory
 
 
-def _ours(strategy: str) -> Callable[[Bench], System]:
+def _ours(strategy: str, *, written: bool = False) -> Callable[[Bench], System]:
     def build(bench: Bench) -> System:
         from systems.ours import Hotrow
 
-        return Hotrow(bench, strategy)
+        return Hotrow(bench, strategy, written=written)
 
     return build
 
@@ -76,6 +76,8 @@ def _plain(bench: Bench) -> System:
 SYSTEMS = {
     "hotrow-all-fast": Kind(_ours("all-fast"), 0.6, has_store=False),
     "hotrow-lookahead": Kind(_ours("lookahead"), 0.8, is_cached=True),
+    # As if every row had been trained and written before: none is made in its slot, all are read.
+    "hotrow-lookahead-written": Kind(_ours("lookahead", written=True), 0.9, is_cached=True),
     "hotrow-lru": Kind(_ours("lru"), 3, is_cached=True),
     "hotrow-scratchpipe": Kind(_ours("scratchpipe"), 3, is_cached=True),
     "hotrow-uncached": Kind(_ours("uncached"), 6),

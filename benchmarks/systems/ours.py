@@ -113,7 +113,8 @@ def predictions_are_losses(predictions: Tensor, labels: Tensor) -> Tensor:
 
 
 class Hotrow:
-    def __init__(self, bench: Bench, strategy: str) -> None:
+    def __init__(self, bench: Bench, strategy: str, *, written: bool = False) -> None:
+        """`written`: as if every row had been written before."""
         setting, options, device = bench.setting, bench.options, bench.device
         self.counted = bench.counted
         self.embedding = collection(
@@ -126,6 +127,9 @@ class Hotrow:
             output_dtype=setting.output_dtype,
             fill=bench.fill,
         )
+        for group in self.embedding.groups:
+            if written and getattr(group, "unwritten", None) is not None:
+                group.unwritten.written.fill_(-1)
         optimizer: torch.optim.Optimizer | None = None
         if setting.has_dense:
             dense = DenseModule(
@@ -183,6 +187,8 @@ def facts_of(
         "hit_rate": 1 - fetched / lookups if lookups else 1.0,
         "unique_rows_per_step": (after.unique_rows - before.unique_rows) / count,
         "fetched_rows_per_step": fetched / count,
+        # Nobody had written them, so they crossed no link.
+        "made_rows_per_step": (after.made_rows - before.made_rows) / count,
         "evicted_rows_per_step": evicted / count,
         "chunked_batches": after.chunked_batches,
     }

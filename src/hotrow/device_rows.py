@@ -733,6 +733,9 @@ class DeviceRows(RowGroup):
 
     # ----------------------------------------------------------------------------------
 
+    def made_rows(self) -> int:
+        return 0 if self.unwritten is None else int(self.unwritten.made)
+
     def memory(self) -> dict[str, int]:
         if self.everything:
             return {"rows": self.slots.numel() * 4}

@@ -561,7 +561,9 @@ class EmbeddingBagCollection(nn.Module):
                 moved = [rows * size for rows in counts[2:]]
                 per_table[table.name] = TableTraffic(*counts, *moved)
         chunked = max(group.direct_batches for group in self.groups)
-        return Traffic.of({table.name: per_table[table.name] for table in self.tables}, chunked)
+        made = sum(group.made_rows() for group in self.groups)
+        ordered = {table.name: per_table[table.name] for table in self.tables}
+        return Traffic.of(ordered, chunked, made)
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""

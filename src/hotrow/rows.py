@@ -406,6 +406,10 @@ class RowGroup:
     def _note(self, moved: list[int]) -> None:
         self.moved = [before + more for before, more in zip(self.moved, moved, strict=True)]
 
+    def made_rows(self) -> int:
+        """Rows that entered slots without being read."""
+        return 0
+
     def memory(self) -> dict[str, int]:
         """Bytes of fast memory by part."""
         if self.everything:

@@ -35,9 +35,14 @@ class Traffic(TableTraffic):
 
     per_table: Mapping[str, TableTraffic] = field(default_factory=dict)
     chunked_batches: int = 0  # batches whose rows did not fit the slots together
+    made_rows: int = 0  # of the rows fetched: nobody had written them, so none crossed a link
 
     @classmethod
-    def of(cls, per_table: Mapping[str, TableTraffic], chunked_batches: int) -> Traffic:
+    def of(
+        cls, per_table: Mapping[str, TableTraffic], chunked_batches: int, made_rows: int = 0
+    ) -> Traffic:
         total = sum(per_table.values(), start=TableTraffic())
         sums = {name: getattr(total, name) for name in COUNTS}
-        return cls(**sums, per_table=per_table, chunked_batches=chunked_batches)
+        return cls(
+            **sums, per_table=per_table, chunked_batches=chunked_batches, made_rows=made_rows
+        )

@@ -143,6 +143,7 @@ class Unwritten:
         self.words = torch.tensor([_signed(word) for word in words], device=device)
         self.state = torch.tensor(state, dtype=torch.float32, device=device)
         self.written = torch.zeros(-(-bases[-1] // 32), dtype=torch.int32, device=device)
+        self.made = torch.zeros(1, dtype=torch.int64, device=device)  # rows, so far
         for base, end, each in zip(bases, bases[1:], beginnings, strict=False):
             if each.kind == "other":
                 for part in torch.arange(base, end, device=device).split(1 << 22):
@@ -178,6 +179,7 @@ def start_moves(
         unwritten.padding,
         unwritten.words,
         unwritten.state,
+        unwritten.made,
         tables,
         SEARCH=tables.bit_length(),
         WIDTH=width,
@@ -271,7 +273,7 @@ def is_written(written, row, mask):
 
 @triton.jit
 def _start_moves(
-    slots, move_slots, entering, count, written, bases, kinds, numbers, padding, words, state,
+    slots, move_slots, entering, count, written, bases, kinds, numbers, padding, words, state, made,
     num_tables, SEARCH: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -313,4 +315,5 @@ def _start_moves(
         tl.store(
             slots + slot[:, None] * WIDTH + column, tl.where(is_state, states, weights), mask=mask
         )
+        tl.atomic_add(made, tl.sum(there.to(tl.int64), axis=0))
         first += tl.num_programs(0) * ROWS
