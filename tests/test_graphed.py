@@ -531,15 +531,23 @@ def test_a_loss_that_raises_leaves_everything_usable(
 
 
 @without_gpu
-def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(seen: Replays) -> None:
+def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the step is tried with padding: one that failed before would be run again without."""
-    batches, calls = batches_of("sum", 5), []
+    batches, tries = batches_of("sum", 5), []
+    plain = hotrow.captured.CapturedStep._try
+
+    def note(self: Any, berth: Any) -> Tensor:
+        tries.append("begun")
+        return plain(self, berth)
 
     def raises_once(*_: Any) -> None:
-        calls.append(step)
-        if len(calls) == 2:
+        if tries == ["begun"]:
+            tries.append("failed")
             raise ValueError("a hook nobody likes")
 
+    monkeypatch.setattr(hotrow.captured.CapturedStep, "_try", note)
     model = make("sum", "adagrad", "lookahead", slots=40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(raises_once)
@@ -547,6 +555,7 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(seen:
     for batch in stream(batches, model, step):
         with suppress(ValueError):
             losses.append(step(batch))
+    assert tries[:2] == ["begun", "failed"]
     assert len(losses) == 4
     twin = make("sum", "adagrad")
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
