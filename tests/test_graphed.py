@@ -531,6 +531,39 @@ def test_a_loss_that_raises_leaves_everything_usable(
 
 
 @without_gpu
+def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the step is tried with padding: one that failed before would be run again without."""
+    batches, tries = batches_of("sum", 5), []
+    plain = hotrow.captured.CapturedStep._try
+
+    def note(self: Any, berth: Any) -> Tensor:
+        tries.append("begun")
+        return plain(self, berth)
+
+    def raises_once(*_: Any) -> None:
+        if tries == ["begun"]:
+            tries.append("failed")
+            raise ValueError("a hook nobody likes")
+
+    monkeypatch.setattr(hotrow.captured.CapturedStep, "_try", note)
+    model = make("sum", "adagrad", "lookahead", slots=40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(raises_once)
+    step, losses = step_of(model, optimizer=optimizer), []
+    for batch in stream(batches, model, step):
+        with suppress(ValueError):
+            losses.append(step(batch))
+    assert tries[:2] == ["begun", "failed"]
+    assert len(losses) == 4
+    twin = make("sum", "adagrad")
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+    expected = run(twin, batches, optimizer=optimizer, captured=False)
+    assert found_in(model, expected.losses).same_bits(expected)
+
+
+@without_gpu
 def test_what_is_counted_on_the_host_is_counted_with_every_replay(
     seen: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:

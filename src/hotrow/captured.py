@@ -161,9 +161,12 @@ class CapturedStep:
         if shape is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 oldest = min(self._shapes, key=lambda key: self._shapes[key].newest)
-                if self._landed - self._shapes[oldest].newest < _FORGOTTEN:
+                berths = self._shapes[oldest].berths
+                is_new = self._landed - self._shapes[oldest].newest < _FORGOTTEN
+                if is_new or any(berth.waits for berth in berths):
                     return None
-                for berth in self._shapes.pop(oldest).berths:
+                del self._shapes[oldest]
+                for berth in berths:
                     self._lanes.after("plan", berth.trained)  # before its memory is used again
                     self._empty(berth)
             shape = self._shapes[form.key] = _Shape()
@@ -225,10 +228,13 @@ class CapturedStep:
     def _try(self, berth: _Berth) -> Tensor:
         """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
         with padding shows."""
+        updates = [embedding.optimizer.steps.tolist() for embedding, _ in berth.arrivals]
         try:
             with berth.as_it_lies():
                 loss = self._run_eagerly(berth.batch)
         except Exception as error:
+            if updates != [embedding.optimizer.steps.tolist() for embedding, _ in berth.arrivals]:
+                raise  # the rows have been updated, and must not be twice
             loss = self._run_eagerly(berth.handed)  # raises again what is no matter of padding
             self._refuse(f"padding behind the lookups leads to {_short(error)}")
             return loss
@@ -260,7 +266,7 @@ class CapturedStep:
             "this training step cannot be captured as a CUDA graph, so it runs kernel by kernel, "
             f"with the same result but slower: {reason}; Trainer(graphs=False), or a loop without "
             "hotrow.graphed, says so beforehand",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def _capture(self, berth: _Berth) -> _Graph:
@@ -312,7 +318,7 @@ class CapturedStep:
                     "captures the step anew, which is slow. Give it its learning rate as a tensor "
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
                     "fused=True); Adam also wants capturable=True), which graphs follow",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
         self._settings = settings
 
