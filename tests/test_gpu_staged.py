@@ -62,7 +62,9 @@ def test_every_form_gives_the_bits_of_all_fast(
     name: str, fill: str, victims: str, rule: str
 ) -> None:
     for case in ("one-hot", "multi-hot"):
-        embedding = tight(case, rule, name, fill, victims, order=shuffled)
+        overlapped = hotrow.STRATEGIES[name].overlapped  # otherwise a cycle has one batch's stages
+        order = {"order": shuffled} if overlapped else {}
+        embedding = tight(case, rule, name, fill, victims, **order)
         assert train(embedding, CASES[case].batches(STEPS)).same_bits(all_fast(case, rule))
         assert embedding.traffic().evicted_rows > STEPS
         assert embedding.traffic().chunked_batches == 0

@@ -198,7 +198,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
         berths.append(berth)
         return real(self, berth)
 
-    def capture(launch: Callable[[], None], pool: Any) -> StandIn:
+    def capture(launch: Callable[[], None], pool: Any, priority: int) -> StandIn:
         return StandIn(launch, berths[0], found)
 
     monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
@@ -473,7 +473,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(
 ) -> None:
     """Also from berths with padding, of which an eager step must see nothing."""
 
-    def refuse(launch: Callable[[], None], pool: Any) -> None:
+    def refuse(launch: Callable[[], None], pool: Any, priority: int) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     class Rebuilds(Model):

@@ -539,7 +539,7 @@ def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> N
         )
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()
-            vectors.backward(vectors.detach().sin() + 0.01)
+            vectors.backward((vectors.detach().sin() + 0.01) / 256)
         embedding.check()
         results.append(embedding.state_dict())
     rough = {"rtol": 2e-2, "atol": 2e-4} if dtype == torch.bfloat16 else TOLERANCE

@@ -241,7 +241,8 @@ class DeviceRows(RowGroup):
         else:
             bits = self.layout.num_rows // 8
             self._notes_written = bits <= _WRITTEN_PART * share.slots * self.width * 4
-            if self._notes_written and share.slots < self.layout.num_rows:
+            by_bytes = share.packet_rows > 0  # slots given by hand are as many as were asked for
+            if self._notes_written and by_bytes and share.slots < self.layout.num_rows:
                 share = share.with_room(bits, 4 * self.width)
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map

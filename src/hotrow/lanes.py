@@ -109,7 +109,6 @@ class Lanes:
         if self._streams and self.inside is None and not self._has_turn:
             self._has_turn = True
             self.outside = torch.cuda.current_stream(self.device.index)
-            self._newest.pop("train", None)
 
     def give_turn(self) -> None:
         """From now on others may choose streams, and train."""
@@ -120,8 +119,6 @@ class Lanes:
         """What has been launched in a lane so far."""
         if not self._streams:
             return _Passed()
-        if name == "train" and self._has_turn and name in self._newest:
-            return self._newest[name]  # nobody trains during a turn
         event = torch.cuda.Event()
         event.record(self._stream(name))
         mark = self._newest[name] = _Event(event)

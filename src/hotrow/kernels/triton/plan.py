@@ -49,7 +49,8 @@ def _globalise(
         high = low + num_features
         for _ in tl.static_range(SEARCH):
             middle = (low + high) // 2
-            end = tl.load(ends + middle, mask=real & (low < high), other=0)
+            # Where the search has ended, nothing may move on.
+            end = tl.load(ends + middle, mask=real & (low < high), other=1 << 62)
             low, high = (
                 tl.where(end <= place, middle + 1, low),
                 tl.where(end <= place, high, middle),
@@ -668,7 +669,7 @@ def _count_leaving(bases, leaving, counts, traffic, num_tables, BLOCK: tl.conste
     high = low + num_tables
     for _ in tl.static_range(SEARCH):
         middle = (low + high) // 2
-        end = tl.load(bases + middle + 1, mask=mask & (low < high), other=0)
+        end = tl.load(bases + middle + 1, mask=mask & (low < high), other=1 << 62)
         low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
     per_table = tl.histogram(tl.where(mask, low, TABLES - 1), TABLES)
     table = tl.arange(0, TABLES)

@@ -292,7 +292,8 @@ def _start_moves(
         high = low + num_tables
         for _ in tl.static_range(SEARCH):
             middle = (low + high) // 2
-            end = tl.load(bases + middle + 1, mask=there & (low < high), other=0)
+            # Where the search has ended, nothing may move on.
+            end = tl.load(bases + middle + 1, mask=there & (low < high), other=1 << 62)
             low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
         table = tl.minimum(low, num_tables - 1)
         kind = tl.load(kinds + table, mask=there, other=0)[:, None]
