@@ -597,3 +597,22 @@ def test_output_in_half_precision_trains_rows_in_full() -> None:
     whole = train(build(ONE_HOT, "adagrad"), batches)
     torch.testing.assert_close(halves[0].weights, whole.weights, rtol=0.1, atol=0.05)
     assert not torch.equal(*(x.weights["embedding_bags.a.weight"] for x in (halves[0], whole)))
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_a_jagged_index_is_read_from_its_own_table(count: int) -> None:
+    """However many features a search has to tell apart."""
+    names = [f"f{i}" for i in range(count)]
+    tables = [
+        hotrow.EmbeddingBagConfig(f"t{i}", 4, 2, [name], init=hotrow.Constant(float(i)))
+        for i, name in enumerate(names)
+    ]
+    embedding = hotrow.EmbeddingBagCollection(
+        tables, hotrow.SGD(lr=1.0), strategy="all-fast", device=DEVICE
+    )
+    lengths = torch.arange(2 * count) % 3
+    values = torch.arange(int(lengths.sum())) % 4
+    ids = hotrow.KeyedJaggedTensor(names, values, lengths=lengths)
+    found = embedding(to_device(ids, DEVICE)).values().view(2, count, 2)[..., 0].cpu()
+    expected = lengths.view(count, 2).T * torch.arange(float(count))
+    assert torch.equal(found, expected)

@@ -506,11 +506,11 @@ def test_a_loss_that_raises_leaves_everything_usable(
     batches[6] = batch_of(TABLES["sum"], torch.Generator().manual_seed(1), size=SIZE - 1)
     stand_in, captures = hotrow.captured.capture, []
 
-    def capture(launch: Callable[[], None], pool: Any) -> Any:
+    def capture(launch: Callable[[], None], pool: Any, priority: int) -> Any:
         captures.append(pool)
         if len(captures) == 2:
             raise ValueError("a capture nobody likes")
-        return stand_in(launch, pool)
+        return stand_in(launch, pool, priority)
 
     def picky(found: Tensor, labels: Tensor) -> Tensor:
         if len(labels) != SIZE:
@@ -584,10 +584,10 @@ def test_what_is_counted_on_the_host_is_counted_with_every_replay(
             for each, was in zip(steps, before, strict=True):
                 each.fill_(was)  # a real replay does not come by here
 
-    def capture(launch: Callable[[], None], pool: Any) -> Counted:
+    def capture(launch: Callable[[], None], pool: Any, priority: int) -> Counted:
         for each in steps:
             each += 1
-        return Counted(stand_in(launch, pool))
+        return Counted(stand_in(launch, pool, priority))
 
     monkeypatch.setattr(hotrow.captured, "capture", capture)
     found = run(model, batches, optimizer=adagrad)

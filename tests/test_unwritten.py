@@ -11,6 +11,7 @@ import torch
 import hotrow
 import hotrow.embedding
 from hotrow.device_rows import DeviceRows
+from hotrow.kernels.triton.start import Beginning, Unwritten, start_moves
 from hotrow.tables import Constant, Normal, Uniform
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -144,3 +145,20 @@ def group_share(group: Any) -> Any:
     from hotrow.budget import Share
 
     return Share(group.pad.num_slots, len(group.buffer), False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", range(1, 13))
+def test_a_row_starts_as_its_own_table_says(count: int, device: str) -> None:
+    """However many tables a search has to tell apart."""
+    unwritten = Unwritten(
+        list(range(0, 4 * count + 1, 4)),
+        [Beginning("constant", (float(table), 0.0)) for table in range(count)],
+        (1, 2, 3), [], torch.device(device),
+    )  # fmt: skip
+    slots = torch.full((4 * count, 3), -1.0, device=device)
+    moves = torch.arange(4 * count, device=device)
+    total = torch.tensor([4 * count], dtype=torch.int32, device=device)
+    start_moves(slots, moves.int(), moves.int(), total, unwritten)
+    assert torch.equal(slots, (moves // 4)[:, None].expand(-1, 3).float())
+    assert int(unwritten.made) == 4 * count

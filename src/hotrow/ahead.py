@@ -178,7 +178,7 @@ class Ahead:
         self._running = schedule.run(
             self._strategy.timed_stages,
             self._reader.admit,
-            self._strategy.order,
+            self._strategy.order_in_cycle,
             self._reader.lanes,
         )
         self._standing.put_up()

@@ -52,6 +52,11 @@ class Strategy:
         return self.stages if self.overlapped else sequential(self.stages)
 
     @property
+    def order_in_cycle(self) -> Callable[[Sequence[Stage], int], Sequence[Stage]]:
+        """Where nothing overlaps, the stages of a cycle are one batch's, one after the other."""
+        return self.order if self.overlapped else as_listed
+
+    @property
     def hold(self) -> Hold:
         return hold_of(self.timed_stages)
 

@@ -21,9 +21,9 @@ def test_the_target_comes_first_and_everything_fits_two_calls(load) -> None:
     assert [run.name for run in runs[:3]] == [
         "target/hotrow-lookahead",
         "target/hotrow-all-fast",
-        "target/fbgemm-cached",
+        "target/hotrow-lookahead-written",
     ]
-    assert len({run.name for run in runs}) == len(runs) == 33
+    assert len({run.name for run in runs}) == len(runs) == 34
     assert sum(run.seconds for run in runs) < 2 * 9 * 60
     most = max(run.setting.total_bytes for run in runs)
     assert most < load("suite").MOST_ROW_BYTES
@@ -109,7 +109,7 @@ def test_settings_with_the_same_batches_share_them(load) -> None:
     suite, terabyte = load("suite"), load("terabyte")
     given = argparse.Namespace(
         smoke=True, timed=10, warmup=None, no_compile=True, no_graphs=False, interaction="plain",
-        masters="plain",
+        masters="plain", fill="auto",
     )  # fmt: skip
     by_name = {setting.name: setting for setting in terabyte.SETTINGS}
     target, wide, skewed = (
