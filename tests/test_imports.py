@@ -64,6 +64,7 @@ LAYERS = [
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
     {"batch", "store", "pinned", "profile", "optim", "planner"},
     {"stages", "device_planner", "staged"},
+    {"writeback"},
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
     {"step", "device_rows"},
@@ -186,7 +187,9 @@ def imported() -> set[str]:
 
 
 # What rows on a GPU are made of; everything else is there without Triton.
-ENGINE = {f"hotrow.{name}" for name in ("device_planner", "device_rows", "staged", "fills")}
+ENGINE = {
+    f"hotrow.{name}" for name in ("device_planner", "device_rows", "staged", "fills", "writeback")
+}
 
 
 def test_only_rows_on_a_gpu_need_triton() -> None:

@@ -130,7 +130,7 @@ class LateJob:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     worker = Late()
-    monkeypatch.setattr(hotrow.staged, "_shared_worker", lambda: worker)
+    monkeypatch.setattr(hotrow.staged, "shared_worker", lambda: worker)
     return worker
 
 
@@ -194,7 +194,7 @@ def test_rows_that_come_late_are_waited_for(name: str, fill: str, victims: str, 
     embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
     found = train(embedding, ONE_HOT.batches(steps), depth=4)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
-    assert set(late.done) == ({"_gather"} if fill == "mixed" else {"_write", "_gather"})
+    assert set(late.done) == ({"_gather"} if fill == "mixed" else {"write_rows", "_gather"})
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
@@ -222,7 +222,7 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
     """Two threads instead of one: a write waits until the next batch's rows have been gathered."""
     steps = 14
     done: set[int] = set()
-    real_gather, real_write = hotrow.staged._gather, hotrow.staged._write
+    real_gather, real_write = hotrow.staged._gather, hotrow.staged.write_rows
 
     def gather(number: int, *args: Any) -> None:
         real_gather(*args)
@@ -243,7 +243,7 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
             self.asked += 1
             return self.submit(gather, self.asked - 1, *args)
 
-    monkeypatch.setattr(hotrow.staged, "_shared_worker", Disordered)
+    monkeypatch.setattr(hotrow.staged, "shared_worker", Disordered)
     with ThreadPoolExecutor(4) as others:
         embedding = tight(ONE_HOT, name=name, steps=steps)
         found = train(embedding, ONE_HOT.batches(steps), depth=5)
@@ -458,7 +458,7 @@ def test_collections_with_other_forms_train_side_by_side() -> None:
 # -- the thread ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("job", ["_gather", "_write"])
+@pytest.mark.parametrize("job", ["_gather", "write_rows"])
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
 def test_an_error_in_the_background_is_told_in_the_loop(
     name: str, job: str, monkeypatch: pytest.MonkeyPatch
@@ -516,11 +516,11 @@ def test_a_program_ends_though_rows_are_on_their_way() -> None:
         import time, torch, hotrow, hotrow.embedding, hotrow.staged
         from hotrow.device_rows import DeviceRows
         hotrow.embedding._engine = lambda device: DeviceRows
-        real = hotrow.staged._write
+        real = hotrow.staged.write_rows
         def late(*args):
             time.sleep(0.3)
             real(*args)
-        hotrow.staged._write = late
+        hotrow.staged.write_rows = late
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(8, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection(

@@ -98,11 +98,18 @@ class DevicePlan:
     buffers: PlanBuffers
     ranking: int  # which ranking its victims come from
     rebuild: int  # and since which rebuild its tombstones count
+    known: int = 0  # batches after it whose ids were known
     ready: Mark | None = None
     outcome: int | None = None
     num_unique: int = 0
     num_moves: int = 0
     num_evicted: int = 0
+    soonest: int = NEVER  # in how many batches the first of the leaving rows is used again
+
+    @property
+    def certain(self) -> int:
+        """The last batch that is known to use none of the leaving rows."""
+        return self.number + min(self.known, self.soonest - 1)
 
     def segments(self) -> Segments:
         b, count = self.buffers, self.lookups
@@ -157,6 +164,7 @@ class DevicePlanner:
         self.on_plan: Callable[[DevicePlan], None] = lambda plan: None  # launched after each plan
         self.fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
         self.fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
+        self.fresh_counts[kernels.SOONEST] = NEVER
         self._unread: deque[DevicePlan] = deque()
         self._mean_missing = 0.0
         self._queue_left = 0
@@ -287,7 +295,9 @@ class DevicePlanner:
         self._prepare_victims()
         self._repin()
         number = self._origin + self.number
-        plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds)
+        plan = DevicePlan(
+            number, batch.lookups, buffers, self._rankings, self._rebuilds, len(self.window)
+        )
         self._launch(batch, plan, announced=announced)
         self.number += 1
         self._unread.append(plan)
@@ -357,6 +367,7 @@ class DevicePlanner:
             return
         plan.num_unique, plan.num_moves = counts[kernels.UNIQUE], counts[kernels.MOVES]
         plan.num_evicted = counts[kernels.EVICTED] + counts[kernels.AGAIN]
+        plan.soonest = counts[kernels.SOONEST]
         missing = counts[kernels.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
         self._mean_missing += 0.1 * (missing - self._mean_missing)

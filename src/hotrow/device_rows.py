@@ -54,8 +54,10 @@ from hotrow.staged import FILL_BLOCKS, Packet, Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store, initialise_table, seed_word
 from hotrow.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
+from hotrow.writeback import WriteBack
 
 _WINDOW_BYTES = 1 << 26
+_READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
@@ -161,6 +163,7 @@ class DeviceRows(RowGroup):
     plans_later = True
     zero_copy = True  # the device reads and writes the store by itself
     staged: Staged | None = None  # or the copy engine and the CPU move rows
+    back: WriteBack | None = None  # or only those that leave
     unwritten: start.Unwritten | None = None  # rows that need not be read: the device knows them
     _notes_written = False
     planner: DevicePlanner  # type: ignore[assignment]
@@ -231,7 +234,7 @@ class DeviceRows(RowGroup):
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
         packets = 0
-        if self.fill_choice.form != "zero-copy":
+        if self.fill_choice.form in ("mixed", "staged"):
             if not self.strategy.staged:
                 self.strategy = replace(self.strategy, stages=SPLIT)
             # One more than may be in transit, so that nobody waits for its last row to be written.
@@ -244,12 +247,23 @@ class DeviceRows(RowGroup):
             by_bytes = share.packet_rows > 0  # slots given by hand are as many as were asked for
             if self._notes_written and by_bytes and share.slots < self.layout.num_rows:
                 share = share.with_room(bits, 4 * self.width)
+            if self.fill_choice.form == "bulk" and by_bytes:
+                share = share.with_packets(2, 4 * self.width)  # three, of two thirds
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
         )
         self.slots = self.pad.slots
         self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
         self._past = self.strategy.hold.past
+        if self.fill_choice.form == "bulk":
+            most = 2 * share.packet_rows // 3 or min(share.slots, MOST_PACKED)
+            self.back = WriteBack(
+                self.store,
+                self.slots,
+                most=max(1, most),
+                id_type=self.pad.id_type,
+                lanes=self.lanes,
+            )
         if packets:
             self.staged = Staged(
                 self.store, self.slots, most=share.packet_rows or min(share.slots, MOST_PACKED),
@@ -269,6 +283,8 @@ class DeviceRows(RowGroup):
         strategy, wanted = self.strategy, self.fill_form
         if not self.zero_copy:
             return FillChoice("staged", "the store is not page-locked")
+        if wanted == "bulk" and not (strategy.eviction.looks_ahead and strategy.overlapped):
+            return FillChoice("zero-copy", f"{strategy.name} does not know which rows come again")
         if wanted == "mixed" and strategy.refetch:
             # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
             return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")
@@ -493,7 +509,9 @@ class DeviceRows(RowGroup):
             return
         if self.staged is not None:
             self.staged.wait()  # a row on its way back may be fetched again
-        if self.zero_copy:
+        if self.back is not None:
+            self._fill_and_keep(work, self.back)
+        elif self.zero_copy:
             b = work.plan.buffers
             self._replay(b, "fill", 0, lambda: self._move(b))
             self._store_changed("rows")
@@ -501,6 +519,33 @@ class DeviceRows(RowGroup):
             self._fill_by_host(work)
         self._mark_collected(work)
         work.inserted = True
+
+    def _fill_and_keep(self, work: DeviceWork, back: WriteBack) -> None:
+        """Read entering rows; leaving ones are kept for a while, and go back with others."""
+        plan = work.plan
+        assert plan is not None
+        b, moves, new = plan.buffers, _moves_in(plan.buffers), self.unwritten
+        if work.announced:
+            back.let_read(plan.number)
+        else:
+            back.wait()  # nobody has looked ahead to it
+        if plan.num_evicted and plan.num_moves > back.most:
+            back.wait()
+            self._replay(b, "fill", 0, lambda: self._move(b))
+            return
+        packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
+
+        def launch() -> None:
+            if packet is not None:
+                back.pack(packet, b.move_slots, b.leaving, moves, new)
+            fill.fill(
+                self.slots, self.store.rows, b.move_slots, None, b.entering, moves, _READ_BLOCKS,
+                written=None if new is None else new.written,
+            )  # fmt: skip
+            if new is not None:
+                start.start_moves(self.slots, b.move_slots, b.entering, moves, new)
+
+        self._replay(b, "bulk", -1 if packet is None else packet.number, launch)
 
     def _fill_by_host(self, work: DeviceWork) -> None:
         """Where the device cannot reach the store: the host waits, gathers and copies."""
@@ -666,6 +711,10 @@ class DeviceRows(RowGroup):
 
     def settle(self) -> None:
         self.lanes.join()
+        if self.back is not None:
+            with self.lanes.on("rows"):
+                self.back.wait()
+            self.lanes.join()
         if self.staged is not None:
             if self.in_transit:
                 self._insert_all()
@@ -747,7 +796,7 @@ class DeviceRows(RowGroup):
             "row-to-slot map": self.pad.map.num_bytes,
             "plans": self._pool_of_buffers.num_bytes,
             "buffer": self.buffer.numel() * 4,
-            "rows on their way": 0 if self.staged is None else self.staged.num_bytes,
+            "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
             "which rows were written": 0 if new is None else new.written.numel() * 4,
         }
 

@@ -102,7 +102,7 @@ class Staged:
         ]
         self._begun = 0
         self._changed: list[Mark] = []
-        self._worker = _shared_worker()
+        self._worker = shared_worker()
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ class Staged:
         """
         packet = self._packets[self._begun % len(self._packets)]
         assert not packet.in_use, "more batches in transit than packets"
-        _finish(packet.written)
+        finish(packet.written)
         count = entering.numel()
         packet.begin(self._begun, moves, counted, count)
         self._begun += 1
@@ -173,7 +173,7 @@ class Staged:
         if packet.there is not None and packet.written is None:
             here = slice(packet.count)
             packet.written = self._worker.ask(
-                _write, self._store, packet.leaving[here], packet.out[here], (packet.there,)
+                write_rows, self._store, packet.leaving[here], packet.out[here], (packet.there,)
             )
 
     def arrive(self, packet: Packet) -> None:
@@ -181,7 +181,7 @@ class Staged:
         if packet.arrived:
             return
         self.depart(packet)
-        _finish(packet.gathered)
+        finish(packet.gathered)
         self._lanes.after("rows", packet.there)
         here = slice(packet.count)
         packet.rows[here].copy_(packet.into[here], non_blocking=True)
@@ -205,10 +205,10 @@ class Staged:
     def wait(self) -> None:
         """Every row that was to be written is in its place when this returns."""
         for packet in self._packets:
-            _finish(packet.written)
+            finish(packet.written)
 
 
-def _finish(job: Future[None] | None) -> None:
+def finish(job: Future[None] | None) -> None:
     if job is None:
         return
     try:
@@ -227,7 +227,7 @@ def _gather(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> N
     store.read(ids, out=rows)
 
 
-def _write(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
+def write_rows(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
     for mark in after:
         mark.wait()
     ids = ids.long()
@@ -262,7 +262,7 @@ class _Worker(ThreadPoolExecutor):
 _known_worker: weakref.ref[_Worker] | None = None
 
 
-def _shared_worker() -> _Worker:
+def shared_worker() -> _Worker:
     """One for all that moves rows, so that they do not take each other's cores."""
     global _known_worker
     found = None if _known_worker is None else _known_worker()

@@ -76,6 +76,28 @@ def pack(
     _repack(slots, move_slots, None, None, count, out)
 
 
+def pack_more(
+    slots: Tensor,  # [C, width] float32
+    move_slots: Tensor,  # [cap] int32
+    leaving: Tensor,  # [cap] int32 or int64, -1 for none
+    count: Tensor,  # [1] int32
+    rows: Tensor,  # [most, width] float32
+    ids: Tensor,  # [most] int32 or int64
+    taken: Tensor,  # [1] int32: how many of them are taken, and afterwards how many are
+    written: Tensor | None,  # a bit for each row of the store, or None
+) -> None:
+    """Copy leaving rows behind those that were packed before, and note them as written."""
+    width = _width(slots, rows)
+    piece, pieces = _pieces(width)
+    tile = max(1, 2048 // piece)
+    most = min(rows.shape[0], move_slots.numel())
+    _pack_more[(triton.cdiv(most * pieces, tile),)](
+        slots, move_slots, leaving, count, rows, ids, taken, written, rows.shape[0], WIDTH=width,
+        PIECE=piece, PIECES=pieces, TILE=tile,
+    )  # fmt: skip
+    _take[(1,)](taken, count)
+
+
 def unpack(
     slots: Tensor,  # [C, width] float32
     move_slots: Tensor,  # [cap] int32
@@ -204,7 +226,10 @@ def _fill(
             tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
         elif leaving is None:
             new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
-            enters = (new >= 0)[:, None] & inside
+            comes = new >= 0
+            if written is not None:
+                comes = is_written(written, new, comes)
+            enters = comes[:, None] & inside
             incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
             tl.store(in_slots, incoming, mask=enters)
         else:
@@ -244,6 +269,32 @@ def _pack(
             new = tl.load(entering + move, mask=there, other=-1)
             mask = (there & (new != old))[:, None] & inside
             tl.store(in_slots, tl.load(in_packed, mask=mask), mask=mask)
+
+
+@triton.jit
+def _pack_more(
+    slots, move_slots, leaving, count, rows, ids, taken, written, most, WIDTH: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    before = tl.load(taken)
+    total = tl.minimum(tl.load(count), most - before) * PIECES
+    first = tl.program_id(0) * TILE
+    if first < total:
+        move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
+        slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
+        row = tl.load(leaving + move, mask=there, other=-1)
+        place = before + move
+        tl.store(ids + place, row, mask=there)
+        if written is not None:
+            set_written(written, row.to(tl.int64), there & (row >= 0))
+        mask = there[:, None] & inside
+        found = tl.load(slots + slot[:, None] * WIDTH + column, mask=mask)
+        tl.store(rows + place.to(tl.int64)[:, None] * WIDTH + column, found, mask=mask)
+
+
+@triton.jit
+def _take(taken, count):
+    tl.store(taken, tl.load(taken) + tl.load(count))
 
 
 @triton.jit

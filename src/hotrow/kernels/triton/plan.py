@@ -24,7 +24,7 @@ PINNED = 2**31 - 1
 CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT = range(10)
 STATE_WORDS = 16
 # Words of `counts`, one set per plan.
-UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED = range(7)
+UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED, SOONEST = range(8)
 COUNT_WORDS = 8
 # What became of a plan.
 PLANNED, NO_ROOM, BAD_ID, NOT_PLANNED = range(4)
@@ -245,6 +245,13 @@ def _take_victims(
         evicted = tl.sum((taken & (row >= 0)).to(tl.int32), axis=0)
         if evicted > 0:
             tl.atomic_add(counts + 6, evicted)
+        if LOOKS_AHEAD:
+            # In how many batches the first of them is used again, as far as is known.
+            soon = tl.load(next_use + slot, mask=taken, other=2147483647)
+            ahead = tl.where(soon == 2147483647, soon, soon - tl.load(state))
+            soonest = tl.min(ahead, axis=0)
+            if soonest < 2147483647:
+                tl.atomic_min(counts + 7, soonest)
         last = taken & (move == num_missing - 1)
         head = tl.load(state + 2) + place + 1
         tl.store(new_head + tl.zeros(place.shape, tl.int32), head, mask=last)

@@ -1,0 +1,180 @@
+"""Rows that leave in bulk: nobody reads them in the store before they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+import hotrow.embedding
+import hotrow.writeback
+from builders import CASES, RULES, Outcome, tight_budget, train, variant
+from hotrow.device_rows import DeviceRows
+from hotrow.evict import EVICTIONS
+from hotrow.strategy import Strategy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS = 12
+VICTIMS = ("own", "random", "most-recent")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+
+
+class Late:
+    """A worker that does nothing until somebody waits for it: later than any thread could be."""
+
+    def __init__(self) -> None:
+        self.queue: list[LateJob] = []
+        self.done = 0
+
+    def ask(self, job: Callable[..., None], *args: Any) -> LateJob:
+        self.queue.append(LateJob(self, job, args))
+        return self.queue[-1]
+
+
+class LateJob:
+    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
+        self.worker, self.job, self.args = worker, job, args
+        self.is_done = False
+
+    def result(self) -> None:
+        while not self.is_done:
+            first = self.worker.queue.pop(0)
+            first.job(*first.args)
+            first.is_done = True
+            self.worker.done += 1
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    worker = Late()
+    monkeypatch.setattr(hotrow.writeback, "shared_worker", lambda: worker)
+    return worker
+
+
+def looking_ahead(victims: str) -> Strategy:
+    """Other victims than its own, though next uses are known: rows come back soon."""
+    strategy = replace(variant("lookahead"), pinned_part=0.0)
+    if victims == "own":
+        return strategy
+    return replace(strategy, eviction=replace(EVICTIONS[victims], looks_ahead=True))
+
+
+def build(
+    case: str, rule: str = "adagrad", strategy: str | Strategy = "all-fast", **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        CASES[case].tables, RULES[rule], strategy=strategy, seed=3, device=DEVICE, **options
+    )
+
+
+def tight(
+    case: str, rule: str, victims: str, *, roomier: float = 1.0, steps: int = STEPS
+) -> hotrow.EmbeddingBagCollection:
+    strategy = looking_ahead(victims)
+    budget = tight_budget(CASES[case], CASES[case].batches(steps), strategy.hold)
+    shares = [replace(share, slots=int(roomier * share.slots)) for share in budget.shares]
+    budget = replace(budget, shares=tuple(shares))
+    return build(case, rule, strategy, budget=budget, fill="bulk")
+
+
+@cache
+def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
+    return train(build(case, rule), CASES[case].batches(steps))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("victims", VICTIMS)
+@pytest.mark.parametrize(
+    ("case", "rule"), [("one-hot", "adam"), ("multi-hot", "row-wise"), ("two-widths", "sgd")]
+)
+def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
+    case: str, rule: str, victims: str, depth: int, late: Late
+) -> None:
+    embedding = tight(case, rule, victims)
+    found = train(embedding, CASES[case].batches(STEPS), depth=depth)
+    assert found.same_bits(all_fast(case, rule))
+    assert embedding.traffic().chunked_batches == 0
+    assert embedding.traffic().evicted_rows > STEPS
+    assert late.done > 0
+    embedding.check()
+
+
+def test_with_threads_of_their_own_they_do_too() -> None:
+    for victims in VICTIMS:
+        embedding = tight("one-hot", "adamw", victims)
+        found = train(embedding, CASES["one-hot"].batches(STEPS), depth=5)
+        assert found.same_bits(all_fast("one-hot", "adamw"))
+
+
+def test_rows_of_several_batches_go_together(late: Late) -> None:
+    steps = 30
+    embedding = tight("one-hot", "sgd", "own", roomier=2.0, steps=steps)
+    (group,) = embedding.groups
+    sent = []
+    real = group.back._send
+
+    def send(packet: Any) -> None:
+        sent.append(packet.filled)
+        real(packet)
+
+    group.back._send = send
+    found = train(embedding, CASES["one-hot"].batches(steps), depth=6)
+    assert found.same_bits(all_fast("one-hot", "sgd", steps))
+    evicting = steps - 5
+    assert 0 < len(sent) < evicting
+
+
+def test_a_batch_that_did_not_wait_would_read_old_bits(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or this file could not tell right from wrong."""
+    monkeypatch.setattr(hotrow.writeback.WriteBack, "let_read", lambda self, batch: None)
+    embedding = tight("one-hot", "adam", "random")
+    found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
+    assert not found.same_bits(all_fast("one-hot", "adam"))
+
+
+def test_evaluation_and_a_second_loop_find_every_row(late: Late) -> None:
+    batches = CASES["one-hot"].batches(STEPS)
+    embedding, expected = tight("one-hot", "adam", "own"), build("one-hot", "adam")
+    for each in (embedding, expected):
+        for part in (batches[:5], batches[5:]):
+            for batch in hotrow.ahead(part, each):
+                each(batch).values().sin().sum().backward()
+                with torch.no_grad():
+                    each.eval()
+                    each(batches[0].to(DEVICE))
+                    each.train()
+    for table in embedding.tables:
+        for (_, one), (_, other) in zip(
+            embedding.rows(table.name), expected.rows(table.name), strict=False
+        ):
+            count = min(len(one), len(other))
+            assert torch.equal(one[:count], other[:count])
+
+
+def test_a_failure_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError("the memory is gone")
+
+    monkeypatch.setattr(hotrow.writeback, "write_rows", broken)
+    embedding = tight("one-hot", "sgd", "own")
+    with pytest.raises(RuntimeError, match=r"failed in the background .*the memory is gone"):
+        train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
+
+
+def test_strategies_that_look_not_ahead_write_rows_at_once() -> None:
+    embedding = build("one-hot", "sgd", "lru", budget=4_000, fill="bulk")
+    (group,) = embedding.groups
+    assert group.back is None
+    assert "does not know which rows come again" in str(embedding.fills())
