@@ -202,13 +202,13 @@ def test_captured_multi_hot_steps_give_the_bits_of_eager_ones(tables: str, rule:
     """A short last batch, and schedules of rows and dense part; whole tables are compared."""
     weighted = tables != "mean"
     expected = Run(tables, rule).by_hand(batches(weighted=weighted)).found()
-    for strategy, budget in (("all-fast", None), ("lookahead", "25%"), ("lru", "25%")):
+    for strategy, budget in (("all-fast", None), ("lookahead", "60%"), ("lru", "60%")):
         run = Run(tables, rule, strategy, budget).graphed(batches(weighted=weighted))
         assert run.num_graphs > 1
         assert same_bits(run.found(), expected)
         if budget:
             assert run.embedding.traffic().evicted_rows > 0
-    eager = Run(tables, rule, "lookahead", "25%").by_hand(batches(weighted=weighted))
+    eager = Run(tables, rule, "lookahead", "60%").by_hand(batches(weighted=weighted))
     assert same_bits(eager.found(), expected)
 
 
@@ -224,7 +224,7 @@ def test_another_schedule_gives_other_bits() -> None:
 @pytest.mark.parametrize("tables", TABLES)
 def test_a_trainer_captures_jagged_batches(tables: str) -> None:
     expected = Run(tables).trained(batches(), graphs=False).found()
-    run = Run(tables, strategy="lookahead", budget="25%").trained(batches(), graphs=True)
+    run = Run(tables, strategy="lookahead", budget="60%").trained(batches(), graphs=True)
     assert run.num_graphs > 1
     assert same_bits(run.found(), expected)
 
@@ -232,7 +232,7 @@ def test_a_trainer_captures_jagged_batches(tables: str) -> None:
 @pytest.mark.parametrize("dense", ["adagrad", "adam"])
 def test_optimizers_of_the_dense_part_with_state_are_captured(dense: str) -> None:
     expected = Run(dense=dense).by_hand(batches()).found()
-    run = Run(strategy="lookahead", budget="25%", dense=dense).graphed(batches())
+    run = Run(strategy="lookahead", budget="60%", dense=dense).graphed(batches())
     assert run.num_graphs > 1
     assert same_bits(run.found(), expected)
     steps = [float(state["step"]) for state in run.dense.state.values()]
@@ -241,7 +241,7 @@ def test_optimizers_of_the_dense_part_with_state_are_captured(dense: str) -> Non
 
 
 def test_an_optimizer_that_asks_the_host_for_its_steps_is_told_of() -> None:
-    run, twin = Run(strategy="lookahead", budget="25%"), Run()
+    run, twin = Run(strategy="lookahead", budget="60%"), Run()
     for each in (run, twin):
         each.dense = torch.optim.Adam(each.model.parameters(), lr=0.01)
         each.schedules.pop()
@@ -264,14 +264,14 @@ def test_a_batch_larger_than_the_room(limited: bool) -> None:
 def test_the_room_for_lookups_is_given_once() -> None:
     source = list(batches())
     most = max(batch.sparse.values().numel() for batch in source)  # type: ignore[union-attr]
-    run = Run(strategy="lookahead", budget="25%").graphed(source, batch_size=SIZE, max_lookups=most)
+    run = Run(strategy="lookahead", budget="60%").graphed(source, batch_size=SIZE, max_lookups=most)
     assert len(run.step.landing._shapes) == 1
     assert run.num_graphs <= 6
     assert same_bits(run.found(), Run().by_hand(source).found())
 
 
 def test_plans_of_jagged_batches_are_replayed() -> None:
-    run = Run(strategy="lookahead", budget="25%").graphed(batches())
+    run = Run(strategy="lookahead", budget="60%").graphed(batches())
     kinds = [key[0] for key in run.embedding.groups[0].planner.recorder._graphs]
     assert 0 < kinds.count("plan") <= 24
     assert 0 < kinds.count("expect") <= 8
@@ -279,7 +279,7 @@ def test_plans_of_jagged_batches_are_replayed() -> None:
 
 def test_leaving_a_loop_and_coming_back_changes_no_bit() -> None:
     source = list(batches())
-    run = Run(strategy="lookahead", budget="25%")
+    run = Run(strategy="lookahead", budget="60%")
     step = run.step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
     for begin, end in ((0, 25), (25, 26), (26, STEPS)):
         stream = hotrow.ahead(source[begin:], run.model, ids=lambda b: b.sparse, step=step)
@@ -294,7 +294,7 @@ def test_leaving_a_loop_and_coming_back_changes_no_bit() -> None:
 
 def test_batches_pulled_together_skipped_and_evaluated_in_between() -> None:
     source = list(batches())
-    run, twin = Run(strategy="lookahead", budget="25%"), Run()
+    run, twin = Run(strategy="lookahead", budget="60%"), Run()
     run.step = step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
     stream = hotrow.ahead(source, run.model, ids=lambda b: b.sparse, step=step)
     trained = []
@@ -322,7 +322,7 @@ def test_a_bad_id_leaves_the_bits_of_the_steps_before_it() -> None:
     source, bad = list(batches()), 50
     sparse: Any = source[bad].sparse
     sparse.values()[int(sparse.offsets()[SIZE])] = 300  # the first of g
-    run, twin = Run("two-widths", "adam", "lookahead", "25%"), Run("two-widths", "adam")
+    run, twin = Run("two-widths", "adam", "lookahead", "60%"), Run("two-widths", "adam")
     with pytest.raises(ValueError, match=r"feature 'g', position \d+: id 300 is outside table 'b'"):
         run.graphed(source)
     assert run.num_graphs > 1
@@ -355,7 +355,7 @@ def test_a_batch_that_does_not_fit_passes_through_from_its_berth() -> None:
 
 
 def test_a_model_that_reads_values_back_goes_on_eagerly() -> None:
-    run, twin = Run(strategy="lookahead", budget="25%"), Run()
+    run, twin = Run(strategy="lookahead", budget="60%"), Run()
     plain = run.model.forward
 
     def reads_back(batch: ClickBatch) -> Tensor:
@@ -378,7 +378,7 @@ def test_a_loss_that_raises_leaves_everything_usable() -> None:
         return F.binary_cross_entropy_with_logits(logits, labels)
 
     source = list(batches())
-    run, twin = Run(strategy="lookahead", budget="25%"), Run()
+    run, twin = Run(strategy="lookahead", budget="60%"), Run()
     run.step = step = hotrow.graphed(run.model, picky, run.dense)
     with pytest.raises(ValueError, match="labels nobody likes"):
         run.graphed(source)
@@ -394,7 +394,7 @@ def test_gradients_may_be_clipped_inside_the_step() -> None:
     def clip(optimizer: Any, *_: Any) -> None:
         nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.01)
 
-    run, twin = Run(strategy="lookahead", budget="25%"), Run()
+    run, twin = Run(strategy="lookahead", budget="60%"), Run()
     for each in (run, twin):
         each.dense.register_step_pre_hook(clip)
     run.graphed(batches())
