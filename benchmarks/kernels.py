@@ -129,9 +129,10 @@ def sort_ids(shape: Shape) -> Case:
 
 def plan(shape: Shape) -> Case:
     """A whole plan, sort included, of one new batch after another, from empty slots on."""
-    from hotrow.device_planner import DevicePlanner, DeviceScratchpad, PlanBuffers
+    from hotrow.device_planner import DevicePlanner, DeviceScratchpad
     from hotrow.evict import EVICTIONS
     from hotrow.lanes import lanes_of
+    from hotrow.plan_buffers import PlanBuffers
     from hotrow.planner import Hold
 
     pad = DeviceScratchpad(shape.num_slots, 0, shape.num_rows, shape.device, dense_map=False)

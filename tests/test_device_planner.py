@@ -22,13 +22,13 @@ from hotrow.device_planner import (
     DevicePlanner,
     DeviceScratchpad,
     Expected,
-    PlanBuffers,
 )
 from hotrow.evict import EVICTIONS
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE
+from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import Hold, Pins, Planner
 from hotrow.scratchpad import Scratchpad
 

@@ -62,9 +62,9 @@ def parts_imported_by(module: str) -> set[str]:
 LAYERS = [
     {"kernels", "interrupt", "lanes", "masters", "watch"},
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
-    {"batch", "store", "pinned", "profile", "optim", "planner"},
-    {"stages", "device_planner", "staged"},
-    {"writeback"},
+    {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers"},
+    {"stages", "device_planner", "device_start", "staged"},
+    {"writeback", "everything", "device_work"},
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
     {"step", "device_rows"},
@@ -188,8 +188,12 @@ def imported() -> set[str]:
 
 # What rows on a GPU are made of; everything else is there without Triton.
 ENGINE = {
-    f"hotrow.{name}" for name in ("device_planner", "device_rows", "staged", "fills", "writeback")
-}
+    f"hotrow.{name}"
+    for name in (
+        "device_planner", "device_rows", "device_start", "device_work", "everything", "fills",
+        "plan_buffers", "staged", "writeback",
+    )
+}  # fmt: skip
 
 
 def test_only_rows_on_a_gpu_need_triton() -> None:

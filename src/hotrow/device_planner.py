@@ -19,6 +19,7 @@ from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE, DeviceMap
 from hotrow.kernels.triton.segments import Segments
 from hotrow.lanes import Mark, Recorder
+from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import OLDEST, Hold, Pins
 
 _LAST_NUMBER = 2**30
@@ -58,35 +59,6 @@ class DeviceScratchpad:
         assert torch.equal(self.map.lookup(rows).long(), taken), "the maps disagree"
         assert self.map.count() == rows.numel(), "the maps disagree in number"
         assert not self.slots[self.null_slot].any(), "the padding slot was written to"
-
-
-class PlanBuffers:
-    """The tensors of one plan, for at most `capacity` lookups; used again and again."""
-
-    def __init__(
-        self, capacity: int, id_type: torch.dtype, device: torch.device, *, tells: bool = False
-    ) -> None:
-        self.capacity = capacity
-
-        def words(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(count, dtype=dtype, device=device)
-
-        self.order, self.rank = words(capacity), words(capacity)
-        self.starts = words(capacity + 1)
-        self.ids = words(capacity, id_type)
-        self.row_slots, self.lookup_slots = words(capacity), words(capacity)
-        self.move_slots = words(capacity)
-        self.leaving, self.entering = words(capacity, id_type), words(capacity, id_type)
-        self.counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self.status = torch.zeros(16, dtype=torch.int32, pin_memory=pinned)
-        self.told: Tensor | None = None  # what enters, for a host that gathers it
-        if tells:
-            self.told = torch.zeros(capacity, dtype=id_type, pin_memory=pinned)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.capacity * (28 + 3 * self.ids.element_size())
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,12 +22,8 @@ from hotrow.batch import (
     Lookups,
     Room,
     columns_of,
-    divisor_of,
-    fixed_outline,
     is_pooled,
     lookups_of,
-    outline_of,
-    spans_of,
 )
 from hotrow.budget import MOST_PACKED, Share
 from hotrow.device_planner import (
@@ -36,125 +31,29 @@ from hotrow.device_planner import (
     DevicePlanner,
     DeviceScratchpad,
     Expected,
-    PlanBuffers,
 )
-from hotrow.evict import EVICTIONS
+from hotrow.device_start import initialise_on_gpu, unwritten_rows
+from hotrow.device_work import DeviceWork
+from hotrow.everything import AllPlanner, AllSlots
 from hotrow.fills import FillChoice, choose
 from hotrow.interrupt import uninterrupted
-from hotrow.kernels.reference import Moves, SortedIds, sort_ids
+from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill, lookup, start, update
 from hotrow.kernels.triton import plan as planning
 from hotrow.kernels.triton.segments import Segments, segments_of
-from hotrow.lanes import Lanes, Mark, Name
+from hotrow.lanes import Mark, Name
 from hotrow.pinned import locked_rows
-from hotrow.planner import Hold
+from hotrow.plan_buffers import BufferPool, PlanBuffers
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
-from hotrow.staged import FILL_BLOCKS, Packet, Staged
+from hotrow.staged import FILL_BLOCKS, Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
-from hotrow.store import Store, initialise_table, seed_word
-from hotrow.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
+from hotrow.store import Store
+from hotrow.tables import WidthGroup
 from hotrow.writeback import WriteBack
 
-_WINDOW_BYTES = 1 << 26
 _READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
-
-
-class DeviceWork(Work):
-    """One batch's lookups in one width group; how many are unique, only the device knows."""
-
-    group: DeviceRows
-    plan: DevicePlan | None  # type: ignore[assignment]
-
-    def __init__(self, group: DeviceRows, batch: Batch) -> None:
-        self.group, self.batch = group, batch
-        self.plan = None
-        self.expected: Expected | None = None
-        self.announced = True  # batches before it hold its rows
-        self.incoming = self.outgoing = None
-        self.packet: Packet | None = None  # its rows on their way, between collect and insert
-        self.collected = self.inserted = self.confirmed = False
-        self.berth: int | None = None  # the plan's buffers are to be the same for each
-        self.is_fixed = False  # launches are to be the same for all batches of one shape
-        self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
-        # Of the plan: padding fills it up, so that plans of other batches are launched alike.
-        self.size = self.num_lookups
-        if batch.offsets is not None and group.is_pooled:
-            self.size = group.room(self.size)
-        self._lookups: Lookups | None = None
-        self._bag_of: Tensor | None = None
-        self._sorted: SortedIds | None = None
-
-    @property
-    def num_lookups(self) -> int:
-        if self.batch.offsets is None:
-            return self.batch.num_samples * len(self.group.layout.features)
-        return sum(high - low for low, high in self.spans)
-
-    @property
-    def is_filled_up(self) -> bool:
-        """Whether padding stands behind the lookups in the plan."""
-        return self.size > self.num_lookups
-
-    @property
-    def lookups(self) -> Lookups:  # type: ignore[override]
-        """Without ids: reading those would wait for the device."""
-        if self._lookups is None and self.is_fixed:
-            assert self.plan is not None
-            slots = self.plan.buffers.lookup_slots[: self.size]
-            self._lookups = fixed_outline(
-                self.batch, self.group.layout, self.group.columns(self.batch.keys), self.size,
-                slots != self.group.pad.null_slot,
-            )  # fmt: skip
-        if self._lookups is None:
-            x = outline_of(self.batch, self.group.layout)
-            divisor = divisor_of(self.batch, x, self.group.layout)
-            self._lookups = Lookups(
-                x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
-            )
-        return self._lookups
-
-    @property
-    def bag_of(self) -> Tensor | None:
-        """The bag of each lookup; None where each is its own."""
-        if self._bag_of is None and self.lookups.offsets is not None:
-            self._bag_of = self.lookups.bag_of().int()
-        return self._bag_of
-
-    @property
-    def ids(self) -> SortedIds:  # type: ignore[override]
-        """Sorted on demand, for the direct way; waits for the device."""
-        if self._sorted is None:
-            found = lookups_of(self.batch, self.group.layout)
-            self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
-        return self._sorted
-
-    def reads_like(self, planned: Work) -> bool:
-        assert isinstance(planned, DeviceWork)
-        mine, theirs = self.lookups, planned.lookups
-        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
-            return False
-        if mine.offsets is not None:
-            assert theirs.offsets is not None
-            if not torch.equal(mine.offsets, theirs.offsets):
-                return False
-        return torch.equal(self._looked_up(), planned._looked_up())
-
-    def _looked_up(self) -> Tensor:
-        """The ids of the lookups, as they were when they were planned."""
-        if self.plan is None:
-            ids = lookups_of(self.batch, self.group.layout).ids
-            return torch.where(ids < 0, self.group.layout.num_rows, ids)
-        segments = self.plan.segments()
-        ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
-        ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
-        return ids[: self.num_lookups]
-
-    def arrive(self, batch: Batch) -> None:
-        """The batch's own tensors are on the device now."""
-        self.batch = batch
-        self._lookups = self._bag_of = self._sorted = None
 
 
 class DeviceRows(RowGroup):
@@ -175,8 +74,8 @@ class DeviceRows(RowGroup):
         super().__init__(layout, **options)
         device = self.device
         if self.everything:
-            self.pad = _AllSlots(self.slots)  # type: ignore[assignment]
-            self.planner = _AllPlanner(self.pad)
+            self.pad = AllSlots(self.slots)  # type: ignore[assignment]
+            self.planner = AllPlanner(self.pad)
             self._past = 0
         self.bases = torch.tensor([*layout.bases, layout.num_rows], device=device)
         columns = [
@@ -189,7 +88,7 @@ class DeviceRows(RowGroup):
         )
         # Not a method of this object, which would then be known to its own planner.
         self.planner.on_plan = partial(_count_plan, self.bases, self.traffic)
-        self._pool_of_buffers = _BufferPool(self.lanes)
+        self._pool_of_buffers = BufferPool(self.lanes)
         self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
         self._scalars_there: Tensor | None = None
@@ -222,14 +121,7 @@ class DeviceRows(RowGroup):
         else:
             super()._initialise(state, seed)
         if self._notes_written:
-            layout = self.layout
-            self.unwritten = start.Unwritten(
-                [*layout.bases, layout.num_rows],
-                [_beginning(table, on_gpu=on_gpu) for table in layout.tables],
-                [seed_word(seed, stream, self.dim) for stream in range(3)],
-                state,
-                self.device,
-            )
+            self.unwritten = unwritten_rows(self.layout, state, seed, self.device, on_gpu=on_gpu)
 
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
@@ -805,135 +697,7 @@ def _moves_in(b: PlanBuffers) -> Tensor:
     return b.counts[planning.MOVES : planning.MOVES + 1]
 
 
-def _beginning(table: EmbeddingBagConfig, *, on_gpu: bool) -> start.Beginning:
-    """How a table's rows start, where a GPU makes the same bits."""
-    padding = -1 if table.padding_idx is None else table.padding_idx
-    begin = table.start
-    if isinstance(begin, Constant):
-        return start.Beginning("constant", (begin.value, 0.0), padding)
-    if isinstance(begin, Uniform):
-        return start.Beginning("uniform", (begin.low, begin.high - begin.low), padding)
-    if isinstance(begin, Normal) and on_gpu:
-        return start.Beginning("normal", (begin.mean, begin.std), padding)
-    return start.Beginning("other")
-
-
-def initialise_on_gpu(
-    store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
-) -> None:
-    """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
-    columns = torch.tensor(state, device=device)
-    for table, base in zip(layout.tables, layout.bases, strict=True):
-        rows = store[base : base + table.num_embeddings]
-        padding = -1 if table.padding_idx is None else table.padding_idx
-        words = [seed_word(seed, stream, layout.dim) for stream in range(3)]
-        begin = table.start
-        if isinstance(begin, Constant):
-            start.start_constant(rows, columns, value=begin.value, padding=padding)
-        elif isinstance(begin, Uniform):
-            start.start_uniform(
-                rows, columns, first_id=base, word=words[0], low=begin.low, high=begin.high,
-                padding=padding,
-            )  # fmt: skip
-        elif isinstance(begin, Normal):
-            start.start_normal(
-                rows, columns, first_id=base, words=(words[1], words[2]), mean=begin.mean,
-                std=begin.std, padding=padding,
-            )  # fmt: skip
-        else:
-            torch.cuda.synchronize(device)
-            initialise_table(store, layout, table, state, seed)
-    torch.cuda.synchronize(device)
-
-
 def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:
     b = plan.buffers
     moves = (b.move_slots, b.leaving, b.entering)
     planning.count_traffic(bases, plan.segments(), moves, b.counts, traffic)
-
-
-class _BufferPool:
-    """Buffers of plans that nobody reads any more, used again when the device has caught up."""
-
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._returned: deque[tuple[PlanBuffers, int | None]] = deque()
-        self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark | None]]]] = {}
-        self.num_bytes = 0
-
-    def give_back(self, buffers: PlanBuffers, berth: int | None) -> None:
-        # From whichever thread dropped the plan: no stream is known here.
-        self._returned.append((buffers, berth))
-
-    def take(
-        self,
-        capacity: int,
-        id_type: torch.dtype,
-        device: torch.device,
-        berth: int | None,
-        *,
-        tells: bool,
-    ) -> PlanBuffers:
-        """For the plan lane, which waits until others have done with them."""
-        if self._returned:
-            # Whatever moves a batch's rows is marked when it has been launched.
-            marks = [self._lanes.mark("train"), self._lanes.newest("rows")]
-            while self._returned:
-                buffers, place = self._returned.popleft()
-                self._free.setdefault(place, deque()).append((buffers, marks))
-        free = self._free.get(berth)
-        while free:
-            buffers, marks = free.popleft()
-            if buffers.capacity >= capacity:
-                for mark in marks:
-                    self._lanes.after("plan", mark)
-                return buffers
-            self.num_bytes -= buffers.num_bytes
-        buffers = PlanBuffers(capacity, id_type, device, tells=tells)
-        self.num_bytes += buffers.num_bytes
-        return buffers
-
-
-class _AllSlots:
-    """Stands for a scratchpad where every row is its own slot."""
-
-    def __init__(self, slots: Tensor) -> None:
-        self.slots = slots
-        self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
-        self.id_type = torch.int32
-
-    def check(self) -> None:
-        assert not self.slots[self.null_slot].any(), "the padding slot was written to"
-
-
-class _AllPlanner(DevicePlanner):
-    """Sorts and checks ids; every row is where it belongs."""
-
-    def __init__(self, pad: Any) -> None:
-        super().__init__(
-            pad,
-            hold=Hold(0, 0),
-            eviction=EVICTIONS["least-recent"],
-            tracks_slots=False,
-            window_bytes=_WINDOW_BYTES,  # of batches that another collection knows ahead
-        )
-
-    def _prepare_victims(self) -> None: ...
-
-    def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
-        b = plan.buffers
-        planning.plan_everything(
-            self.plan_ids[: batch.lookups],
-            plan.segments(),
-            b.row_slots,
-            b.lookup_slots,
-            (b.move_slots, b.leaving, b.entering),
-            self.plan_counts,
-            b.counts,
-            b.status,
-            self.scratch,
-            state=self.state,
-        )
-
-    def check(self) -> None:
-        self.pad.check()

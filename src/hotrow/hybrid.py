@@ -203,7 +203,7 @@ class HostRows(RowGroup):
         if not self._is_locked:
             super()._initialise(state, seed)
             return
-        from hotrow.device_rows import initialise_on_gpu  # brings Triton along
+        from hotrow.device_start import initialise_on_gpu  # brings Triton along
 
         initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
 

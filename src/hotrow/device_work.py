@@ -1,0 +1,113 @@
+"""One batch's lookups in one width group, on a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import Batch, Lookups, divisor_of, fixed_outline, lookups_of, outline_of, spans_of
+from hotrow.device_planner import DevicePlan, Expected
+from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.staged import Packet
+from hotrow.stages import Work
+
+if TYPE_CHECKING:
+    from hotrow.device_rows import DeviceRows
+
+
+class DeviceWork(Work):
+    """One batch's lookups in one width group; how many are unique, only the device knows."""
+
+    group: DeviceRows
+    plan: DevicePlan | None  # type: ignore[assignment]
+
+    def __init__(self, group: DeviceRows, batch: Batch) -> None:
+        self.group, self.batch = group, batch
+        self.plan = None
+        self.expected: Expected | None = None
+        self.announced = True  # batches before it hold its rows
+        self.incoming = self.outgoing = None
+        self.packet: Packet | None = None  # its rows on their way, between collect and insert
+        self.collected = self.inserted = self.confirmed = False
+        self.berth: int | None = None  # the plan's buffers are to be the same for each
+        self.is_fixed = False  # launches are to be the same for all batches of one shape
+        self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
+        # Of the plan: padding fills it up, so that plans of other batches are launched alike.
+        self.size = self.num_lookups
+        if batch.offsets is not None and group.is_pooled:
+            self.size = group.room(self.size)
+        self._lookups: Lookups | None = None
+        self._bag_of: Tensor | None = None
+        self._sorted: SortedIds | None = None
+
+    @property
+    def num_lookups(self) -> int:
+        if self.batch.offsets is None:
+            return self.batch.num_samples * len(self.group.layout.features)
+        return sum(high - low for low, high in self.spans)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether padding stands behind the lookups in the plan."""
+        return self.size > self.num_lookups
+
+    @property
+    def lookups(self) -> Lookups:  # type: ignore[override]
+        """Without ids: reading those would wait for the device."""
+        if self._lookups is None and self.is_fixed:
+            assert self.plan is not None
+            slots = self.plan.buffers.lookup_slots[: self.size]
+            self._lookups = fixed_outline(
+                self.batch, self.group.layout, self.group.columns(self.batch.keys), self.size,
+                slots != self.group.pad.null_slot,
+            )  # fmt: skip
+        if self._lookups is None:
+            x = outline_of(self.batch, self.group.layout)
+            divisor = divisor_of(self.batch, x, self.group.layout)
+            self._lookups = Lookups(
+                x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
+            )
+        return self._lookups
+
+    @property
+    def bag_of(self) -> Tensor | None:
+        """The bag of each lookup; None where each is its own."""
+        if self._bag_of is None and self.lookups.offsets is not None:
+            self._bag_of = self.lookups.bag_of().int()
+        return self._bag_of
+
+    @property
+    def ids(self) -> SortedIds:  # type: ignore[override]
+        """Sorted on demand, for the direct way; waits for the device."""
+        if self._sorted is None:
+            found = lookups_of(self.batch, self.group.layout)
+            self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
+        return self._sorted
+
+    def reads_like(self, planned: Work) -> bool:
+        assert isinstance(planned, DeviceWork)
+        mine, theirs = self.lookups, planned.lookups
+        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
+            return False
+        if mine.offsets is not None:
+            assert theirs.offsets is not None
+            if not torch.equal(mine.offsets, theirs.offsets):
+                return False
+        return torch.equal(self._looked_up(), planned._looked_up())
+
+    def _looked_up(self) -> Tensor:
+        """The ids of the lookups, as they were when they were planned."""
+        if self.plan is None:
+            ids = lookups_of(self.batch, self.group.layout).ids
+            return torch.where(ids < 0, self.group.layout.num_rows, ids)
+        segments = self.plan.segments()
+        ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
+        ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
+        return ids[: self.num_lookups]
+
+    def arrive(self, batch: Batch) -> None:
+        """The batch's own tensors are on the device now."""
+        self.batch = batch
+        self._lookups = self._bag_of = self._sorted = None
