@@ -134,6 +134,9 @@ def rows_between(width: int) -> None:
     fill.fill(slots, store, moved, ints(10, -1, 3), ints(0, 7, 3), count, 2)
     fill.fill(slots, store, moved, None, ints(1, -1, 2), count, 1)
     fill.pack(slots, moved, count, torch.zeros(2, width, device=DEVICE))
+    packed, ids, taken = torch.zeros(5, width, device=DEVICE), ints(0, 0, 0, 0, 0), ints(1)
+    for _ in range(2):  # the second time there is no room for all of them
+        fill.pack_more(slots, moved, ints(10, -1, 3), count, packed, ids, taken, ints(0))
     out = torch.zeros(3, width, device=DEVICE)
     fill.gather(store, ints(10, -1, 0, dtype=torch.int64), out)
     fill.scatter(store, ints(9, -1, 1), out, count)
@@ -231,9 +234,10 @@ def strategies() -> None:
             embedding = collection(name, rules[number], by_hand(slots, dense_map=dense_map))
             if embedding is not None:
                 train(embedding, clicks(), lambda batch: batch.sparse)
-    embedding = collection("lookahead", "adam", by_hand(100, dense_map=False), fill="mixed")
-    assert embedding is not None
-    train(embedding, clicks(), lambda batch: batch.sparse)
+    for form in ("mixed", "bulk"):
+        embedding = collection("lookahead", "adam", by_hand(100, dense_map=False), fill=form)
+        assert embedding is not None
+        train(embedding, clicks(), lambda batch: batch.sparse)
 
 
 @part

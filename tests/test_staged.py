@@ -590,7 +590,9 @@ def test_what_was_chosen_is_told() -> None:
 
 
 def test_a_form_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match="fill must be one of auto, zero-copy, mixed, staged, not"):
+    with pytest.raises(
+        ValueError, match="fill must be one of auto, zero-copy, bulk, mixed, staged, not"
+    ):
         build(ONE_HOT, fill="stagd")
 
 

@@ -58,7 +58,7 @@ def batches(count: int, device: str) -> list[torch.Tensor]:
     ]
 
 
-def train(embedding: hotrow.EmbeddingBagCollection, device: str, count: int = 30) -> None:
+def train(embedding: hotrow.EmbeddingBagCollection, device: str, count: int = 14) -> None:
     for batch in hotrow.ahead(batches(count, device), embedding):
         vectors = embedding(batch).values()
         (vectors * vectors.cos()).sum().backward()
