@@ -616,3 +616,18 @@ def test_a_jagged_index_is_read_from_its_own_table(count: int) -> None:
     found = embedding(to_device(ids, DEVICE)).values().view(2, count, 2)[..., 0].cpu()
     expected = lengths.view(count, 2).T * torch.arange(float(count))
     assert torch.equal(found, expected)
+
+
+def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
+    table = hotrow.EmbeddingBagConfig("a", 5000, 4, ["a"])
+    embedding = hotrow.EmbeddingBagCollection(
+        [table], hotrow.SGD(lr=0.1), budget=60_000, device=DEVICE
+    )
+    embedding.groups[0].planner.window_bytes = 16 * 8 * 4  # room for 16 of the smaller ones
+    sizes = [8] * 16 + [24] * 20
+    batches = [torch.arange(size)[:, None] * 200 + 7 for size in sizes]
+    done = 0
+    for batch in hotrow.ahead(batches, embedding):
+        embedding(batch).values().sum().backward()
+        done += 1
+    assert done == len(batches)

@@ -25,7 +25,9 @@ import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.ahead import to_device
 from hotrow.data import ClickBatch
+from hotrow.graphed import GraphedStep
 from hotrow.hybrid import HostRows, _Columns
+from hotrow.lanes import lanes_of
 from hotrow.models import DLRM
 from hotrow.strategy import STRATEGIES
 
@@ -618,3 +620,36 @@ def test_the_trainer_trains_it_on_a_cpu_to_the_bit() -> None:
     found, expected = trained("hybrid", device="cpu"), trained("all-fast", device="cpu")
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][key], expected[1][key]) for key in found[1])
+
+
+def test_steps_with_rows_on_the_host_are_not_captured() -> None:
+    """Also where batches are jagged, and where room for lookups is asked for."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = hotrow.EmbeddingBagConfig("a", 50, 4, ["a"])
+            self.rows = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="hybrid")
+            self.top = nn.Linear(4, 1)
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            found: Tensor = self.top(self.rows(batch["ids"]).values())
+            return found
+
+    model = Model()
+    step = GraphedStep(
+        model,
+        lambda found, wanted: (found - wanted) ** 2,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        labels=lambda batch: batch["wanted"],
+        lanes=lanes_of(torch.device("cpu")),  # as if there were a GPU
+        max_lookups=100,
+    )
+    ids = hotrow.KeyedJaggedTensor(["a"], torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 1, 3]))
+    batches = [{"ids": ids, "wanted": torch.zeros(2, 1)} for _ in range(8)]
+    losses = [
+        float(step(batch))
+        for batch in hotrow.ahead(batches, model, ids=lambda b: b["ids"], step=step)
+    ]
+    assert len(losses) == len(batches)
+    assert losses[-1] < losses[0]

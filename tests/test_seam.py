@@ -1041,3 +1041,25 @@ def test_a_share_given_as_a_fraction_is_refused_with_the_right_form() -> None:
         build(CASES["one-hot"], strategy="lru", budget="100%")
     with pytest.raises(ValueError, match="did you mean 'lru'"):
         build(CASE, strategy="LRU", budget=4000)
+
+
+def test_a_list_of_ids_that_gets_another_tensor_is_looked_up_anew() -> None:
+    table = hotrow.EmbeddingBagConfig("a", 50, 4, ["a"])
+    ahead_of, plain = (
+        hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=1.0), budget=5_000, strategy=name)
+        for name in ("lookahead", "all-fast")
+    )
+    offsets = torch.tensor([0, 1, 2])
+
+    def change_and_train() -> None:
+        batches = [[torch.tensor([i, i + 1]), offsets] for i in range(6)]
+        for batch in hotrow.ahead(batches, ahead_of):
+            batch[0] = batch[0] + 20
+            ahead_of(batch).values().sum().backward()
+
+    with pytest.warns(UserWarning, match="not the ones hotrow.ahead planned"):
+        change_and_train()
+    for i in range(6):
+        plain([torch.tensor([i + 20, i + 21]), offsets]).values().sum().backward()
+    one, other = (torch.cat([r.clone() for _, r in each.rows("a")]) for each in (ahead_of, plain))
+    assert torch.equal(one, other)

@@ -184,3 +184,35 @@ def test_strategies_that_look_not_ahead_write_rows_at_once() -> None:
     (group,) = embedding.groups
     assert group.back is None
     assert "does not know which rows come again" in str(embedding.fills())
+
+
+@pytest.mark.parametrize("stop", [4, 7])
+def test_a_loop_after_one_that_was_left_finds_every_row(stop: int, late: Late) -> None:
+    """The batches that were known ahead do not come: others do."""
+    batches = CASES["one-hot"].batches(14)
+    embedding = tight("one-hot", "adam", "random", steps=14)
+    expected = build("one-hot", "adam")
+    for each in (embedding, expected):
+        stream = hotrow.ahead(batches, each, depth=9)
+        for step, batch in enumerate(stream):
+            each(batch).values().sin().sum().backward()
+            if step == stop:
+                break
+        stream.close()
+        for batch in hotrow.ahead(batches[6::-1], each, depth=9):
+            each(batch).values().sin().sum().backward()
+    for table in embedding.tables:
+        one, other = (
+            torch.cat([rows.clone() for _, rows in each.rows(table.name)])
+            for each in (embedding, expected)
+        )
+        assert torch.equal(one, other)
+
+
+def test_rows_that_are_fetched_anew_are_written_at_once(late: Late) -> None:
+    strategy = replace(looking_ahead("own"), refetch=True)
+    batches = CASES["one-hot"].batches(STEPS)
+    budget = tight_budget(CASES["one-hot"], batches, strategy.hold)
+    embedding = build("one-hot", "sgd", strategy, budget=budget, fill="bulk")
+    assert embedding.groups[0].back is None
+    assert train(embedding, batches, depth=3).same_bits(all_fast("one-hot", "sgd"))

@@ -237,6 +237,8 @@ class _Reader:
         for _ in range(news):
             if len(self._known) < wanted and not self._exhausted:
                 self._read()
+                # A larger batch than any before makes the window shorter.
+                wanted = min(wanted, max(least, self._wanted()))
         if len(self._known) < least and not self._exhausted:
             return None
         return self._upload(self._known.popleft()) if self._known else None

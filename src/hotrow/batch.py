@@ -520,29 +520,31 @@ def raw_weights(features: Any) -> Tensor | None:
     return weights
 
 
-def identity(features: Any, versions: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What tells one batch of ids from another, without reading them.
-
-    Tensors are compared by memory, shape and version; whoever keeps an identity keeps the
-    features alive, so memory is not reused.
-    """
-    keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
-    facts = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in _compared(features))
-    return (keys, versions, *facts)
-
-
-def versions_of(features: Any) -> tuple[Any, ...]:
-    """How often each tensor of the ids was changed."""
-    # Inference tensors do not count, so nothing tells whether they were changed.
-    return tuple([object() if t.is_inference() else t._version for t in _compared(features)])
-
-
-def _compared(features: Any) -> tuple[Tensor, ...]:
+def compared(features: Any) -> tuple[Tensor, ...]:
+    """The tensors that tell one batch of ids from another."""
     if isinstance(features, Tensor):
         return (features,)
     if isinstance(features, tuple | list):
         return tuple(features[:2])
     return (features.values(), features.offsets())
+
+
+def versions_of(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """How often each was changed."""
+    # Inference tensors do not count, so nothing tells whether they were changed.
+    return tuple([object() if t.is_inference() else t._version for t in tensors])
+
+
+def identity(
+    features: Any, tensors: tuple[Tensor, ...], versions: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What tells one batch of ids from another, without reading them.
+
+    Tensors are compared by memory, shape and version; whoever keeps an identity keeps them
+    alive, so memory is not reused.
+    """
+    keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
+    return (keys, versions, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
 
 
 def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:

@@ -61,6 +61,7 @@ class CapturedStep:
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self.late: Late | None = None
+        self._trained: _Berth | None = None  # by the step before
         self._pool: Any = None
         self._stale = 0
         self._refused = False
@@ -71,7 +72,9 @@ class CapturedStep:
         """Where one width has all lookups; several widths share them as batches will show."""
         for module in self._model.modules():
             if isinstance(module, EmbeddingBagCollection) and len(module.groups) == 1:
-                module.groups[0].room.fix(max_lookups)
+                (group,) = module.groups
+                if group.can_be_captured:
+                    group.room.fix(max_lookups)
 
     # -- batches that arrive -----------------------------------------------------------
 
@@ -105,6 +108,10 @@ class CapturedStep:
 
     def arrived(self, batch: Any, arrivals: Arrivals) -> None:
         """A batch is handed out; its rows have been planned for."""
+        trained, self._trained = self._trained, None
+        if trained is not None:
+            # The loop may have read it after its step; that was marked when its turn ended.
+            trained.trained = self._lanes.newest("train") or trained.trained
         berth = self._berths.get(id(batch))
         if berth is not None:
             berth.arrivals = arrivals
@@ -119,6 +126,8 @@ class CapturedStep:
 
     def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
         """How a batch is to lie in a berth; None if it cannot."""
+        if not all(work.group.can_be_captured for work in _works(arrivals)):
+            return None  # the host takes part in its steps
         if not only_tensors(batch):
             return None  # what is no tensor may change, and a graph would not see it
         tensors = tensors_in(batch)
@@ -216,7 +225,7 @@ class CapturedStep:
         for berth in self._berths.values():
             if berth.waits and berth.landed <= trained.landed:
                 berth.waits, berth.trained = False, mark
-        trained.trained = mark
+        trained.trained, self._trained = mark, trained
         for embedding, arrival in trained.arrivals:
             embedding.done_with(arrival)
 
@@ -291,6 +300,10 @@ class CapturedStep:
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.works]
         return _Graph(graph, [each for each, _ in counted], buffers)
+
+    def drop(self) -> None:
+        """The step is another one now."""
+        self._watch = None
 
     def _drop_if_stale(self, arrivals: Arrivals) -> None:
         """A graph knows the settings as they were, but for those that are tensors."""

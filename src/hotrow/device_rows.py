@@ -59,7 +59,7 @@ _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the
 class DeviceRows(RowGroup):
     """Rows of one width."""
 
-    plans_later = True
+    plans_later = can_be_captured = True
     zero_copy = True  # the device reads and writes the store by itself
     staged: Staged | None = None  # or the copy engine and the CPU move rows
     back: WriteBack | None = None  # or only those that leave
@@ -177,7 +177,7 @@ class DeviceRows(RowGroup):
             return FillChoice("staged", "the store is not page-locked")
         if wanted == "bulk" and not (strategy.eviction.looks_ahead and strategy.overlapped):
             return FillChoice("zero-copy", f"{strategy.name} does not know which rows come again")
-        if wanted == "mixed" and strategy.refetch:
+        if wanted in ("bulk", "mixed") and strategy.refetch:
             # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
             return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")
         if wanted != "auto":
@@ -269,6 +269,7 @@ class DeviceRows(RowGroup):
         self._started = True
         if self.everything or self.planner.pins is None:
             return
+        self.lanes.after("plan", self.lanes.mark("train"))  # rows may have been loaded there
         self.planner.reserve(1)
         slots, ids = self.planner.hottest()
         if slots.numel():
@@ -279,6 +280,8 @@ class DeviceRows(RowGroup):
 
     def forget_window(self) -> None:
         self.planner.forget_window()
+        if self.back is not None:
+            self.back.forget()  # other batches come than those that were looked at
 
     @property
     def most_ahead(self) -> int | None:

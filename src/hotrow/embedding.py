@@ -21,6 +21,7 @@ from hotrow.batch import (
     Batch,
     Lookups,
     Room,
+    compared,
     elsewhere,
     identity,
     lookups_of,
@@ -53,14 +54,17 @@ _OLDEST_CAPABILITY = (8, 0)
 class Arrival:
     """One batch as one collection knows it."""
 
-    features: Any  # kept, so that the memory behind `identity` stays theirs
-    versions: tuple[Any, ...]  # of its tensors, when it was planned
+    features: Any
+    compared: tuple[
+        Tensor, ...
+    ]  # its tensors when it was planned; kept, so that memory stays theirs
+    versions: tuple[Any, ...]  # of them
     batch: Batch
     works: tuple[Work, ...]  # one per width group
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        return identity(self.features, self.versions)
+        return identity(self.features, self.compared, self.versions)
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -292,7 +296,8 @@ class EmbeddingBagCollection(nn.Module):
         if not self._arrivals:
             return None
         try:
-            wanted = identity(features, versions_of(features))
+            tensors = compared(features)
+            wanted = identity(features, tensors, versions_of(tensors))
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
         # The newest first: a loader may hand out the same tensors again.
@@ -328,7 +333,8 @@ class EmbeddingBagCollection(nn.Module):
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # or refuses
-        return Arrival(features, versions_of(features), batch, works)
+        tensors = compared(features)
+        return Arrival(features, tensors, versions_of(tensors), batch, works)
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
@@ -361,7 +367,8 @@ class EmbeddingBagCollection(nn.Module):
         batch = elsewhere(features, arrival.batch)
         for work in arrival.works:
             work.arrive(batch)
-        return Arrival(features, versions_of(features), batch, arrival.works)
+        tensors = compared(features)
+        return Arrival(features, tensors, versions_of(tensors), batch, arrival.works)
 
     def arrive(self, arrival: Arrival) -> None:
         """The batch that `forward` will see next."""

@@ -89,7 +89,7 @@ class GraphedStep:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,  # forward and backward
         in_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.loss_fn, self.labels, self._optimizer = loss_fn, labels, optimizer
+        self._loss_fn, self._labels, self._optimizer = loss_fn, labels, optimizer
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
         self._around, self._in_forward = around, in_forward
@@ -103,6 +103,20 @@ class GraphedStep:
                 batch_size=batch_size,
                 max_lookups=max_lookups,
             )
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Tensor]:
+        return self._loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        self._loss_fn = loss_fn
+        if self.landing is not None:
+            self.landing.drop()
+
+    @property
+    def labels(self) -> Callable[[Any], Any]:
+        return self._labels
 
     def __call__(self, batch: Any) -> Tensor:
         """One step; the loss is a tensor of its own, which nobody waits for."""

@@ -35,6 +35,7 @@ class RowGroup:
     """Rows of one width."""
 
     plans_later = False  # what became of a plan is known when it was launched
+    can_be_captured = False  # a step without the host
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
 
     def __init__(

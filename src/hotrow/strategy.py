@@ -19,11 +19,6 @@ def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
     return stages
 
 
-def oldest_first(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
-    """Training is launched before what later batches need: it is what everybody waits for."""
-    return stages[::-1]
-
-
 @dataclass(frozen=True)
 class Strategy:
     """How fast memory is used. `contract` is what a run promises next to all-fast."""
@@ -79,7 +74,6 @@ STRATEGIES = {
             "every row in fast memory: the upper bound",
             everything=True,
             overlapped=True,
-            order=oldest_first,
         ),
         Strategy(
             "cpu",
@@ -109,7 +103,6 @@ STRATEGIES = {
             look_ahead=2,
             stages=FIVE,
             overlapped=True,
-            order=oldest_first,
         ),
         Strategy(
             "lookahead",
@@ -118,7 +111,6 @@ STRATEGIES = {
             eviction=EVICTIONS["farthest-next-use"],
             look_ahead=None,
             overlapped=True,
-            order=oldest_first,
         ),
     )
 }

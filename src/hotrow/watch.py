@@ -68,4 +68,17 @@ def _setting(value: Any) -> Any:
     """A graph reads a tensor on the device anew; one on the host it knows as it was."""
     if not isinstance(value, Tensor):
         return value
-    return value.tolist() if value.device.type == "cpu" else id(value)
+    return value.tolist() if value.device.type == "cpu" else _Same(value)
+
+
+class _Same:
+    """Equal to itself alone; keeps the tensor, so that no other can take its identity."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    def __hash__(self) -> int:
+        return id(self._tensor)

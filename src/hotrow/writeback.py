@@ -105,6 +105,11 @@ class WriteBack:
             if packet.certain < batch:
                 self._finish(packet)
 
+    def forget(self) -> None:
+        """Nothing is certain any more about the batches to come."""
+        for packet in self._packets:
+            packet.certain = -1
+
     def wait(self) -> None:
         """Every row that left is in its place when this returns."""
         for packet in self._packets:
