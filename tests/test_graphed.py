@@ -24,7 +24,6 @@ import hotrow.step
 from builders import RULES, Outcome, outcome, readout, skewed
 from hotrow.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
 from hotrow.device_rows import DeviceRows
-from hotrow.embedding import Arrival
 from hotrow.evict import EVICTIONS
 from hotrow.graphed import GraphedStep
 from hotrow.lanes import lanes_of
@@ -165,7 +164,7 @@ class StandIn:
         works = [copy.copy(work) for work in arrival.works]
         for work in works:
             work.plan = replace(work.plan)  # type: ignore[type-var]
-        self._arrival = Arrival(arrival.features, arrival.identity, arrival.batch, tuple(works))
+        self._arrival = replace(arrival, works=tuple(works))
         seen.captures += 1
 
     def pool(self) -> None:
