@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -357,3 +358,28 @@ def assert_close(embedding: hotrow.EmbeddingBagCollection, plain: PlainTables) -
     for key, weight in embedding.state_dict().items():
         twin = plain.weight[key.split(".")[1]].data
         torch.testing.assert_close(weight, twin, rtol=2e-4, atol=2e-5)
+
+
+class Late:
+    """A worker that does nothing until somebody waits for it: later than any thread could be."""
+
+    def __init__(self) -> None:
+        self.queue: deque[LateJob] = deque()
+        self.done: list[str] = []
+
+    def ask(self, job: Callable[..., None], *args: Any) -> LateJob:
+        self.queue.append(LateJob(self, job, args))
+        return self.queue[-1]
+
+
+class LateJob:
+    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
+        self.worker, self.job, self.args = worker, job, args
+        self.is_done = False
+
+    def result(self) -> None:
+        while not self.is_done:
+            first = self.worker.queue.popleft()
+            first.job(*first.args)
+            first.is_done = True
+            self.worker.done.append(first.job.__name__)

@@ -14,7 +14,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +32,7 @@ from builders import (
     CASES,
     RULES,
     Case,
+    Late,
     Outcome,
     outcome,
     pairwise,
@@ -100,31 +100,6 @@ def tight(
 @cache
 def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
     return train(build(CASES[case], rule), CASES[case].batches(steps))
-
-
-class Late:
-    """A worker that does nothing until somebody waits for it: later than any thread could be."""
-
-    def __init__(self) -> None:
-        self.queue: deque[LateJob] = deque()
-        self.done: list[str] = []
-
-    def ask(self, job: Callable[..., None], *args: Any) -> LateJob:
-        self.queue.append(LateJob(self, job, args))
-        return self.queue[-1]
-
-
-class LateJob:
-    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
-        self.worker, self.job, self.args = worker, job, args
-        self.is_done = False
-
-    def result(self) -> None:
-        while not self.is_done:
-            first = self.worker.queue.popleft()
-            first.job(*first.args)
-            first.is_done = True
-            self.worker.done.append(first.job.__name__)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """Rows between the store and the slots by way of the copy engine and the CPU's cores.
 
 A GPU reads and writes single rows of host memory at one rate for both together, and only of memory
-that is page-locked; and while it reads them, every kernel beside it takes a little longer. Here
-entering rows are gathered by the CPU, copied by the copy engine and put into their slots. Leaving
-rows are packed side by side, copied and put in their places by the CPU, or the GPU writes them
-straight to the store: that slows down nobody. The CPU's part is done in a thread of its own, in the
-order in which it was asked for. Knows bytes and ids; not why rows move.
+that is page-locked; and while it does, every kernel beside it takes a little longer. Here entering
+rows are gathered by the CPU, copied by the copy engine and put into their slots. Leaving rows are
+packed side by side, copied and put in their places by the CPU, or the GPU writes them straight to
+the store. The CPU's part is done in a thread of its own, in the order in which it was asked for.
+Knows bytes and ids; not why rows move.
 
 ```
               slots -pack-> rows -copy-> out -write-> store       collect, depart, write
@@ -61,13 +61,12 @@ class Packet:
         if writes:
             self.out = torch.zeros(most, width, pin_memory=on_gpu)
             self.leaving = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
-        self.serial = -1
         self.in_use = False
         self.left: Mark | None = None  # the copy engine has read `into`
         self.written: Future[None] | None = None
 
-    def begin(self, serial: int, moves: Moves, counted: Tensor, count: int) -> None:
-        self.serial, self.moves, self.counted, self.count = serial, moves, counted, count
+    def begin(self, moves: Moves, counted: Tensor, count: int) -> None:
+        self.moves, self.counted, self.count = moves, counted, count
         self.in_use = True
         self.packed: Mark | None = None  # None: no row leaves
         self.there: Mark | None = None
@@ -126,7 +125,7 @@ class Staged:
         assert not packet.in_use, "more batches in transit than packets"
         finish(packet.written)
         count = entering.numel()
-        packet.begin(self._begun, moves, counted, count)
+        packet.begin(moves, counted, count)
         self._begun += 1
         after = [*self._changed, *([] if packet.left is None else [packet.left])]
         self._changed = []
