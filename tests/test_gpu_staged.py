@@ -101,7 +101,7 @@ def test_whatever_is_late_is_waited_for(
     name: str, fill: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where in ("gather", "write"):
-        slow(monkeypatch, f"_{where}", seconds=0.004)
+        slow(monkeypatch, {"gather": "_gather", "write": "write_rows"}[where], seconds=0.004)
     elif where != "train":
         late(monkeypatch, where, "back" if where == "depart" else "rows")
     embedding = tight("one-hot", "adam", name, fill)
@@ -205,14 +205,14 @@ def test_the_host_does_not_wait_for_rows_that_come_in_time(
 ) -> None:
     """Whoever launches finds the background's work done, when training takes its time."""
     waited: list[bool] = []
-    real = hotrow.staged._finish
+    real = hotrow.staged.finish
 
     def finish(job: Any) -> None:
         if job is not None:
             waited.append(not job.done())
         real(job)
 
-    monkeypatch.setattr(hotrow.staged, "_finish", finish)
+    monkeypatch.setattr(hotrow.staged, "finish", finish)
     embedding = tight("one-hot", "adam", "lookahead", "staged")
     for place, batch in enumerate(hotrow.ahead(CASES["one-hot"].batches(STEPS), embedding)):
         readout(embedding(batch)).backward()

@@ -476,8 +476,9 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     embedding = tight(CASES["two-widths"])
     workers = [group.staged._worker for group in embedding.groups]
     assert workers[0] is workers[1]
-    inside = workers[0].submit(torch.get_num_threads).result()
-    assert inside == max(1, min(8, threads // 2))
+    assert workers[0]._count == max(1, min(3, threads // 2))
+    for each in (workers[0], workers[0]._others)[: workers[0]._count]:
+        assert each.submit(torch.get_num_threads).result() == 1
     found: list[int] = []
     other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     other.start()
@@ -518,8 +519,8 @@ def test_a_program_ends_though_rows_are_on_their_way() -> None:
 def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
     worker, found = hotrow.staged._Worker(), []
     worker.shutdown()
-    worker.ask(found.append, 1).result()
-    assert found == [1]
+    worker.ask(lambda *asked: found.append(asked), 1, 2, 3, ()).result()
+    assert found == [(1, 2, 3, ())]
 
 
 # -- the choice ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from hotrow import schedule
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
+from hotrow.lanes import Name
 from hotrow.schedule import Ticket
 from hotrow.stages import FUSED, SPLIT
 from hotrow.strategy import Strategy
@@ -27,8 +28,8 @@ _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hi
 class Landing(Protocol):
     """Where batches go that a captured step reads at fixed places."""
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, lane: Name) -> None:
+        """A pass begins, whose batches land in a lane."""
 
     def land(self, batch: Any, arrivals: Arrivals) -> Any:
         """The batch at such a place; None if it cannot be there."""
@@ -169,7 +170,7 @@ class Ahead:
                 self._landing,
             )
             if self._landing is not None:
-                self._landing.begin()
+                self._landing.begin(self._reader.lane)
         except BaseException:
             for collection in entered:
                 collection.leave(self)
@@ -215,6 +216,8 @@ class _Reader:
         self._loader, self._collections, self._ids = loader, collections, ids
         self._strategy, self._depth, self._landing = strategy, depth, landing
         self.lanes = next(iter(collections.values())).lanes
+        # Training waits for whatever comes last before it, and so for all in the same lane.
+        self.lane = strategy.timed_stages[-2].lane
         self._iterator = iter(loader)
         self._known: deque[_Read] = deque()
         self._exhausted = False
@@ -247,7 +250,7 @@ class _Reader:
         """Move the batch itself to the device: only its ids went there before."""
         device, landing = self.lanes.device, self._landing
         if (device.type != "cpu" or landing is not None) and read.error is None:
-            with self.lanes.on("plan"):
+            with self.lanes.on(self.lane):
                 landed = None if landing is None else landing.land(read.batch, read.arrivals)
                 read.is_landed = landed is not None
                 read.batch = to_device(read.batch, device) if landed is None else landed
@@ -322,7 +325,9 @@ class _Reader:
             ) from None
         if self.lanes.device.type == "cuda" and any(each.is_cuda for each in tensors_in(batch)):
             # Whoever made it may still be at it, in the lane of training.
-            self.lanes.after("plan", self.lanes.mark("train"))
+            made = self.lanes.mark("train")
+            for lane in ("plan", self.lane):
+                self.lanes.after(lane, made)
         with uninterrupted():
             for collection, arrival in arrivals:
                 collection.expect(arrival)
@@ -395,38 +400,24 @@ def _map(batch: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
     if isinstance(batch, Mapping):
         return {key: _map(value, change, has_to=has_to) for key, value in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        parts = {name: getattr(batch, name) for name in _given_fields(type(batch))}
-        return replace(
-            batch, **{name: _map(part, change, has_to=has_to) for name, part in parts.items()}
-        )
+        given, _ = _fields_of(type(batch))
+        changed = {name: _map(getattr(batch, name), change, has_to=has_to) for name in given}
+        return replace(batch, **changed)
     if isinstance(batch, KeyedJaggedTensor):
         return batch.map(change)
     return batch
 
 
 @cache
-def _all_fields(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-@cache
-def _given_fields(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind) if field.init]
+def _fields_of(kind: Any) -> tuple[list[str], list[str]]:
+    """Of a dataclass: those it is given, and those it makes itself."""
+    every = fields(kind)
+    return [x.name for x in every if x.init], [x.name for x in every if not x.init]
 
 
 def only_tensors(batch: Any) -> bool:
     """Whether a batch holds nothing but tensors that `map_tensors` finds."""
-    if isinstance(batch, Tensor | KeyedJaggedTensor):
-        return True
-    if isinstance(batch, str | bytes | int | float):
-        return False
-    if isinstance(batch, list | tuple):
-        return all(map(only_tensors, batch))
-    if isinstance(batch, Mapping):
-        return all(map(only_tensors, batch.values()))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return all(only_tensors(getattr(batch, name)) for name in _all_fields(type(batch)))
-    return False
+    return _find(batch, [])
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -436,18 +427,26 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return found
 
 
-def _find(batch: Any, found: list[Tensor]) -> None:
-    """In the order in which `map_tensors` changes them."""
+def only_tensors_in(batch: Any) -> list[Tensor] | None:
+    """Every tensor in a batch; None if it holds anything else."""
+    found: list[Tensor] = []
+    return found if _find(batch, found) else None
+
+
+def _find(batch: Any, found: list[Tensor]) -> bool:
+    """In the order in which `map_tensors` changes them; False if there is anything else."""
     if isinstance(batch, Tensor):
         found.append(batch)
-    elif isinstance(batch, list | tuple):
-        for each in batch:
-            _find(each, found)
-    elif isinstance(batch, Mapping):
-        for each in batch.values():
-            _find(each, found)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for name in _given_fields(type(batch)):
-            _find(getattr(batch, name), found)
-    elif isinstance(batch, KeyedJaggedTensor):
+        return True
+    if isinstance(batch, list | tuple | Mapping):
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        alone = [_find(each, found) for each in parts]  # also behind one that is not
+        return all(alone)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        given, made = _fields_of(type(batch))
+        alone = [_find(getattr(batch, name), found) for name in given]
+        return all(alone) and all(_find(getattr(batch, name), []) for name in made)
+    if isinstance(batch, KeyedJaggedTensor):
         batch.map(lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+        return True
+    return False

@@ -13,17 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hotrow.ahead import map_tensors, only_tensors, tensors_in
+from hotrow.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.lanes import PRIORITIES, Lanes, Mark, capture
+from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
 from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
@@ -61,7 +60,8 @@ class CapturedStep:
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self.late: Late | None = None
-        self._trained: _Berth | None = None  # by the step before
+        self._trained: list[_Berth] = []  # in the turn before, so not marked yet
+        self._lane: Name = "plan"
         self._pool: Any = None
         self._stale = 0
         self._refused = False
@@ -78,14 +78,19 @@ class CapturedStep:
 
     # -- batches that arrive -----------------------------------------------------------
 
-    def begin(self) -> None:
-        """A pass over a loader begins: of the one before, nothing is in flight."""
+    def begin(self, lane: Name) -> None:
+        """A pass over a loader begins: of the one before, nothing is in flight.
+
+        Batches land in a lane that training waits for.
+        """
+        self._lane = lane
         for berth in self._berths.values():
             berth.waits = False
 
     def land(self, batch: Any, arrivals: Arrivals) -> Any:
         """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
         self._landed += 1
+        self._note_trained()
         form = None if self._refused else self._form_of(batch, arrivals)
         shape = None if form is None else self._shape_of(form)
         if form is None or shape is None:
@@ -97,7 +102,7 @@ class CapturedStep:
         if berth is None:
             return None
         self._empty(berth)
-        self._lanes.after("plan", berth.trained)
+        self._lanes.after(self._lane, berth.trained)
         berth.take(form, self._landed)
         for work in _works(arrivals):
             work.berth = berth.number
@@ -108,13 +113,21 @@ class CapturedStep:
 
     def arrived(self, batch: Any, arrivals: Arrivals) -> None:
         """A batch is handed out; its rows have been planned for."""
-        trained, self._trained = self._trained, None
-        if trained is not None:
-            # The loop may have read it after its step; that was marked when its turn ended.
-            trained.trained = self._lanes.newest("train") or trained.trained
+        self._note_trained()
         berth = self._berths.get(id(batch))
         if berth is not None:
             berth.arrivals = arrivals
+
+    def _note_trained(self) -> None:
+        """A turn has begun, with a mark in training's lane: the loop, too, has read its batch."""
+        if self._trained:
+            mark = self._lanes.newest("train")
+            for berth in self._trained:
+                if mark is not None:
+                    berth.trained = mark
+                if berth.late is not None:
+                    berth.late.there = berth.trained
+            self._trained.clear()
 
     def _empty(self, berth: _Berth) -> None:
         if berth.handed is not None:
@@ -128,16 +141,16 @@ class CapturedStep:
         """How a batch is to lie in a berth; None if it cannot."""
         if not all(work.group.can_be_captured for work in _works(arrivals)):
             return None  # the host takes part in its steps
-        if not only_tensors(batch):
+        tensors = only_tensors_in(batch)
+        if not tensors:
             return None  # what is no tensor may change, and a graph would not see it
-        tensors = tensors_in(batch)
         sizes = {arrival.batch.num_samples for _, arrival in arrivals}
-        if not tensors or 0 in sizes:
-            return None
-        if self._batch_size is not None and sizes != {self._batch_size}:
+        if 0 in sizes or (self._batch_size is not None and sizes != {self._batch_size}):
             return None
         room: dict[int, int] = {}  # of tensors with a place for each lookup
         jagged = [arrival for _, arrival in arrivals if arrival.batch.offsets is not None]
+        if not jagged:
+            return _Form(tensors, room, ())
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         lookups = {id(x): x.numel() for x in (parts_of(each.features)[0] for each in jagged)}
         if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
@@ -152,11 +165,7 @@ class CapturedStep:
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
             room |= {places[id(each)]: size for each in (values, weights) if each is not None}
-        return _Form(
-            tensors=tensors,
-            room=room,
-            of_works=tuple(_facts(work) for each in jagged for work in each.works),
-        )
+        return _Form(tensors, room, tuple(_facts(work) for each in jagged for work in each.works))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
         if not all(work.group.is_pooled for work in works):
@@ -176,7 +185,7 @@ class CapturedStep:
                     return None
                 del self._shapes[oldest]
                 for berth in berths:
-                    self._lanes.after("plan", berth.trained)  # before its memory is used again
+                    self._lanes.after(self._lane, berth.trained)  # before its memory is used again
                     self._empty(berth)
             shape = self._shapes[form.key] = _Shape()
         return shape
@@ -216,16 +225,15 @@ class CapturedStep:
             loss = self._loss
         self._leave(berth)
         if graph is not None:
-            self.late = berth.late = Late(berth.loss, berth.trained)
+            self.late = berth.late = Late(berth.loss, self._lanes)
         return loss
 
     def _leave(self, trained: _Berth) -> None:
         """Its place is free again, as are those of batches before it that nobody trained."""
-        mark = self._lanes.mark("train")
         for berth in self._berths.values():
-            if berth.waits and berth.landed <= trained.landed:
-                berth.waits, berth.trained = False, mark
-        trained.trained, self._trained = mark, trained
+            if berth is trained or (berth.waits and berth.landed <= trained.landed):
+                berth.waits = False
+                self._trained.append(berth)
         for embedding, arrival in trained.arrivals:
             embedding.done_with(arrival)
 
@@ -336,21 +344,21 @@ class CapturedStep:
         self._settings = settings
 
 
-@dataclass(frozen=True)
 class _Form:
-    """How a batch lies in a berth."""
+    """How a batch lies in a berth; equal `key`s are launched alike."""
 
-    tensors: Sequence[Tensor]
-    room: dict[int, int]  # of tensors with a place for each lookup, by their place in the batch
-    of_works: tuple[Any, ...]  # what else launches depend on
-
-    @property
-    def key(self) -> Any:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        room: dict[int, int],  # of tensors with a place for each lookup, by place in the batch
+        of_works: tuple[Any, ...],  # what else launches depend on
+    ) -> None:
+        self.tensors, self.room = tensors, room
         shapes = tuple(
-            ((self.room[place],) if place in self.room else each.shape, each.dtype)
-            for place, each in enumerate(self.tensors)
+            ((room[place],) if place in room else each.shape, each.dtype)
+            for place, each in enumerate(tensors)
         )
-        return shapes, self.of_works
+        self.key = shapes, of_works
 
 
 def _facts(work: Any) -> Any:
@@ -371,13 +379,14 @@ def _works(arrivals: Arrivals) -> list[Any]:
 class Late:
     """A loss on its way to page-locked memory: asking for it waits."""
 
-    def __init__(self, place: Tensor, there: Mark) -> None:
-        self._place, self._there = place, there
+    def __init__(self, place: Tensor, lanes: Lanes, there: Mark | None = None) -> None:
+        """Until it is known when it is `there`, all that training was given is waited for."""
+        self._place, self._lanes, self.there = place, lanes, there
         self._value: float | None = None
 
     def __call__(self) -> float:
         if self._value is None:
-            self._there.wait()
+            (self.there or self._lanes.mark("train")).wait()
             self._value = float(self._place)
         return self._value
 
@@ -402,10 +411,15 @@ class _Berth:
         return _works(self.arrivals)
 
     def take(self, form: _Form, landed: int) -> None:
-        for place, (there, here) in enumerate(zip(self.tensors, form.tensors, strict=True)):
-            if place not in form.room:
-                there.copy_(here, non_blocking=True)
-                continue
+        whole = [place for place in range(len(self.tensors)) if place not in form.room]
+        if whole:  # one call for all of them takes the host less time than one for each
+            torch._foreach_copy_(
+                [self.tensors[place] for place in whole],
+                [form.tensors[place] for place in whole],
+                non_blocking=True,
+            )
+        for place in form.room:
+            there, here = self.tensors[place], form.tensors[place]
             size, before = here.numel(), self.taken.get(place, 0)
             there[:size].copy_(here, non_blocking=True)
             if size < before:

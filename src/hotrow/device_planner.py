@@ -27,6 +27,7 @@ _BULK_PART = 8
 _RELEARN = 512
 _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
+_LEAST_RANKED = 8  # batches that a ranking should serve
 NEVER = PINNED = kernels.NEVER
 
 
@@ -142,6 +143,12 @@ class DevicePlanner:
         self._queue_left = 0
         self._most_taken = 0  # places of the queue that one plan has passed, lately
         self._rankings = 0
+        # Which use is kept in `next_use`. The last one need not be found anew for each ranking, and
+        # is enough while there are slots that no known batch uses.
+        self._known_use = kernels.FIRST_USE if eviction.looks_ahead else kernels.NOTHING
+        self._may_keep_last = eviction.name == "farthest-next-use"
+        self._is_kept = False  # `next_use` is right
+        self._is_fresh = False  # nothing is known of the newest ranking yet
         self._tombstones = 0
         self._rebuilds = 0
 
@@ -229,19 +236,21 @@ class DevicePlanner:
             if self.eviction.looks_ahead:
                 kernels.expect(
                     self.incoming_ids[None], 0, 1, self._word(kernels.EXPECTED), 0, self.next_use,
-                    self.pad.map, self.pad.num_rows,
+                    self.pad.map, self.pad.num_rows, self._known_use,
                 )  # fmt: skip
             kernels.enter_window(
                 self.incoming_ids, self.incoming_counts, self.window_ids[:-1], self.window_counts,
                 self.state,
             )  # fmt: skip
 
-        self.recorder.run(("expect", batch.lookups, self.generation, key), launch)
+        full_key = ("expect", batch.lookups, self.generation, self._known_use, key)
+        self.recorder.run(full_key, launch)
         self.window.append(batch)
 
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.window.clear()
+        self._is_kept = False
         self._next_row = 0
         self._word(kernels.EXPECTED).copy_(self._word(kernels.CLOCK))
         self._word(kernels.ROW_OUT).zero_()
@@ -267,10 +276,12 @@ class DevicePlanner:
         self._prepare_victims()
         self._repin()
         number = self._origin + self.number
-        plan = DevicePlan(
-            number, batch.lookups, buffers, self._rankings, self._rebuilds, len(self.window)
-        )
+        # Whoever comes in between moves the numbers of those that were announced.
+        known = len(self.window) if announced else 0
+        plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds, known)
         self._launch(batch, plan, announced=announced)
+        if not announced and self.window:
+            self._queue_left, self._is_kept = 0, False
         self.number += 1
         self._unread.append(plan)
         return plan
@@ -286,10 +297,13 @@ class DevicePlanner:
                     self.plan_ids, self.plan_counts, self.window_ids[:-1], self.window_counts,
                     self.state,
                 )  # fmt: skip
+            else:
+                self._word(kernels.EXPECTED).add_(1)
             self._launch_kernels(batch, plan)
             self.on_plan(plan)
 
-        key = ("plan", announced, batch.lookups, self.generation, id(plan.buffers))
+        kind = (announced, batch.lookups, self.generation, self._known_use)
+        key = ("plan", *kind, id(plan.buffers))
         self.recorder.run(key, launch, keep=plan.buffers)
 
     def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
@@ -313,7 +327,7 @@ class DevicePlanner:
             past=self.hold.past,
             max_moves=self.max_moves,
             refetch=self.refetch,
-            looks_ahead=self.eviction.looks_ahead,
+            known_use=self._known_use,
         )
 
     def read(self, plan: DevicePlan) -> int:
@@ -347,6 +361,9 @@ class DevicePlanner:
             left = state[kernels.END] - state[kernels.HEAD]
             self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
             self._queue_left = left
+            if self._is_fresh and left < _LEAST_RANKED * missing:
+                self._may_keep_last = False
+            self._is_fresh = False
         if plan.rebuild == self._rebuilds:
             self._tombstones = state[kernels.TOMBSTONES]
 
@@ -357,6 +374,7 @@ class DevicePlanner:
         """
         self.clear_halt()
         if retry:
+            self._may_keep_last = False  # there were too few that no known batch uses
             self._rank()
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
@@ -395,19 +413,14 @@ class DevicePlanner:
     def _rank(self) -> None:
         """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
         if self.eviction.looks_ahead:
-            self.next_use.fill_(NEVER)
-            if self.window:
-                kernels.expect(
-                    self.window_ids[:-1], self.window[0].row, len(self.window),
-                    self._word(kernels.CLOCK), 1, self.next_use, self.pad.map, self.pad.num_rows,
-                )  # fmt: skip
+            self._find_uses()
         if self.eviction.name == "random":
             keys = torch.randint(1 << 30, self.last_use.shape, device=self.device)
             may_leave = self.last_use < self.state[kernels.CLOCK] - self.hold.past
             keys = torch.where(may_leave, keys, NEVER)
         else:
             keys = kernels.rank_keys(
-                self.slot_facts, self.state, self.hold.past, self.eviction.name
+                self.slot_facts, self.state, self.hold.past, self.eviction.name, self._known_use
             )
         keys, slots = torch.topk(keys, self.queue.numel(), largest=False)
         self.queue.copy_(slots)
@@ -418,6 +431,22 @@ class DevicePlanner:
         self.state[kernels.KNOWN] = clock + len(self.window)
         self._queue_left = self.queue.numel()
         self._rankings += 1
+        self._is_fresh = True
+
+    def _find_uses(self) -> None:
+        """What known batches use, from their ids; kept since then, if it is the last use."""
+        entering = (len(self.window) + self.hold.batches) * self._mean_missing
+        roomy = self.pad.num_slots > 2 * entering
+        kind = kernels.LAST_USE if self._may_keep_last and roomy else kernels.FIRST_USE
+        if kind == self._known_use == kernels.LAST_USE and self._is_kept:
+            return
+        self._known_use, self._is_kept = kind, True
+        self.next_use.fill_(NEVER if kind == kernels.FIRST_USE else OLDEST)
+        if self.window:
+            kernels.expect(
+                self.window_ids[:-1], self.window[0].row, len(self.window),
+                self._word(kernels.CLOCK), 1, self.next_use, self.pad.map, self.pad.num_rows, kind,
+            )  # fmt: skip
 
     def useful_depth(self) -> int:
         """Batches until all slots have been replaced: to know more would change no choice."""
@@ -433,6 +462,7 @@ class DevicePlanner:
         self.state[kernels.CLOCK] -= shift
         self.state[kernels.EXPECTED] -= shift
         self._queue_left = 0
+        self._is_kept = False
         self.number -= shift
         self._origin += shift
 
@@ -493,6 +523,7 @@ class DevicePlanner:
         self._queue_left = 0
 
     def _take_clock(self) -> None:
+        self._queue_left, self._is_kept = 0, False  # batches may have other numbers now
         self.number = int(self.state[kernels.CLOCK])
         self.state[kernels.EXPECTED] = self.number + len(self.window)
 

@@ -253,6 +253,7 @@ class DeviceRows(RowGroup):
         if not self._started:
             self._start()
         if work.expected is None:
+            self.lanes.after("plan", self.lanes.mark("rows"))  # where its ids may have landed
             work.expected, work.announced = self._admit(work), False
         buffers = self._pool_of_buffers.take(
             max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth,

@@ -54,7 +54,7 @@ _gate = _Gate()
 
 
 def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    return threading.get_ident() == threading.main_thread().ident
 
 
 class uninterrupted:

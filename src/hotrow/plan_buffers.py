@@ -64,8 +64,8 @@ class BufferPool:
     ) -> PlanBuffers:
         """For the plan lane, which waits until others have done with them."""
         if self._returned:
-            # Whatever moves a batch's rows is marked when it has been launched.
-            marks = [self._lanes.mark("train"), self._lanes.newest("rows")]
+            # Training is marked when a turn begins, and what moves rows when it is launched.
+            marks = [self._lanes.newest("train"), self._lanes.newest("rows")]
             while self._returned:
                 buffers, place = self._returned.popleft()
                 self._free.setdefault(place, deque()).append((buffers, marks))

@@ -26,7 +26,7 @@ class Ticket:
     ) -> None:
         self.batch, self.works, self.error = batch, works, error
         self.age = 0  # cycles since it was admitted
-        self.planned = False
+        self.planned = self.confirmed = False
         self.mark: Mark | None = None  # what has to be done before its next stage
 
     def run(self, stage: Stage, lanes: Lanes) -> None:
@@ -47,13 +47,14 @@ class Ticket:
             except Exception as error:
                 self.error = error
                 return False
-            return all(went_well)
+            self.confirmed = all(went_well)
+            return self.confirmed
 
     def take_back(self) -> None:
         """To be planned again: a batch before it could not be."""
         for work in self.works:
             work.group.take_back(work)
-        self.age, self.planned = 0, False
+        self.age, self.planned, self.confirmed = 0, False, False
 
     @property
     def alone(self) -> bool:
@@ -94,7 +95,8 @@ def run(
                 return
             for stage in order(stages, cycle):
                 for ticket in [each for each in line if each.age == stage.cycle]:
-                    if ticket.planned and ticket.error is None and not ticket.confirm():
+                    asks = ticket.planned and not ticket.confirmed and ticket.error is None
+                    if asks and not ticket.confirm():
                         while line[-1] is not ticket:
                             line[-1].take_back()
                             again.appendleft(line.pop())

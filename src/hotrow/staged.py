@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from hotrow.store import Store
 Replay = Callable[[str, int, Callable[[], None]], None]
 
 FILL_BLOCKS = 2  # each takes a multiprocessor away from training
-_MOST_THREADS = 8  # half of the cores at the most: whoever launches kernels needs one to itself
+_MOST_THREADS = 3  # and half of the cores at the most: whoever launches kernels needs one to itself
+_LEAST_PART = 4096  # rows for which one more thread is worth asking
 
 
 def at_once(kind: str, number: int, launch: Callable[[], None]) -> None:
@@ -221,41 +223,76 @@ def finish(job: Future[None] | None) -> None:
 
 
 def _gather(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
-    for mark in after:
-        mark.wait()
+    _wait_for(after)
     store.read(ids, out=rows)
 
 
 def write_rows(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
-    for mark in after:
+    """Without those whose id is -1: a free slot had none."""
+    _wait_for(after)
+    store.write_alone(ids, rows)
+
+
+def _wait_for(marks: Sequence[Mark]) -> None:
+    for mark in marks:
         mark.wait()
-    ids = ids.long()
-    there = ids >= 0  # a free slot had none
-    if not bool(there.all()):
-        ids, rows = ids[there], rows[there]
-    store.write(ids, rows)
+
+
+_Job = Callable[[Store, Tensor, Tensor, Sequence[Mark]], None]
 
 
 class _Worker(ThreadPoolExecutor):
-    """One thread, whose operations use several cores."""
+    """Moves rows of the store in a few threads, one job after the other.
+
+    Each of them works alone, with few and long operations. The threads of torch's own would go on
+    spinning for a while after each one, and threads that ask for Python's lock often would have it
+    when whoever launches kernels needs it.
+    """
 
     def __init__(self) -> None:
         cores = torch.get_num_threads()
-        threads = max(1, min(_MOST_THREADS, cores // 2))
-        super().__init__(1, "hotrow-rows", torch.set_num_threads, (threads,))
+        count = max(1, min(_MOST_THREADS, cores // 2))
+        ready = Barrier(count + 1)
+
+        def begin() -> None:
+            torch.set_num_threads(1)
+            ready.wait()
+
+        super().__init__(1, "hotrow-rows", begin)
+        self._others = ThreadPoolExecutor(max(1, count - 1), "hotrow-rows", begin)
+        self._count = count
+        for each in (self, *[self._others] * (count - 1)):
+            each.submit(int)
+        ready.wait()
         # torch takes the number that was set last for threads that it has not seen yet.
-        self.submit(int).result()
         torch.set_num_threads(cores)
 
-    def ask(self, job: Callable[..., None], *args: object) -> Future[None]:
-        """Do it after all that was asked for before."""
+    def ask(
+        self, job: _Job, store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]
+    ) -> Future[None]:
+        """Do it after the marks, and after all that was asked for before."""
         try:
-            return self.submit(job, *args)
+            return self.submit(self._do, job, store, ids, rows, after)
         except RuntimeError:  # the program is ending, and its threads have ended
             done: Future[None] = Future()
-            job(*args)
+            job(store, ids, rows, after)
             done.set_result(None)
             return done
+
+    def _do(
+        self, job: _Job, store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]
+    ) -> None:
+        _wait_for(after)
+        size = max(_LEAST_PART, -(-len(ids) // self._count))
+        first, *rest = zip(ids.split(size), rows.split(size), strict=True)
+        try:
+            done = [self._others.submit(job, store, *part, ()) for part in rest]
+        except RuntimeError:  # as above
+            job(store, ids, rows, ())
+            return
+        job(store, *first, ())
+        for each in done:
+            each.result()
 
 
 _known_worker: weakref.ref[_Worker] | None = None

@@ -32,6 +32,22 @@ class Store:
         """Replace the rows of `ids`, each given once."""
         self.rows.index_copy_(0, ids, rows)
 
+    def write_alone(self, ids: Tensor, rows: Tensor) -> None:
+        """`write`, on a host, by the thread that calls; ids of -1 are left out.
+
+        Rows as single items, which numpy copies several times as fast as a thread of torch does.
+        """
+        places, items = ids.numpy(), _as_items(rows)
+        there = places >= 0
+        if not there.all():
+            places, items = places[there], items[there]
+        _as_items(self.rows)[places] = items
+
+
+def _as_items(rows: Tensor) -> np.ndarray:
+    array = rows.numpy()
+    return array.view(np.dtype((np.void, array.strides[0]))).reshape(-1)
+
 
 def host_rows(num_rows: int, width: int) -> Tensor:
     """Rows in a mapping of their own, untouched and all zero."""

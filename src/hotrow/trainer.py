@@ -200,7 +200,7 @@ class _Losses:
         place = self._there[self._next]
         self._next = (self._next + 1) % self._there.numel()
         place.copy_(loss, non_blocking=True)
-        late = Late(place, self._lanes.mark("train"))
+        late = Late(place, self._lanes, self._lanes.mark("train"))
         self._taken.append(late)
         return late
 

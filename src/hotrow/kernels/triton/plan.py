@@ -29,6 +29,9 @@ COUNT_WORDS = 8
 # What became of a plan.
 PLANNED, NO_ROOM, BAD_ID, NOT_PLANNED = range(4)
 NO_BAD_ID = 2**31 - 1
+# What is known of a slot's row in the batches to come, as far as they are known: nothing; the first
+# that uses it; or the last that may, which stays true as batches come and go.
+NOTHING, FIRST_USE, LAST_USE = range(3)
 
 
 # -- ids -------------------------------------------------------------------------------
@@ -183,22 +186,25 @@ def _segment(
 
 
 @triton.jit
-def _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD: tl.constexpr):
+def _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE: tl.constexpr):
     """Whether each place of the queue still names a slot that nobody has used, or will, since."""
     head = tl.load(state + 2)
     asked = (place < limit) & (head + place < tl.load(state + 3))
     slot = tl.load(queue + head + place, mask=asked, other=0)
     last = tl.load(last_use + slot, mask=asked, other=2147483647)
     valid = asked & (last < tl.load(state + 4))
-    if LOOKS_AHEAD:
+    if KNOWN_USE == 1:
         soon = tl.load(next_use + slot, mask=valid, other=0)
         valid = valid & ((soon == 2147483647) | (soon <= tl.load(state + 5)))
+    elif KNOWN_USE == 2:
+        latest = tl.load(next_use + slot, mask=valid, other=0)
+        valid = valid & (latest < tl.load(state))
     return slot, valid
 
 
 @triton.jit
 def _count_victims(
-    queue, state, counts, last_use, next_use, per_block, spread, LOOKS_AHEAD: tl.constexpr,
+    queue, state, counts, last_use, next_use, per_block, spread, KNOWN_USE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -206,14 +212,14 @@ def _count_victims(
         return
     place = program * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(counts + 1) * 4 + spread
-    _, valid = _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD)
+    _, valid = _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE)
     tl.store(per_block + program * 4, tl.sum(valid.to(tl.int32), axis=0))
 
 
 @triton.jit
 def _take_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, move_slots, leaving,
-    new_head, spread, max_moves, num_blocks, LOOKS_AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    new_head, spread, max_moves, num_blocks, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
@@ -236,7 +242,7 @@ def _take_victims(
     if fits:
         place = program * BLOCK + tl.arange(0, BLOCK)
         limit = num_missing * 4 + spread
-        slot, valid = _may_leave(queue, state, last_use, next_use, place, limit, LOOKS_AHEAD)
+        slot, valid = _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE)
         move = valid_before + tl.cumsum(valid.to(tl.int32), axis=0) - 1
         taken = valid & (move < num_missing)
         row = tl.load(row_of_slot + slot, mask=taken, other=-1)
@@ -245,7 +251,7 @@ def _take_victims(
         evicted = tl.sum((taken & (row >= 0)).to(tl.int32), axis=0)
         if evicted > 0:
             tl.atomic_add(counts + 6, evicted)
-        if LOOKS_AHEAD:
+        if KNOWN_USE == 1:
             # In how many batches the first of them is used again, as far as is known.
             soon = tl.load(next_use + slot, mask=taken, other=2147483647)
             ahead = tl.where(soon == 2147483647, soon, soon - tl.load(state))
@@ -260,7 +266,8 @@ def _take_victims(
 @triton.jit
 def _exchange(
     move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
-    uses, row_of_slot, table, spare, size, HASHED: tl.constexpr, BLOCK: tl.constexpr,
+    uses, row_of_slot, table, spare, size, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Change the maps: they describe the future, bytes follow later."""
     if tl.load(counts + 5) != 0:
@@ -280,7 +287,11 @@ def _exchange(
         change = tl.sum(goes.to(tl.int32), axis=0) - tl.sum(taken_over, axis=0)
         tl.atomic_add(state + 6, change)
     tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state), mask=mask)
-    tl.store(next_use + slot, tl.full(slot.shape, 2147483647, tl.int32), mask=mask)
+    later = tl.full(slot.shape, 2147483647, tl.int32)
+    if KNOWN_USE == 2:
+        # Batches were announced while it was not here: any of them may use it.
+        later = tl.zeros(slot.shape, tl.int32) + tl.load(state + 7) - 1
+    tl.store(next_use + slot, later, mask=mask)
     tl.store(uses + slot, tl.full(slot.shape, 1, tl.int16), mask=mask)
     rank = tl.load(missing_rank + move, mask=mask, other=0)
     tl.store(row_slots + rank, slot, mask=mask)
@@ -381,9 +392,9 @@ def leave_window(
 @triton.jit
 def _expect(
     ids, next_use, table, row_of_slot, num_rows, size, capacity, first_number, later, first_row,
-    num_rings, HASHED: tl.constexpr, BLOCK: tl.constexpr,
+    num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Note for every resident row of the batches from a number on when it is used next."""
+    """Note for every resident row of the batches from a number on its first, or last, use."""
     ahead = tl.program_id(1)
     number = tl.load(first_number) + later
     ring = (first_row + ahead) % num_rings
@@ -393,9 +404,12 @@ def _expect(
     mask = mask & (id_ < num_rows)
     slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
     mask = mask & (slot >= 0)
-    # Most are known to be used sooner: look before the atomic.
+    # Most are known to be used sooner, or another lane has noted it: look before the atomic.
     known = tl.load(next_use + slot, mask=mask, other=0)
-    tl.atomic_min(next_use + slot, number + ahead, mask=mask & (known > number + ahead))
+    if KNOWN_USE == 1:
+        tl.atomic_min(next_use + slot, number + ahead, mask=mask & (known > number + ahead))
+    else:
+        tl.atomic_max(next_use + slot, number + ahead, mask=mask & (known < number + ahead))
 
 
 @triton.jit
@@ -416,7 +430,7 @@ def _hold(
 @triton.jit
 def _rank_keys(
     keys, last_use, next_use, uses, state, num_slots, past, ORDER: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The order in which slots leave, smallest first; the largest number: it may not."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -434,13 +448,15 @@ def _rank_keys(
         fresh = (1 << 20) - 1 - tl.minimum(age, (1 << 20) - 1)
         used = tl.load(uses + slot, mask=mask, other=0).to(tl.int32)
         key = tl.minimum(used, 511) * (1 << 20) + fresh
-        if ORDER == 3:  # farthest next use; those of which none is known leave first
+        if KNOWN_USE == 1:  # farthest next use; those of which none is known leave first
             soon = tl.load(next_use + slot, mask=mask, other=0)
             key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
+        elif KNOWN_USE == 2:  # those alone
+            may_leave = may_leave & (tl.load(next_use + slot, mask=mask, other=0) < number)
     tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
 
 
-ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 3}
+ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 2}
 
 
 # -- launches --------------------------------------------------------------------------
@@ -466,7 +482,7 @@ def plan(
     past: int,
     max_moves: int,
     refetch: bool,
-    looks_ahead: bool,
+    known_use: int,
 ) -> None:
     """Plan one batch; on failure `state` is halted and no map has changed."""
     count, num_slots = ids.numel(), row_map.row_of_slot.numel()
@@ -490,18 +506,18 @@ def plan(
         count, blocks, BLOCK=BLOCK, BLOCKS=widest,
     )  # fmt: skip
     _count_victims[(victim_blocks,)](
-        queue, state, counts, last_use, next_use, per_block, BLOCK, LOOKS_AHEAD=looks_ahead,
+        queue, state, counts, last_use, next_use, per_block, BLOCK, KNOWN_USE=known_use,
         BLOCK=BLOCK,
     )  # fmt: skip
     _take_victims[(victim_blocks,)](
         queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, move_slots,
-        leaving, new_head, BLOCK, max_moves, victim_blocks, LOOKS_AHEAD=looks_ahead, BLOCK=BLOCK,
+        leaving, new_head, BLOCK, max_moves, victim_blocks, KNOWN_USE=known_use, BLOCK=BLOCK,
         BLOCKS=widest_victims,
     )  # fmt: skip
     _exchange[(max(1, triton.cdiv(count, LANES)),)](
         move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
         uses, row_map.row_of_slot, row_map.table, row_map.spare, row_map.size,
-        HASHED=row_map.hashed, BLOCK=LANES,
+        HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
     )  # fmt: skip
     _resolve[(blocks,)](
         segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
@@ -528,14 +544,15 @@ def expect(
     next_use: Tensor,
     row_map: DeviceMap,
     num_rows: int,
+    known_use: int,
 ) -> None:
-    """Note when rows are used next, of batches whose ids begin at a row of the ring."""
+    """Note when rows are used, first or last, by batches whose ids begin at a row of the ring."""
     rings, capacity = window.shape
     if batches == 0 or capacity == 0:
         return
     _expect[(triton.cdiv(capacity, LANES), batches)](
         window, next_use, row_map.table, row_map.row_of_slot, num_rows, row_map.size, capacity,
-        number, later, first_row, rings, HASHED=row_map.hashed, BLOCK=LANES,
+        number, later, first_row, rings, HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
     )  # fmt: skip
 
 
@@ -552,14 +569,19 @@ def hold(
 
 
 def rank_keys(
-    slot_facts: tuple[Tensor, Tensor, Tensor], state: Tensor, past: int, order: str
+    slot_facts: tuple[Tensor, Tensor, Tensor],
+    state: Tensor,
+    past: int,
+    order: str,
+    known_use: int = NOTHING,
 ) -> Tensor:
     """A key per slot, [C] int32: the smallest leave first, the largest integer may not leave."""
     last_use, next_use, uses = slot_facts
     keys = torch.empty_like(last_use)
     _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
-        keys, last_use, next_use, uses, state, keys.numel(), past, ORDER=ORDERS[order], BLOCK=BLOCK
-    )
+        keys, last_use, next_use, uses, state, keys.numel(), past, ORDER=ORDERS[order],
+        KNOWN_USE=known_use, BLOCK=BLOCK,
+    )  # fmt: skip
     return keys
 
 
