@@ -476,7 +476,7 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     embedding = tight(CASES["two-widths"])
     workers = [group.staged._worker for group in embedding.groups]
     assert workers[0] is workers[1]
-    assert workers[0]._count == max(1, min(3, threads // 2))
+    assert workers[0]._count == max(1, min(2, threads // 2))
     for each in (workers[0], workers[0]._others)[: workers[0]._count]:
         assert each.submit(torch.get_num_threads).result() == 1
     found: list[int] = []

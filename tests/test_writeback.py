@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import hotrow
+import hotrow.device_planner
 import hotrow.embedding
 import hotrow.writeback
-from builders import CASES, RULES, Late, Outcome, tight_budget, train, variant
+from builders import CASES, RULES, Late, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.device_rows import DeviceRows
 from hotrow.evict import EVICTIONS
+from hotrow.kernels.triton.plan import LAST_USE
 from hotrow.strategy import Strategy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,6 +91,61 @@ def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
     embedding.check()
 
 
+def test_where_one_ranking_serves_many_batches_nobody_reads_too_early_either(
+    late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many slots, so that rankings know last uses, and new ones are seldom made."""
+    monkeypatch.setattr(hotrow.device_planner, "_SPARE", 0)
+    tables = [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])]
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.rand(24, 1, generator=generator) ** 3 * 1500).long().to(DEVICE) for _ in range(70)
+    ]
+    budget = hotrow.Budget((hotrow.Share(360, 64, False),), window_bytes=1 << 16)
+    strategy = looking_ahead("own")
+    collections = [
+        hotrow.EmbeddingBagCollection(
+            tables, hotrow.Adagrad(), strategy=each, seed=3, device=DEVICE, **options
+        )
+        for each, options in (
+            (strategy, {"budget": budget, "fill": "bulk"}),
+            ("all-fast", {}),
+        )
+    ]
+    embedding = collections[0]
+    planner = embedding.groups[0].planner
+    found = []
+    for each in collections:
+        losses = []
+        for part in (batches[:50], batches[50:]):  # a window that is forgotten
+            for batch in hotrow.ahead(part, each, depth=7):
+                loss = readout(each(batch))
+                loss.backward()
+                losses.append(loss.detach())
+        found.append(outcome(each, losses))
+    assert planner._known_use == LAST_USE
+    assert planner._rankings < len(batches) / 2
+    traffic = embedding.traffic()
+    assert traffic.fetched_rows - traffic.made_rows > len(batches)  # rows come back
+    assert found[0].same_bits(found[1])
+
+
+@pytest.mark.parametrize(("case", "roomier"), [("one-hot", 1.7), ("multi-hot", 1.3)])
+def test_rows_that_came_after_batches_were_announced_may_be_used_by_them(
+    case: str, roomier: float, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few slots, though rankings know last uses only."""
+    monkeypatch.setattr(hotrow.device_planner, "_ROOMY", 0)
+    monkeypatch.setattr(hotrow.device_planner, "_LEAST_RANKED", 0)
+    steps = 24
+    embedding = tight(case, "sgd", "own", roomier=roomier, steps=40)
+    found = train(embedding, CASES[case].batches(steps), depth=3)
+    assert {group.planner._known_use for group in embedding.groups} == {LAST_USE}
+    traffic = embedding.traffic()
+    assert traffic.fetched_rows - traffic.made_rows > 10  # rows come back
+    assert found.same_bits(all_fast(case, "sgd", steps))
+
+
 def test_with_threads_of_their_own_they_do_too() -> None:
     for victims in VICTIMS:
         embedding = tight("one-hot", "adamw", victims)
@@ -103,9 +160,10 @@ def test_rows_of_several_batches_go_together(late: Late) -> None:
     sent = []
     real = group.back._send
 
-    def send(packet: Any) -> None:
-        sent.append(packet.filled)
-        real(packet)
+    def send() -> None:
+        if group.back._packet.filled:
+            sent.append(group.back._packet.filled)
+        real()
 
     group.back._send = send
     found = train(embedding, CASES["one-hot"].batches(steps), depth=6)

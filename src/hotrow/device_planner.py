@@ -27,6 +27,8 @@ _BULK_PART = 8
 _RELEARN = 512
 _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
+_ROOMY = 2  # times as many slots as may be taken while known batches are trained
+_SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
 NEVER = PINNED = kernels.NEVER
 
@@ -400,7 +402,7 @@ class DevicePlanner:
         usual = self._most_taken or most
         since = sum(plan.ranking == self._rankings for plan in self._unread)
         # A plan finds enough of them only if they are still there: keep a few batches' worth.
-        if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + kernels.BLOCK:
+        if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + _SPARE:
             self._rank()
         since = sum(plan.rebuild == self._rebuilds for plan in self._unread)
         # More tombstones than that and a search for an absent row takes long, or never ends.
@@ -436,7 +438,7 @@ class DevicePlanner:
     def _find_uses(self) -> None:
         """What known batches use, from their ids; kept since then, if it is the last use."""
         entering = (len(self.window) + self.hold.batches) * self._mean_missing
-        roomy = self.pad.num_slots > 2 * entering
+        roomy = self.pad.num_slots > _ROOMY * entering
         kind = kernels.LAST_USE if self._may_keep_last and roomy else kernels.FIRST_USE
         if kind == self._known_use == kernels.LAST_USE and self._is_kept:
             return

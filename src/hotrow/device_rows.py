@@ -50,7 +50,7 @@ from hotrow.staged import FILL_BLOCKS, Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store
 from hotrow.tables import WidthGroup
-from hotrow.writeback import WriteBack
+from hotrow.writeback import PACKETS, WriteBack
 
 _READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
@@ -140,7 +140,7 @@ class DeviceRows(RowGroup):
             if self._notes_written and by_bytes and share.slots < self.layout.num_rows:
                 share = share.with_room(bits, 4 * self.width)
             if self.fill_choice.form == "bulk" and by_bytes:
-                share = share.with_packets(2, 4 * self.width)  # three, of two thirds
+                share = share.with_packets(PACKETS, 4 * self.width)
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
         )
@@ -148,7 +148,7 @@ class DeviceRows(RowGroup):
         self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
         self._past = self.strategy.hold.past
         if self.fill_choice.form == "bulk":
-            most = 2 * share.packet_rows // 3 or min(share.slots, MOST_PACKED)
+            most = share.packet_rows or min(share.slots, MOST_PACKED)
             self.back = WriteBack(
                 self.store,
                 self.slots,

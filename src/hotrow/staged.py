@@ -33,7 +33,7 @@ from hotrow.store import Store
 Replay = Callable[[str, int, Callable[[], None]], None]
 
 FILL_BLOCKS = 2  # each takes a multiprocessor away from training
-_MOST_THREADS = 3  # and half of the cores at the most: whoever launches kernels needs one to itself
+_MOST_THREADS = 2  # and half of the cores at the most: whoever launches kernels needs one to itself
 _LEAST_PART = 4096  # rows for which one more thread is worth asking
 
 
@@ -283,6 +283,9 @@ class _Worker(ThreadPoolExecutor):
         self, job: _Job, store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]
     ) -> None:
         _wait_for(after)
+        if self._count == 1:
+            job(store, ids, rows, ())
+            return
         size = max(_LEAST_PART, -(-len(ids) // self._count))
         first, *rest = zip(ids.split(size), rows.split(size), strict=True)
         try:

@@ -2,16 +2,18 @@
 
 A GPU that writes single rows to host memory slows down what runs beside it; its copy engines do
 not. So leaving rows are packed side by side in the GPU's memory, those of several batches together.
-A full packet is copied at once, and the CPU puts its rows in their places, in a thread of its own.
+A full packet is copied at once to a load, which holds several, and the CPU puts a load's rows in
+their places, in threads of its own: seldom, since each time costs whoever launches kernels a
+little.
 
 Until then the store has old bits of them, so no batch may read them there. Whoever evicts says for
 how many batches that is certain; a batch beyond waits, which looking far ahead makes rare.
 
 ```
-    batch     7    8    9   10   11   12
-    packet   [a    a    a] [b    b    b]
-    engine                  a              b     one copy each
-    CPU                       a              b   rows to their places
+    batch     7    8    9   10   11   12   13   14
+    packet   [a    a    a] [b    b    b]  [a    a
+    engine                  a              b        one copy each, to the load
+    CPU                                      a, b   rows to their places
 ```
 Knows bytes and ids; not why rows leave.
 """
@@ -25,28 +27,39 @@ from torch import Tensor
 
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
-from hotrow.lanes import Lanes
+from hotrow.lanes import Lanes, Mark
 from hotrow.staged import finish, shared_worker, write_rows
 from hotrow.store import Store
 
-_PACKETS = 3  # one that is filled, one on its way, one that is written
+PACKETS = 2  # one that is filled, one on its way
+_PACKETS_IN_LOAD = 2
+_LOADS = 3  # one that is filled, and two for the CPU, which need not be done at once
 
 
 class Packet:
-    """Room for rows on their way to the host."""
+    """Room for rows that leave, on the device."""
 
     def __init__(
         self, number: int, most: int, width: int, id_type: torch.dtype, device: torch.device
     ) -> None:
-        on_gpu = device.type == "cuda"
         self.number = number
         self.rows = torch.zeros(most, width, device=device)
         self.ids = torch.zeros(most, dtype=id_type, device=device)
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)  # what the host counts, too
-        self.host_rows = torch.zeros(most, width, pin_memory=on_gpu)
-        self.host_ids = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
         self.filled = 0
         self.certain = -1  # the last batch that reads none of its rows
+        self.left: Mark | None = None  # the copy engine has read it
+
+
+class Load:
+    """Room for the rows of a few packets, on the host."""
+
+    def __init__(self, most: int, width: int, id_type: torch.dtype, *, pinned: bool) -> None:
+        self.rows = torch.zeros(most, width, pin_memory=pinned)
+        self.ids = torch.zeros(most, dtype=id_type, pin_memory=pinned)
+        self.filled = 0
+        self.certain = -1
+        self.there: Mark | None = None
         self.written: Future[None] | None = None
 
 
@@ -61,8 +74,10 @@ class WriteBack:
     ) -> None:
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
-        self._packets = [Packet(n, most, width, id_type, device) for n in range(_PACKETS)]
-        self._current = self._packets[0]
+        self._packets = [Packet(n, most, width, id_type, device) for n in range(PACKETS)]
+        in_load, pinned = most * _PACKETS_IN_LOAD, device.type == "cuda"
+        self._loads = [Load(in_load, width, id_type, pinned=pinned) for _ in range(_LOADS)]
+        self._packet, self._load = self._packets[0], self._loads[0]
         self._worker = shared_worker()
 
     @property
@@ -72,13 +87,11 @@ class WriteBack:
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""
-        packet = self._current
-        if packet.filled + count > self.most:
-            self._send(packet)
-            packet = self._current = self._packets[(packet.number + 1) % _PACKETS]
-            finish(packet.written)
-            packet.written = None
+        if self._packet.filled + count > self.most:
+            self._send()
+        packet = self._packet
         if packet.filled == 0:
+            self._lanes.after("rows", packet.left)
             packet.taken.zero_()
             packet.certain = certain
         packet.filled += count
@@ -101,34 +114,58 @@ class WriteBack:
 
     def let_read(self, batch: int) -> None:
         """A batch may read the store when this returns: its rows are there."""
-        for packet in self._packets:
-            if packet.certain < batch:
-                self._finish(packet)
+        if self._packet.certain < batch:
+            self._send()
+        for load in self._loads:
+            if load.certain < batch:
+                self._finish(load)
 
     def forget(self) -> None:
         """Nothing is certain any more about the batches to come."""
         for packet in self._packets:
             packet.certain = -1
+        for load in self._loads:
+            load.certain = -1
 
     def wait(self) -> None:
         """Every row that left is in its place when this returns."""
-        for packet in self._packets:
-            self._finish(packet)
+        self._send()
+        for load in self._loads:
+            self._finish(load)
 
-    def _finish(self, packet: Packet) -> None:
-        if packet.filled:
-            self._send(packet)
-        finish(packet.written)
-
-    def _send(self, packet: Packet) -> None:
-        """What was packed so far: to the host, and there to its places."""
-        here = slice(packet.filled)
-        packet.filled = 0
+    def _send(self) -> None:
+        """What was packed so far: to the host."""
+        packet, load = self._packet, self._load
+        count, packet.filled = packet.filled, 0
+        if not count:
+            return
+        if load.filled + count > len(load.ids):
+            self._write(load)
+            self._loads.append(self._loads.pop(0))
+            load = self._load = self._loads[0]
+            finish(load.written)
+            load.written = None
+        load.certain = min(load.certain, packet.certain) if load.filled else packet.certain
+        there = slice(load.filled, load.filled + count)
         self._lanes.after("back", self._lanes.mark("rows"))
         with self._lanes.on("back"):
-            packet.host_ids[here].copy_(packet.ids[here], non_blocking=True)
-            packet.host_rows[here].copy_(packet.rows[here], non_blocking=True)
-            there = self._lanes.mark("back")
-        packet.written = self._worker.ask(
-            write_rows, self._store, packet.host_ids[here], packet.host_rows[here], (there,)
+            load.ids[there].copy_(packet.ids[:count], non_blocking=True)
+            load.rows[there].copy_(packet.rows[:count], non_blocking=True)
+            load.there = packet.left = self._lanes.mark("back")
+        load.filled += count
+        self._packet = self._packets[(packet.number + 1) % PACKETS]
+
+    def _write(self, load: Load) -> None:
+        """Have the rows of a load put in their places."""
+        assert load.there is not None
+        rows = slice(load.filled)
+        load.filled = 0
+        load.written = self._worker.ask(
+            write_rows, self._store, load.ids[rows], load.rows[rows], (load.there,)
         )
+
+    def _finish(self, load: Load) -> None:
+        if load.filled:
+            finish(load.written)
+            self._write(load)
+        finish(load.written)
