@@ -169,13 +169,14 @@ def rank(shape: Shape) -> Case:
         torch.full((shape.num_slots,), kernels.NEVER, dtype=torch.int32, device=shape.device),
         torch.ones(shape.num_slots, dtype=torch.int16, device=shape.device),
     )
+    rows = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
     state = torch.full((kernels.STATE_WORDS,), 200, dtype=torch.int32, device=shape.device)
 
     def run() -> None:
-        keys = kernels.rank_keys(facts, state, 1, "farthest-next-use")
+        keys = kernels.rank_keys(facts, rows, state, 1, "least-frequent")
         torch.topk(keys, max(1, shape.num_slots // 8), largest=False)
 
-    return Case(run, shape.num_slots * (4 + 4 + 2))
+    return Case(run, shape.num_slots * (4 + 2 + 4))
 
 
 def pool(shape: Shape) -> Case:

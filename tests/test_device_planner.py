@@ -234,6 +234,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny batches take several programs each, and a ranking serves several of them."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
     monkeypatch.setattr(kernels, "LANES", 8)
+    monkeypatch.setattr(device_planner, "_SPARE", 16)
 
 
 # -- every plan ----------------------------------------------------------------------------
@@ -556,7 +557,7 @@ def misses_on_the_host(run: Run) -> int:
 def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "BLOCK", 64)
+    monkeypatch.setattr(device_planner, "_SPARE", 64)
     run = Run(some_batches(24, 40, rows=1200), slots=300, order=order, rows=1200, depth=6)
     planner, found = run.planner(), 0
     for step in steps(run, planner):

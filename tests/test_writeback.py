@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import hotrow
 import hotrow.device_planner
 import hotrow.embedding
 import hotrow.writeback
-from builders import CASES, RULES, Late, Outcome, outcome, readout, tight_budget, train, variant
+from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.device_rows import DeviceRows
 from hotrow.evict import EVICTIONS
 from hotrow.kernels.triton.plan import LAST_USE
 from hotrow.strategy import Strategy
+from hotrow.writer import Writer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 9
@@ -31,10 +33,31 @@ def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Late:
-    worker = Late()
-    monkeypatch.setattr(hotrow.writeback, "shared_worker", lambda: worker)
-    return worker
+def late(monkeypatch: pytest.MonkeyPatch) -> LateWriter:
+    writer = LateWriter()
+    monkeypatch.setattr(hotrow.writeback, "shared_writer", lambda: writer)
+    return writer
+
+
+class LateWriter:
+    """Writes nothing until somebody waits for it: later than any thread could be."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.done = 0
+
+    def write(self, store: Tensor, ids: Tensor, rows: Tensor) -> int:
+        self.asked.append((store, ids, rows))
+        return len(self.asked)
+
+    def wait(self, number: int) -> None:
+        while self.done < number:
+            store, ids, rows = self.asked[self.done]
+            store[ids[ids >= 0]] = rows[ids >= 0]
+            self.done += 1
+
+    def wait_for_all(self) -> None:
+        self.wait(len(self.asked))
 
 
 def looking_ahead(victims: str) -> Strategy:
@@ -80,7 +103,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("case", "rule", "victims", "depth"), CHOICES)
 def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
-    case: str, rule: str, victims: str, depth: int, late: Late
+    case: str, rule: str, victims: str, depth: int, late: LateWriter
 ) -> None:
     embedding = tight(case, rule, victims)
     found = train(embedding, CASES[case].batches(STEPS), depth=depth)
@@ -92,7 +115,7 @@ def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
 
 
 def test_where_one_ranking_serves_many_batches_nobody_reads_too_early_either(
-    late: Late, monkeypatch: pytest.MonkeyPatch
+    late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many slots, so that rankings know last uses, and new ones are seldom made."""
     monkeypatch.setattr(hotrow.device_planner, "_SPARE", 0)
@@ -124,26 +147,10 @@ def test_where_one_ranking_serves_many_batches_nobody_reads_too_early_either(
                 losses.append(loss.detach())
         found.append(outcome(each, losses))
     assert planner._known_use == LAST_USE
-    assert planner._rankings < len(batches) / 2
+    assert planner._rankings < len(batches) * 2 / 3
     traffic = embedding.traffic()
     assert traffic.fetched_rows - traffic.made_rows > len(batches)  # rows come back
     assert found[0].same_bits(found[1])
-
-
-@pytest.mark.parametrize(("case", "roomier"), [("one-hot", 1.7), ("multi-hot", 1.3)])
-def test_rows_that_came_after_batches_were_announced_may_be_used_by_them(
-    case: str, roomier: float, late: Late, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few slots, though rankings know last uses only."""
-    monkeypatch.setattr(hotrow.device_planner, "_ROOMY", 0)
-    monkeypatch.setattr(hotrow.device_planner, "_LEAST_RANKED", 0)
-    steps = 24
-    embedding = tight(case, "sgd", "own", roomier=roomier, steps=40)
-    found = train(embedding, CASES[case].batches(steps), depth=3)
-    assert {group.planner._known_use for group in embedding.groups} == {LAST_USE}
-    traffic = embedding.traffic()
-    assert traffic.fetched_rows - traffic.made_rows > 10  # rows come back
-    assert found.same_bits(all_fast(case, "sgd", steps))
 
 
 def test_with_threads_of_their_own_they_do_too() -> None:
@@ -153,7 +160,7 @@ def test_with_threads_of_their_own_they_do_too() -> None:
         assert found.same_bits(all_fast("one-hot", "adamw"))
 
 
-def test_rows_of_several_batches_go_together(late: Late) -> None:
+def test_rows_of_several_batches_go_together(late: LateWriter) -> None:
     steps = 18
     embedding = tight("one-hot", "sgd", "own", roomier=2.0, steps=steps)
     (group,) = embedding.groups
@@ -173,7 +180,7 @@ def test_rows_of_several_batches_go_together(late: Late) -> None:
 
 
 def test_a_batch_that_did_not_wait_would_read_old_bits(
-    late: Late, monkeypatch: pytest.MonkeyPatch
+    late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or this file could not tell right from wrong."""
     monkeypatch.setattr(hotrow.writeback.WriteBack, "let_read", lambda self, batch: None)
@@ -182,7 +189,7 @@ def test_a_batch_that_did_not_wait_would_read_old_bits(
     assert not found.same_bits(all_fast("one-hot", "adam"))
 
 
-def test_evaluation_and_a_second_loop_find_every_row(late: Late) -> None:
+def test_evaluation_and_a_second_loop_find_every_row(late: LateWriter) -> None:
     batches = CASES["one-hot"].batches(STEPS)
     embedding, expected = tight("one-hot", "adam", "own"), build("one-hot", "adam")
     for each in (embedding, expected):
@@ -201,13 +208,16 @@ def test_evaluation_and_a_second_loop_find_every_row(late: Late) -> None:
             assert torch.equal(one[:count], other[:count])
 
 
-def test_a_failure_in_the_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise OSError("the memory is gone")
+def test_a_row_that_the_store_does_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Writer.write
 
-    monkeypatch.setattr(hotrow.writeback, "write_rows", broken)
+    def write(self: Writer, store: Tensor, ids: Tensor, rows: Tensor) -> int:
+        return real(self, store, ids + 10_000, rows)
+
+    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(hotrow.writeback, "shared_writer", Writer)  # others keep theirs whole
     embedding = tight("one-hot", "sgd", "own")
-    with pytest.raises(RuntimeError, match=r"failed in the background .*the memory is gone"):
+    with pytest.raises(RuntimeError, match=r"which the store does not have"):
         train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
 
 
@@ -219,7 +229,7 @@ def test_strategies_that_look_not_ahead_write_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("stop", [4, 7])
-def test_a_loop_after_one_that_was_left_finds_every_row(stop: int, late: Late) -> None:
+def test_a_loop_after_one_that_was_left_finds_every_row(stop: int, late: LateWriter) -> None:
     """The batches that were known ahead do not come: others do."""
     batches = CASES["one-hot"].batches(14)
     embedding = tight("one-hot", "adam", "random", steps=14)
@@ -241,7 +251,7 @@ def test_a_loop_after_one_that_was_left_finds_every_row(stop: int, late: Late) -
         assert torch.equal(one, other)
 
 
-def test_rows_that_are_fetched_anew_are_written_at_once(late: Late) -> None:
+def test_rows_that_are_fetched_anew_are_written_at_once(late: LateWriter) -> None:
     strategy = replace(looking_ahead("own"), refetch=True)
     batches = CASES["one-hot"].batches(STEPS)
     budget = tight_budget(CASES["one-hot"], batches, strategy.hold)

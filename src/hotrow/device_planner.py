@@ -27,7 +27,6 @@ _BULK_PART = 8
 _RELEARN = 512
 _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
-_ROOMY = 2  # times as many slots as may be taken while known batches are trained
 _SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
 NEVER = PINNED = kernels.NEVER
@@ -422,8 +421,9 @@ class DevicePlanner:
             keys = torch.where(may_leave, keys, NEVER)
         else:
             keys = kernels.rank_keys(
-                self.slot_facts, self.state, self.hold.past, self.eviction.name, self._known_use
-            )
+                self.slot_facts, self.pad.row_of_slot, self.state, self.hold.past,
+                self.eviction.name, self._known_use,
+            )  # fmt: skip
         keys, slots = torch.topk(keys, self.queue.numel(), largest=False)
         self.queue.copy_(slots)
         self.state[kernels.HEAD] = 0
@@ -437,9 +437,7 @@ class DevicePlanner:
 
     def _find_uses(self) -> None:
         """What known batches use, from their ids; kept since then, if it is the last use."""
-        entering = (len(self.window) + self.hold.batches) * self._mean_missing
-        roomy = self.pad.num_slots > _ROOMY * entering
-        kind = kernels.LAST_USE if self._may_keep_last and roomy else kernels.FIRST_USE
+        kind = kernels.LAST_USE if self._may_keep_last else kernels.FIRST_USE
         if kind == self._known_use == kernels.LAST_USE and self._is_kept:
             return
         self._known_use, self._is_kept = kind, True

@@ -51,6 +51,7 @@ from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store
 from hotrow.tables import WidthGroup
 from hotrow.writeback import PACKETS, WriteBack
+from hotrow.writer import why_not
 
 _READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
@@ -153,7 +154,6 @@ class DeviceRows(RowGroup):
                 self.store,
                 self.slots,
                 most=max(1, most),
-                id_type=self.pad.id_type,
                 lanes=self.lanes,
             )
         if packets:
@@ -177,6 +177,8 @@ class DeviceRows(RowGroup):
             return FillChoice("staged", "the store is not page-locked")
         if wanted == "bulk" and not (strategy.eviction.looks_ahead and strategy.overlapped):
             return FillChoice("zero-copy", f"{strategy.name} does not know which rows come again")
+        if wanted == "bulk" and (reason := why_not()) is not None:
+            return FillChoice("zero-copy", f"no thread of C can write rows: {reason}")
         if wanted in ("bulk", "mixed") and strategy.refetch:
             # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
             return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")

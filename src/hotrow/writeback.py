@@ -2,9 +2,8 @@
 
 A GPU that writes single rows to host memory slows down what runs beside it; its copy engines do
 not. So leaving rows are packed side by side in the GPU's memory, those of several batches together.
-A full packet is copied at once to a load, which holds several, and the CPU puts a load's rows in
-their places, in threads of its own: seldom, since each time costs whoever launches kernels a
-little.
+A full packet is copied at once to a load, which holds several, and threads of the CPU put a load's
+rows in their places.
 
 Until then the store has old bits of them, so no batch may read them there. Whoever evicts says for
 how many batches that is certain; a batch beyond waits, which looking far ahead makes rare.
@@ -20,7 +19,8 @@ Knows bytes and ids; not why rows leave.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import weakref
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from torch import Tensor
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
 from hotrow.lanes import Lanes, Mark
-from hotrow.staged import finish, shared_worker, write_rows
 from hotrow.store import Store
+from hotrow.writer import shared_writer
 
 PACKETS = 2  # one that is filled, one on its way
 _PACKETS_IN_LOAD = 2
@@ -39,12 +39,10 @@ _LOADS = 3  # one that is filled, and two for the CPU, which need not be done at
 class Packet:
     """Room for rows that leave, on the device."""
 
-    def __init__(
-        self, number: int, most: int, width: int, id_type: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, number: int, most: int, width: int, device: torch.device) -> None:
         self.number = number
         self.rows = torch.zeros(most, width, device=device)
-        self.ids = torch.zeros(most, dtype=id_type, device=device)
+        self.ids = torch.zeros(most, dtype=torch.int64, device=device)
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)  # what the host counts, too
         self.filled = 0
         self.certain = -1  # the last batch that reads none of its rows
@@ -54,13 +52,13 @@ class Packet:
 class Load:
     """Room for the rows of a few packets, on the host."""
 
-    def __init__(self, most: int, width: int, id_type: torch.dtype, *, pinned: bool) -> None:
+    def __init__(self, most: int, width: int, *, pinned: bool) -> None:
         self.rows = torch.zeros(most, width, pin_memory=pinned)
-        self.ids = torch.zeros(most, dtype=id_type, pin_memory=pinned)
+        self.ids = torch.zeros(most, dtype=torch.int64, pin_memory=pinned)
         self.filled = 0
         self.certain = -1
         self.there: Mark | None = None
-        self.written: Future[None] | None = None
+        self.job = 0  # the writer's number of it
 
 
 class WriteBack:
@@ -69,16 +67,17 @@ class WriteBack:
     What is launched runs in the lane `rows`, where whoever calls has to be.
     """
 
-    def __init__(
-        self, store: Store, slots: Tensor, *, most: int, id_type: torch.dtype, lanes: Lanes
-    ) -> None:
+    def __init__(self, store: Store, slots: Tensor, *, most: int, lanes: Lanes) -> None:
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
-        self._packets = [Packet(n, most, width, id_type, device) for n in range(PACKETS)]
+        self._packets = [Packet(n, most, width, device) for n in range(PACKETS)]
         in_load, pinned = most * _PACKETS_IN_LOAD, device.type == "cuda"
-        self._loads = [Load(in_load, width, id_type, pinned=pinned) for _ in range(_LOADS)]
+        self._loads = [Load(in_load, width, pinned=pinned) for _ in range(_LOADS)]
         self._packet, self._load = self._packets[0], self._loads[0]
-        self._worker = shared_worker()
+        self._full: deque[Load] = deque()  # loads whose rows are still on their way
+        self._writer = shared_writer()
+        # The last rows are written before the store goes.
+        weakref.finalize(self, self._writer.wait_for_all)
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +86,8 @@ class WriteBack:
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""
+        while self._full and _is_there(self._full[0]):
+            self._write(self._full.popleft())
         if self._packet.filled + count > self.most:
             self._send()
         packet = self._packet
@@ -140,11 +141,10 @@ class WriteBack:
         if not count:
             return
         if load.filled + count > len(load.ids):
-            self._write(load)
+            self._full.append(load)
             self._loads.append(self._loads.pop(0))
             load = self._load = self._loads[0]
-            finish(load.written)
-            load.written = None
+            self._finish(load)
         load.certain = min(load.certain, packet.certain) if load.filled else packet.certain
         there = slice(load.filled, load.filled + count)
         self._lanes.after("back", self._lanes.mark("rows"))
@@ -155,17 +155,23 @@ class WriteBack:
         load.filled += count
         self._packet = self._packets[(packet.number + 1) % PACKETS]
 
-    def _write(self, load: Load) -> None:
-        """Have the rows of a load put in their places."""
-        assert load.there is not None
-        rows = slice(load.filled)
-        load.filled = 0
-        load.written = self._worker.ask(
-            write_rows, self._store, load.ids[rows], load.rows[rows], (load.there,)
-        )
-
     def _finish(self, load: Load) -> None:
+        """The rows of a load are in their places when this returns, and of all before it."""
         if load.filled:
-            finish(load.written)
-            self._write(load)
-        finish(load.written)
+            if load not in self._full:
+                self._full.append(load)
+            while load.filled:
+                self._write(self._full.popleft())
+        self._writer.wait(load.job)
+
+    def _write(self, load: Load) -> None:
+        """Have the rows of a load put in their places, when they have come."""
+        assert load.there is not None
+        load.there.wait()
+        rows = slice(load.filled)
+        load.job = self._writer.write(self._store.rows, load.ids[rows], load.rows[rows])
+        load.filled = 0
+
+
+def _is_there(load: Load) -> bool:
+    return load.there is None or load.there.passed()

@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.triton.maps import BLOCK as LANES
-from hotrow.kernels.triton.maps import DeviceMap, find_slots, insert, remove
+from hotrow.kernels.triton.maps import DeviceMap, find_slots, first_place, insert, remove
 from hotrow.kernels.triton.segments import Segments
 
 BLOCK = 1024
+_SEARCH_WARPS = 8  # of a block that searches the map: the fewer rows each has, the sooner it ends
 NEVER = 2**31 - 1
 PINNED = 2**31 - 1
 
@@ -29,8 +30,9 @@ COUNT_WORDS = 8
 # What became of a plan.
 PLANNED, NO_ROOM, BAD_ID, NOT_PLANNED = range(4)
 NO_BAD_ID = 2**31 - 1
-# What is known of a slot's row in the batches to come, as far as they are known: nothing; the first
-# that uses it; or the last that may, which stays true as batches come and go.
+# What `next_use` tells of the batches to come, as far as they are known: nothing; for each slot the
+# first that uses its row; or, where a row's id is hashed to, the last that may use it. That stays
+# true as batches and rows come and go, and takes no search in the map.
 NOTHING, FIRST_USE, LAST_USE = range(3)
 
 
@@ -43,7 +45,7 @@ def _globalise(
     first_bad, JAGGED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """User's indices -> ids; what is outside its table is noted, and read as padding."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
     if JAGGED:  # how many there are changes from batch to batch, and launches must not
         num_lookups = tl.load(ends + num_features - 1)
     real = place < num_lookups
@@ -61,8 +63,9 @@ def _globalise(
         feature = tl.minimum(low, num_features - 1)
         source = place + tl.load(lows + feature, mask=real, other=0)
     else:
-        feature = (place % num_features).to(tl.int32)
-        source = place // num_features * row_stride + tl.load(features + feature * 4 + 3)
+        feature = place % num_features
+        sample = (place // num_features).to(tl.int64)
+        source = sample * row_stride + tl.load(features + feature * 4 + 3)
     value = tl.load(values + source, mask=real, other=0).to(tl.int64)
     base = tl.load(features + feature * 4)
     limit = tl.load(features + feature * 4 + 1)
@@ -186,7 +189,16 @@ def _segment(
 
 
 @triton.jit
-def _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE: tl.constexpr):
+def _last_known_use(next_use, num_slots, row, mask):
+    """The last known batch that may use a row; those of other rows count as its own."""
+    place = first_place(tl.maximum(row, 0), num_slots)
+    return tl.load(next_use + place, mask=mask & (row >= 0), other=-2147483647)
+
+
+@triton.jit
+def _may_leave(
+    queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE: tl.constexpr
+):  # fmt: skip
     """Whether each place of the queue still names a slot that nobody has used, or will, since."""
     head = tl.load(state + 2)
     asked = (place < limit) & (head + place < tl.load(state + 3))
@@ -197,29 +209,34 @@ def _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE: tl.con
         soon = tl.load(next_use + slot, mask=valid, other=0)
         valid = valid & ((soon == 2147483647) | (soon <= tl.load(state + 5)))
     elif KNOWN_USE == 2:
-        latest = tl.load(next_use + slot, mask=valid, other=0)
-        valid = valid & (latest < tl.load(state))
+        row = tl.load(row_of_slot + slot, mask=valid, other=-1)
+        valid = valid & (_last_known_use(next_use, num_slots, row, valid) < tl.load(state))
     return slot, valid
 
 
 @triton.jit
 def _count_victims(
-    queue, state, counts, last_use, next_use, per_block, spread, KNOWN_USE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, spread,
+    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
         return
-    place = program * BLOCK + tl.arange(0, BLOCK)
     limit = tl.load(counts + 1) * 4 + spread
-    _, valid = _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE)
+    if program * BLOCK >= limit:
+        tl.store(per_block + program * 4, 0)
+        return
+    place = program * BLOCK + tl.arange(0, BLOCK)
+    _, valid = _may_leave(
+        queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE
+    )  # fmt: skip
     tl.store(per_block + program * 4, tl.sum(valid.to(tl.int32), axis=0))
 
 
 @triton.jit
 def _take_victims(
-    queue, state, counts, last_use, next_use, per_block, row_of_slot, move_slots, leaving,
-    new_head, spread, max_moves, num_blocks, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
+    queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, move_slots,
+    leaving, new_head, spread, max_moves, num_blocks, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
@@ -231,6 +248,8 @@ def _take_victims(
             tl.store(counts + 5, tl.where(bad & (tl.load(state + 1) == 0), 2, 3))
         return
     num_missing = tl.load(counts + 1)
+    if program > 0 and program * BLOCK >= num_missing * 4 + spread:
+        return
     num_moves = num_missing + tl.load(counts + 2)
     valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
     fits = (num_valid >= num_missing) & (num_moves <= max_moves)
@@ -242,7 +261,9 @@ def _take_victims(
     if fits:
         place = program * BLOCK + tl.arange(0, BLOCK)
         limit = num_missing * 4 + spread
-        slot, valid = _may_leave(queue, state, last_use, next_use, place, limit, KNOWN_USE)
+        slot, valid = _may_leave(
+            queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE
+        )  # fmt: skip
         move = valid_before + tl.cumsum(valid.to(tl.int32), axis=0) - 1
         taken = valid & (move < num_missing)
         row = tl.load(row_of_slot + slot, mask=taken, other=-1)
@@ -287,11 +308,8 @@ def _exchange(
         change = tl.sum(goes.to(tl.int32), axis=0) - tl.sum(taken_over, axis=0)
         tl.atomic_add(state + 6, change)
     tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state), mask=mask)
-    later = tl.full(slot.shape, 2147483647, tl.int32)
-    if KNOWN_USE == 2:
-        # Batches were announced while it was not here: any of them may use it.
-        later = tl.zeros(slot.shape, tl.int32) + tl.load(state + 7) - 1
-    tl.store(next_use + slot, later, mask=mask)
+    if KNOWN_USE < 2:
+        tl.store(next_use + slot, tl.full(slot.shape, 2147483647, tl.int32), mask=mask)
     tl.store(uses + slot, tl.full(slot.shape, 1, tl.int16), mask=mask)
     rank = tl.load(missing_rank + move, mask=mask, other=0)
     tl.store(row_slots + rank, slot, mask=mask)
@@ -391,10 +409,10 @@ def leave_window(
 
 @triton.jit
 def _expect(
-    ids, next_use, table, row_of_slot, num_rows, size, capacity, first_number, later, first_row,
-    num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, next_use, table, row_of_slot, num_rows, num_slots, size, capacity, first_number, later,
+    first_row, num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Note for every resident row of the batches from a number on its first, or last, use."""
+    """Note the first use of every resident row, or the last of any, by batches from a number on."""
     ahead = tl.program_id(1)
     number = tl.load(first_number) + later
     ring = (first_row + ahead) % num_rings
@@ -402,14 +420,17 @@ def _expect(
     mask = place < capacity
     id_ = tl.load(ids + ring.to(tl.int64) * capacity + place, mask=mask, other=num_rows)
     mask = mask & (id_ < num_rows)
-    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
-    mask = mask & (slot >= 0)
-    # Most are known to be used sooner, or another lane has noted it: look before the atomic.
-    known = tl.load(next_use + slot, mask=mask, other=0)
     if KNOWN_USE == 1:
-        tl.atomic_min(next_use + slot, number + ahead, mask=mask & (known > number + ahead))
+        where = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+        mask = mask & (where >= 0)
     else:
-        tl.atomic_max(next_use + slot, number + ahead, mask=mask & (known < number + ahead))
+        where = first_place(id_, num_slots)
+    # Most are known to be used sooner, or another lane has noted it: look before the atomic.
+    known = tl.load(next_use + where, mask=mask, other=0)
+    if KNOWN_USE == 1:
+        tl.atomic_min(next_use + where, number + ahead, mask=mask & (known > number + ahead))
+    else:
+        tl.atomic_max(next_use + where, number + ahead, mask=mask & (known < number + ahead))
 
 
 @triton.jit
@@ -429,7 +450,7 @@ def _hold(
 
 @triton.jit
 def _rank_keys(
-    keys, last_use, next_use, uses, state, num_slots, past, ORDER: tl.constexpr,
+    keys, last_use, next_use, uses, row_of_slot, state, num_slots, past, ORDER: tl.constexpr,
     KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The order in which slots leave, smallest first; the largest number: it may not."""
@@ -452,7 +473,8 @@ def _rank_keys(
             soon = tl.load(next_use + slot, mask=mask, other=0)
             key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
         elif KNOWN_USE == 2:  # those alone
-            may_leave = may_leave & (tl.load(next_use + slot, mask=mask, other=0) < number)
+            row = tl.load(row_of_slot + slot, mask=mask, other=-1)
+            may_leave = may_leave & (_last_known_use(next_use, num_slots, row, mask) < number)
     tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
 
 
@@ -498,7 +520,7 @@ def plan(
     _classify[(blocks,)](
         keys, found, per_block, state, counts, last_use, uses, row_map.table,
         row_map.row_of_slot, count, num_rows, num_slots, row_map.size, past,
-        HASHED=row_map.hashed, REFETCH=refetch, BLOCK=BLOCK,
+        HASHED=row_map.hashed, REFETCH=refetch, BLOCK=BLOCK, num_warps=_SEARCH_WARPS,
     )  # fmt: skip
     _segment[(blocks,)](
         keys, order64, found, per_block, state, counts, segments.order, segments.rank,
@@ -506,13 +528,13 @@ def plan(
         count, blocks, BLOCK=BLOCK, BLOCKS=widest,
     )  # fmt: skip
     _count_victims[(victim_blocks,)](
-        queue, state, counts, last_use, next_use, per_block, BLOCK, KNOWN_USE=known_use,
-        BLOCK=BLOCK,
+        queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots, BLOCK,
+        KNOWN_USE=known_use, BLOCK=BLOCK,
     )  # fmt: skip
     _take_victims[(victim_blocks,)](
-        queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, move_slots,
-        leaving, new_head, BLOCK, max_moves, victim_blocks, KNOWN_USE=known_use, BLOCK=BLOCK,
-        BLOCKS=widest_victims,
+        queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots,
+        move_slots, leaving, new_head, BLOCK, max_moves, victim_blocks, KNOWN_USE=known_use,
+        BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
     _exchange[(max(1, triton.cdiv(count, LANES)),)](
         move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
@@ -551,8 +573,9 @@ def expect(
     if batches == 0 or capacity == 0:
         return
     _expect[(triton.cdiv(capacity, LANES), batches)](
-        window, next_use, row_map.table, row_map.row_of_slot, num_rows, row_map.size, capacity,
-        number, later, first_row, rings, HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
+        window, next_use, row_map.table, row_map.row_of_slot, num_rows, next_use.numel(),
+        row_map.size, capacity, number, later, first_row, rings, HASHED=row_map.hashed,
+        KNOWN_USE=known_use, BLOCK=LANES,
     )  # fmt: skip
 
 
@@ -570,6 +593,7 @@ def hold(
 
 def rank_keys(
     slot_facts: tuple[Tensor, Tensor, Tensor],
+    row_of_slot: Tensor,
     state: Tensor,
     past: int,
     order: str,
@@ -579,7 +603,7 @@ def rank_keys(
     last_use, next_use, uses = slot_facts
     keys = torch.empty_like(last_use)
     _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
-        keys, last_use, next_use, uses, state, keys.numel(), past, ORDER=ORDERS[order],
+        keys, last_use, next_use, uses, row_of_slot, state, keys.numel(), past, ORDER=ORDERS[order],
         KNOWN_USE=known_use, BLOCK=BLOCK,
     )  # fmt: skip
     return keys
