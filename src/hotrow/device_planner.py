@@ -224,14 +224,24 @@ class DevicePlanner:
         return Expected(row, lookups)
 
     def expect(
-        self, batch: Expected, write_ids: Callable[[Tensor, Tensor], None], key: Any
+        self,
+        batch: Expected,
+        write_ids: Callable[[Tensor, Tensor], None],
+        key: Any,
+        announce: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None = None,
     ) -> None:
         """A batch that will be planned after those already expected.
 
         `write_ids(ids, counts)` writes its ids; the same launches every time for one `key`.
+        `announce(window, window_counts, state, next_use)` does that and all the rest at once,
+        where no first uses have to be found.
         """
 
         def launch() -> None:
+            if announce is not None and self._known_use != kernels.FIRST_USE:
+                marks = self.next_use if self._known_use == kernels.LAST_USE else None
+                announce(self.window_ids[:-1], self.window_counts, self.state, marks)
+                return
             self.incoming_counts.copy_(self.fresh_counts)
             write_ids(self.incoming_ids, self.incoming_counts)
             if self.eviction.looks_ahead:
@@ -251,6 +261,8 @@ class DevicePlanner:
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.window.clear()
+        if self.capacity:
+            self.window_counts.copy_(self.fresh_counts.expand_as(self.window_counts))
         self._is_kept = False
         self._next_row = 0
         self._word(kernels.EXPECTED).copy_(self._word(kernels.CLOCK))
@@ -296,7 +308,7 @@ class DevicePlanner:
             if announced:
                 kernels.leave_window(
                     self.plan_ids, self.plan_counts, self.window_ids[:-1], self.window_counts,
-                    self.state,
+                    self.fresh_counts, self.state,
                 )  # fmt: skip
             else:
                 self._word(kernels.EXPECTED).add_(1)

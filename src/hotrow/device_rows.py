@@ -205,8 +205,16 @@ class DeviceRows(RowGroup):
         def write_ids(ids: Tensor, counts: Tensor) -> None:
             self._write_ids(values, spans, expected.lookups, ids, counts)
 
+        def announce(
+            window: Tensor, window_counts: Tensor, state: Tensor, next_use: Tensor | None
+        ) -> None:
+            planning.announce(
+                values.contiguous(), window, window_counts, self.features, spans, expected.lookups,
+                self.layout.num_rows, state, next_use,
+            )  # fmt: skip
+
         key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
-        self.planner.expect(expected, write_ids, key)
+        self.planner.expect(expected, write_ids, key, announce)
 
     def _admit(self, work: DeviceWork) -> Expected:
         """A place for a batch that nobody announced."""

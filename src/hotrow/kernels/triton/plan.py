@@ -22,7 +22,7 @@ NEVER = 2**31 - 1
 PINNED = 2**31 - 1
 
 # Words of `state`, one set per scratchpad: what planning remembers from batch to batch.
-CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT = range(10)
+CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT, COME = range(11)
 STATE_WORDS = 16
 # Words of `counts`, one set per plan.
 UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED, SOONEST = range(8)
@@ -42,9 +42,17 @@ NOTHING, FIRST_USE, LAST_USE = range(3)
 @triton.jit
 def _globalise(
     values, ids, features, ends, lows, num_lookups, capacity, num_features, row_stride, num_rows,
-    first_bad, JAGGED: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
+    first_bad, state, next_use, num_slots, num_rings, JAGGED: tl.constexpr, SEARCH: tl.constexpr,
+    IN_WINDOW: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """User's indices -> ids; what is outside its table is noted, and read as padding."""
+    """User's indices -> ids; what is outside its table is noted, and read as padding.
+
+    IN_WINDOW: ids go to the next row of the window. MARKS: their last known use is the new batch.
+    """
+    if IN_WINDOW:
+        row = tl.load(state + 8)
+        ids += row.to(tl.int64) * capacity
+        first_bad += row * 8
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
     if JAGGED:  # how many there are changes from batch to batch, and launches must not
         num_lookups = tl.load(ends + num_features - 1)
@@ -76,6 +84,19 @@ def _globalise(
     worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
     if worst < 2147483647:
         tl.atomic_min(first_bad, worst)
+    if MARKS:
+        number = tl.load(state + 7)
+        where = first_place(id_, num_slots)
+        here = (place < capacity) & (id_ < num_rows)
+        known = tl.load(next_use + where, mask=here, other=0)
+        tl.atomic_max(next_use + where, number, mask=here & (known < number))
+    if IN_WINDOW:
+        # The last program to come here counts on: all others have read by now.
+        come = tl.atomic_add(state + 10, 1)
+        if come == tl.num_programs(0) - 1:
+            tl.store(state + 10, 0)
+            tl.store(state + 8, (row + 1) % num_rings)
+            tl.store(state + 7, tl.load(state + 7) + 1)
 
 
 def globalise(
@@ -88,13 +109,50 @@ def globalise(
     first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
 ) -> None:
     """Indices of several tables -> ids of one width."""
-    if ids.numel() == 0:
-        return
+    if ids.numel():
+        _launch_globalise(
+            values, ids, features, spans, num_lookups, ids.numel(), num_rows, first_bad, None, None
+        )
+
+
+def announce(
+    values: Tensor,
+    window: Tensor,  # [rings, capacity] ids
+    window_counts: Tensor,  # [>= rings, COUNT_WORDS] int32; fresh where no batch is
+    features: Tensor,
+    spans: Tensor | None,
+    num_lookups: int,
+    num_rows: int,
+    state: Tensor,
+    next_use: Tensor | None,  # of LAST_USE
+) -> None:
+    """`globalise` to the next row of the window: a batch is expected."""
+    first_bad = window_counts.view(-1)[FIRST_BAD:]
+    _launch_globalise(
+        values, window, features, spans, num_lookups, window.shape[1], num_rows, first_bad, state,
+        next_use,
+    )  # fmt: skip
+
+
+def _launch_globalise(
+    values: Tensor,
+    ids: Tensor,
+    features: Tensor,
+    spans: Tensor | None,
+    num_lookups: int,
+    capacity: int,
+    num_rows: int,
+    first_bad: Tensor,
+    state: Tensor | None,
+    next_use: Tensor | None,
+) -> None:
     count = features.shape[0]
-    _globalise[(triton.cdiv(ids.numel(), BLOCK),)](
-        values, ids, features, spans, None if spans is None else spans[1], num_lookups, ids.numel(),
-        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad,
-        JAGGED=spans is not None, SEARCH=count.bit_length(), BLOCK=BLOCK,
+    _globalise[(triton.cdiv(capacity, BLOCK),)](
+        values, ids, features, spans, None if spans is None else spans[1], num_lookups, capacity,
+        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad, state, next_use,
+        0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
+        SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
+        BLOCK=BLOCK,
     )  # fmt: skip
 
 
@@ -365,8 +423,9 @@ def _enter_window(
 
 @triton.jit
 def _leave_window(
-    ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
-):
+    ids, counts, window, window_counts, fresh_counts, state, capacity, num_rings,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.load(state + 9)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < capacity
@@ -375,6 +434,7 @@ def _leave_window(
     if tl.program_id(0) == 0:
         word = tl.arange(0, 8)
         tl.store(counts + word, tl.load(window_counts + row * 8 + word))
+        tl.store(window_counts + row * 8 + word, tl.load(fresh_counts + word))
 
 
 @triton.jit
@@ -395,12 +455,19 @@ def enter_window(
 
 
 def leave_window(
-    ids: Tensor, counts: Tensor, window: Tensor, window_counts: Tensor, state: Tensor
+    ids: Tensor,
+    counts: Tensor,
+    window: Tensor,
+    window_counts: Tensor,
+    fresh_counts: Tensor,
+    state: Tensor,
 ) -> None:
-    """The oldest batch of the window is planned."""
+    """The oldest batch of the window is planned; its counts are `fresh_counts` again."""
     rings, capacity = window.shape
     grid = (max(1, triton.cdiv(capacity, BLOCK)),)
-    _leave_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
+    _leave_window[grid](
+        ids, counts, window, window_counts, fresh_counts, state, capacity, rings, BLOCK=BLOCK
+    )
     _step_on[(1,)](state, ROW_OUT, rings, EXPECTED=False)
 
 
