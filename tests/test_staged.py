@@ -54,7 +54,7 @@ from hotrow.strategy import Strategy, as_listed
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 7
 ONE_HOT, MULTI_HOT = CASES["one-hot"], CASES["multi-hot"]
-FORMS = ("zero-copy", "mixed", "staged")
+FORMS = ("zero-copy", "staged")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def build(
 
 def stages_for(strategy: Strategy, form: str) -> Strategy:
     """As the strategy will be: rows that are staged need more time."""
-    is_split = form != "zero-copy" and strategy.stages is FUSED
+    is_split = form == "staged" and strategy.stages is FUSED
     return replace(strategy, stages=SPLIT) if is_split else strategy
 
 
@@ -151,25 +151,24 @@ def test_the_choices_have_everything_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fill", "victims"),
+    ("name", "victims"),
     [
-        ("lookahead", "mixed", "most-recent"),
-        ("lookahead", "staged", "random"),
-        ("lookahead", "staged", "most-recent"),
-        ("scratchpipe", "mixed", "random"),
-        ("scratchpipe", "staged", "most-recent"),
+        ("lookahead", "random"),
+        ("lookahead", "most-recent"),
+        ("scratchpipe", "random"),
+        ("scratchpipe", "most-recent"),
     ],
 )
-def test_rows_that_come_late_are_waited_for(name: str, fill: str, victims: str, late: Late) -> None:
+def test_rows_that_come_late_are_waited_for(name: str, victims: str, late: Late) -> None:
     steps = 12
-    strategy = stages_for(variant(name, victims=victims), fill)
+    strategy = stages_for(variant(name, victims=victims), "staged")
     # Pins would keep rows from leaving.
     strategy = replace(strategy, pinned_part=0.0)
     budget = tight_budget(ONE_HOT, ONE_HOT.batches(steps), strategy.hold)
-    embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
+    embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill="staged")
     found = train(embedding, ONE_HOT.batches(steps), depth=4)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
-    assert set(late.done) == ({"_gather"} if fill == "mixed" else {"write_rows", "_gather"})
+    assert set(late.done) == {"write_rows", "_gather"}
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
@@ -226,8 +225,8 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
 
 
 def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
-        embedding = tight(ONE_HOT, name=name, fill=fill, order=shuffled)
+    for name in ("lookahead", "scratchpipe"):
+        embedding = tight(ONE_HOT, name=name, order=shuffled)
         found = train(embedding, ONE_HOT.batches(STEPS), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad"))
 
@@ -244,9 +243,9 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
         real(self, work)
 
     monkeypatch.setattr(DeviceRows, "fill", counted)
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+    for name in ("lookahead", "scratchpipe"):
         whole.clear(), late.done.clear()
-        embedding = tight(ONE_HOT, name=name, fill=fill, steps=12)
+        embedding = tight(ONE_HOT, name=name, steps=12)
         found = train(embedding, ONE_HOT.batches(12), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad", 12))
         assert whole, "no batch was too large"
@@ -278,12 +277,10 @@ def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> No
     large = torch.stack([rows[:40], rows[:40].flip(0) % 40], dim=1)
     batches = [*small[:4], large, *small[4:]]
     expected = train(build(ONE_HOT, "adagrad"), batches)
-    for name, fill, slots in (
-        ("lookahead", "staged", 24), ("lookahead", "mixed", 24), ("scratchpipe", "staged", 40),
-    ):  # fmt: skip
+    for name, slots in (("lookahead", 24), ("scratchpipe", 40)):
         budget = hotrow.Budget((hotrow.Share(slots, 32, False),), window_bytes=1 << 14)
         strategy = variant(name, victims="most-recent")
-        embedding = build(ONE_HOT, "adagrad", strategy, budget=budget, fill=fill)
+        embedding = build(ONE_HOT, "adagrad", strategy, budget=budget, fill="staged")
         with pytest.warns(UserWarning, match="a batch of 80 different rows does not fit"):
             found = train(embedding, batches)
         assert found.same_bits(expected)
@@ -319,12 +316,8 @@ def look_up(embedding: Any, batch: Any) -> Tensor:
     return readout(embedding(batch))
 
 
-@pytest.mark.parametrize(
-    ("name", "fill"), [("lookahead", "mixed"), ("lookahead", "staged"), ("scratchpipe", "staged")]
-)
-def test_evaluation_and_reading_rows_find_the_newest_in_flight(
-    name: str, fill: str, late: Late
-) -> None:
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_evaluation_and_reading_rows_find_the_newest_in_flight(name: str, late: Late) -> None:
     held_out = [to_device(each, DEVICE) for each in ONE_HOT.batches(2, seed=9)]
 
     def run(embedding: Any) -> tuple[Outcome, list[Tensor], list[Outcome]]:
@@ -339,7 +332,7 @@ def test_evaluation_and_reading_rows_find_the_newest_in_flight(
                 between.append(outcome(embedding, []))
         return outcome(embedding, losses), scores, between
 
-    found, scores, between = run(tight(ONE_HOT, name=name, fill=fill))
+    found, scores, between = run(tight(ONE_HOT, name=name))
     expected, wanted, then = run(build(ONE_HOT, "adagrad"))
     assert found.same_bits(expected)
     assert all(map(torch.equal, scores, wanted))
@@ -397,9 +390,9 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
 
 def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
     batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(11)]
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+    for name in ("lookahead", "scratchpipe"):
         found = []
-        for embedding in (tight(ONE_HOT, name=name, fill=fill), build(ONE_HOT, "adagrad")):
+        for embedding in (tight(ONE_HOT, name=name), build(ONE_HOT, "adagrad")):
             for batch in hotrow.ahead(batches[:7], embedding):
                 look_up(embedding, batch).backward()
             for batch in batches[1:4]:  # what has just left is fetched again
@@ -424,9 +417,13 @@ def test_collections_with_other_forms_train_side_by_side() -> None:
         return [outcome(left, []), outcome(right, [])]
 
     expected = run(build(MULTI_HOT, "adagrad"), build(ONE_HOT, "adagrad"))
-    for forms in (("zero-copy", "staged"), ("mixed", "zero-copy"), ("staged", "mixed")):
-        pair = [tight(each, fill=form) for each, form in zip((MULTI_HOT, ONE_HOT), forms)]  # noqa: B905
+    for forms in (("zero-copy", "staged"), ("bulk", "zero-copy"), ("staged", "bulk")):
+        pair = [
+            tight(each, victims="own", fill=form)
+            for each, form in zip((MULTI_HOT, ONE_HOT), forms, strict=True)
+        ]
         found = run(*pair)
+        assert tuple(x.form for each in pair for x in each.fills().values()) == forms
         assert all(mine.same_bits(theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -528,14 +525,12 @@ def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
 
 def test_zero_copy_is_kept_unless_another_form_is_clearly_faster() -> None:
     clearly = CLEARLY * 10e6
-    rates = {"zero-copy": 10e6, "mixed": clearly - 1, "staged": 9e6}
+    rates = {"zero-copy": 10e6, "staged": clearly - 1}
     assert by_rates(rates).form == "zero-copy"
-    assert by_rates({**rates, "mixed": clearly}).form == "mixed"
-    chosen = by_rates({**rates, "mixed": clearly, "staged": clearly + 1e6})
+    chosen = by_rates({**rates, "staged": clearly})
     assert chosen.form == "staged"
     assert str(chosen) == (
-        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, mixed 25.0, "
-        "staged 26.0)"
+        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, staged 25.0)"
     )
 
 
@@ -555,7 +550,7 @@ def test_what_was_chosen_is_told() -> None:
         ("scratchpipe", "auto", "staged"),
         ("scratchpipe", "zero-copy", "zero-copy"),
         ("lru", "auto", "zero-copy"),
-        ("uncached", "mixed", "zero-copy"),
+        ("uncached", "bulk", "zero-copy"),
     ):
         embedding = tight(ONE_HOT, name=name, fill=fill)
         choice = embedding.fills()[4]
@@ -566,9 +561,7 @@ def test_what_was_chosen_is_told() -> None:
 
 
 def test_a_form_that_is_not_known_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="fill must be one of auto, zero-copy, bulk, mixed, staged, not"
-    ):
+    with pytest.raises(ValueError, match="fill must be one of auto, zero-copy, bulk, staged, not"):
         build(ONE_HOT, fill="stagd")
 
 

@@ -46,7 +46,7 @@ from hotrow.traffic import TableTraffic, Traffic
 ON_NONFINITE = ("propagate", "error", "skip")
 # How a GPU moves rows: by itself, those that leave by way of the copy engine and the CPU, or both
 # ways so. "auto" measures.
-FILLS = ("auto", "zero-copy", "bulk", "mixed", "staged")
+FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 
 

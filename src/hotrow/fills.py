@@ -17,8 +17,11 @@ from hotrow.device_planner import id_type_of
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill
 from hotrow.lanes import Lanes
-from hotrow.staged import FILL_BLOCKS, Staged
+from hotrow.staged import Staged
 from hotrow.store import Store
+
+FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 
 # How many times as fast another form has to be alone to be taken: zero-copy takes two
 # multiprocessors from training; the others take cores from whoever loads data and launches. One
@@ -34,7 +37,7 @@ _WARM_UP, _TIMED = 2, 4  # batches
 class FillChoice:
     """The form that is used, why, and how many moves per second each form that was tried made."""
 
-    form: str  # zero-copy, mixed, staged
+    form: str  # zero-copy, bulk, staged
     why: str
     moves_per_second: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,12 +100,8 @@ def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dic
     found = {}
     with lanes.on("rows"):
         found["zero-copy"] = _rate(zero_copy, batches, device)
-        for form in ("mixed", "staged"):
-            staged = Staged(
-                store, slots, most=moves, packets=3, id_type=ids.dtype, lanes=lanes,
-                writes=form == "staged",
-            )  # fmt: skip
-            found[form] = _rate(partial(through, staged), batches, device)
+        staged = Staged(store, slots, most=moves, packets=3, id_type=ids.dtype, lanes=lanes)
+        found["staged"] = _rate(partial(through, staged), batches, device)
     return found
 
 
