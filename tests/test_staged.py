@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.device_rows
 import hotrow.embedding
+import hotrow.fills
 import hotrow.staged
 from builders import (
     CASES,
@@ -44,7 +45,7 @@ from builders import (
 )
 from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
-from hotrow.fills import CLEARLY, FillChoice, by_rates, measure
+from hotrow.fills import CLEARLY, FillChoice, by_rates, choose, measure
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
 from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
@@ -523,22 +524,84 @@ def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
 # -- the choice ----------------------------------------------------------------------------
 
 
-def test_zero_copy_is_kept_unless_another_form_is_clearly_faster() -> None:
+def test_bulk_has_to_be_as_fast_as_zero_copy_and_staged_clearly_faster() -> None:
     clearly = CLEARLY * 10e6
-    rates = {"zero-copy": 10e6, "staged": clearly - 1}
+    rates = {"zero-copy": 10e6, "bulk": 10e6 - 1, "staged": clearly - 1}
     assert by_rates(rates).form == "zero-copy"
+    assert by_rates({**rates, "bulk": 10e6}).form == "bulk"
+    assert by_rates({**rates, "bulk": 10e6, "staged": clearly}).form == "bulk"
     chosen = by_rates({**rates, "staged": clearly})
     assert chosen.form == "staged"
     assert str(chosen) == (
-        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, staged 25.0)"
+        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, bulk 10.0, "
+        "staged 25.0)"
     )
+    assert by_rates(rates).why == "bulk is slower, staged is not 2.5 times as fast"
+    assert by_rates({"zero-copy": 10e6, "bulk": 9e6}).why == "bulk is slower"
+
+
+@pytest.mark.parametrize(
+    ("cores", "bulk", "forms"),
+    [
+        (3, True, None),
+        (4, True, ["zero-copy", "bulk"]),
+        (7, False, None),
+        (8, False, ["zero-copy", "staged"]),
+        (8, True, ["zero-copy", "bulk", "staged"]),
+    ],
+)
+def test_forms_are_measured_where_there_are_cores_for_them(
+    cores: int, bulk: bool, forms: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def measured(store: Any, device: Any, lanes: Any, moves: int, forms: Any) -> dict[str, float]:
+        tried.extend(forms)
+        return dict.fromkeys(forms, float(moves))
+
+    monkeypatch.setattr(hotrow.fills, "measure", measured)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    store = Store(torch.empty(1, 4).expand(100_000, 4))
+    chosen = choose(store, DEVICE, lanes_of(DEVICE), bulk=bulk)
+    assert tried == (forms or [])
+    if forms is None:
+        assert chosen == FillChoice("zero-copy", f"{cores} cores have enough to do")
+        return
+    assert chosen.form == ("bulk" if bulk else "zero-copy")
+    few = choose(Store(store.rows[:20_000]), DEVICE, lanes_of(DEVICE), bulk=bulk)
+    assert few == FillChoice("zero-copy", "20,000 rows are too few to measure")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bulk"),
+    [
+        (variant("lookahead"), True),
+        (variant("lookahead", victims="random"), False),
+        (replace(variant("lookahead"), refetch=True), False),
+    ],
+)
+def test_bulk_is_tried_where_a_strategy_can_use_it(
+    strategy: Strategy, bulk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def chosen(*_: Any, bulk: bool) -> FillChoice:
+        asked.append(bulk)
+        return FillChoice("zero-copy", "a test")
+
+    monkeypatch.setattr(hotrow.device_rows, "choose", chosen)
+    group = build(ONE_HOT, "sgd", strategy, budget=4_000, fill="zero-copy").groups[0]
+    group.fill_form, group.device = "auto", torch.device("cuda")
+    group._choose_fill()
+    assert asked == [bulk]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py measures there")
 def test_measuring_tries_every_form_and_leaves_the_store_as_it_was() -> None:
-    rows, state = torch.zeros(400, 4), torch.random.get_rng_state()
-    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16)
-    assert list(found) == list(FORMS)
+    rows, state = torch.zeros(1400, 4), torch.random.get_rng_state()
+    forms = ("zero-copy", "bulk", "staged")
+    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms)
+    assert tuple(found) == forms
     assert all(rate > 0 for rate in found.values())
     assert not rows.any()
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -49,6 +49,7 @@ from hotrow.scratchpad import FREE
 from hotrow.staged import Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store
+from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
 from hotrow.writeback import PACKETS, WriteBack
 
@@ -173,11 +174,8 @@ class DeviceRows(RowGroup):
         strategy, wanted = self.strategy, self.fill_form
         if not self.zero_copy:
             return FillChoice("staged", "the store is not page-locked")
-        if wanted == "bulk" and not (strategy.eviction.looks_ahead and strategy.overlapped):
-            return FillChoice("zero-copy", f"{strategy.name} does not know which rows come again")
-        if wanted == "bulk" and strategy.refetch:
-            # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
-            return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")
+        if wanted == "bulk" and (why_not := _why_not_bulk(strategy)):
+            return FillChoice("zero-copy", why_not)
         if wanted != "auto":
             return FillChoice(wanted, "asked for")
         if strategy.staged:
@@ -186,7 +184,8 @@ class DeviceRows(RowGroup):
             return FillChoice("zero-copy", f"{strategy.name} waits for its rows")
         if self.device.type != "cuda":
             return FillChoice("zero-copy", "one memory serves both")
-        return choose(self.store, self.device, self.lanes)
+        bulk = not _why_not_bulk(strategy)
+        return choose(self.store, self.device, self.lanes, bulk=bulk)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -693,6 +692,15 @@ class DeviceRows(RowGroup):
             "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
             "which rows were written": 0 if new is None else new.written.numel() * 4,
         }
+
+
+def _why_not_bulk(strategy: Strategy) -> str:
+    if not (strategy.eviction.looks_ahead and strategy.overlapped):
+        return f"{strategy.name} does not know which rows come again"
+    if strategy.refetch:
+        # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
+        return f"{strategy.name} fetches rows that are there"
+    return ""
 
 
 def _moves_in(b: PlanBuffers) -> Tensor:
