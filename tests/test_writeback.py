@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hotrow
 import hotrow.device_planner
 import hotrow.embedding
+import hotrow.staged
 import hotrow.writeback
 from builders import CASES, RULES, Late, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.device_rows import DeviceRows
@@ -248,3 +255,111 @@ def test_rows_that_are_fetched_anew_are_written_at_once(late: Late) -> None:
     embedding = build("one-hot", "sgd", strategy, budget=budget, fill="bulk")
     assert embedding.groups[0].back is None
     assert train(embedding, batches, depth=3).same_bits(all_fast("one-hot", "sgd"))
+
+
+# -- memory --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A worker with so many threads that no other test holds, and work for each of them."""
+    monkeypatch.setattr(hotrow.staged, "_known_worker", None)
+    monkeypatch.setattr(hotrow.staged, "_LEAST_PART", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 * request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+class Scores(nn.Module):
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.dense = nn.Linear(8, 1, device=DEVICE)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.dense(self.embedding(batch[0]).values()).squeeze(1)
+
+
+def loop(embedding: hotrow.EmbeddingBagCollection, *, stop: int = STEPS) -> None:
+    for step, batch in enumerate(hotrow.ahead(CASES["one-hot"].batches(STEPS), embedding)):
+        readout(embedding(batch)).backward()
+        if step == stop:
+            break
+
+
+def loop_of_a_trainer(embedding: hotrow.EmbeddingBagCollection) -> None:
+    model = Scores(embedding)
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        model,
+        nn.functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.dense.parameters(), lr=0.1),
+        ids=lambda batch: batch[0],
+        labels=lambda batch: batch[1],
+        device=DEVICE,
+    )
+    batches = [(ids, (ids[:, 0] % 2).float()) for ids in CASES["one-hot"].batches(STEPS)]
+    for record in trainer.run(batches):
+        assert record.loss > 0
+    trainer.evaluate(batches[:2])
+
+
+WAYS = {
+    "a loop": loop,
+    "a loop that is left": lambda embedding: loop(embedding, stop=5),
+    "a trainer": loop_of_a_trainer,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_is_given_back_and_threads_end_with_the_last_reference(
+    way: str, threads: int
+) -> None:
+    embedding = tight("one-hot", "adagrad", "own")
+    WAYS[way](embedding)
+    (group,) = embedding.groups
+    group.settle()
+    worker = group.back._worker
+    running = [*worker._threads, *worker._others._threads]
+    assert len(running) == threads
+    assert any(load.written is not None for load in group.back._loads)
+    gone = [weakref.ref(each) for each in (embedding, group, group.store, group.back, worker)]
+    rows = weakref.ref(group.store.rows)
+    del embedding, group, worker
+    for thread in running:
+        thread.join(timeout=10)  # when it has let go of its last job, and nobody has another
+        assert not thread.is_alive()
+    assert [each() for each in (*gone, rows)] == [None] * 6
+
+
+def test_the_first_collection_of_a_program_is_given_back_too() -> None:
+    """Nobody collects here: what torch imports for it must not hold it."""
+    script = """
+        import gc, sys, weakref
+        gc.disable()
+        import torch, hotrow, hotrow.embedding
+        device = sys.argv[1]
+        if device == "cpu":
+            from hotrow.device_rows import DeviceRows
+            hotrow.embedding._engine = lambda device: DeviceRows
+        table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
+        budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
+        embedding = hotrow.EmbeddingBagCollection(
+            [table], hotrow.SGD(), budget=budget, fill="bulk", device=device
+        )
+        for batch in hotrow.ahead([torch.arange(i, i + 4)[:, None] for i in range(9)], embedding):
+            embedding(batch).values().sum().backward()
+        embedding.flush()
+        (group,) = embedding.groups
+        threads = [*group.back._worker._threads, *group.back._worker._others._threads]
+        gone = [weakref.ref(each) for each in (embedding, group, group.store)]
+        del embedding, group
+        for thread in threads:
+            thread.join(timeout=10)
+        print([each() for each in gone])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), DEVICE.type],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[None, None, None]\n"
