@@ -53,6 +53,12 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return poisoned
 
 
+@pytest.fixture(autouse=True)
+def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few batches are known ahead in a test, and yet rows are to leave in bulk."""
+    monkeypatch.setattr("hotrow.writeback._LEAST_CERTAIN", 0)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -234,7 +234,7 @@ def strategies() -> None:
             embedding = collection(name, rules[number], by_hand(slots, dense_map=dense_map))
             if embedding is not None:
                 train(embedding, clicks(), lambda batch: batch.sparse)
-    for form in ("mixed", "bulk"):
+    for form in ("bulk", "staged"):
         embedding = collection("lookahead", "adam", by_hand(100, dense_map=False), fill=form)
         assert embedding is not None
         train(embedding, clicks(), lambda batch: batch.sparse)

@@ -175,12 +175,11 @@ def test_all_fast_trains_like_the_cpu(case: str) -> None:
 def test_leaving_rows_that_go_by_the_copy_engine_arrive() -> None:
     case = CASES["one-hot"]
     batches = case.batches(200)
-    strategy = variant("lookahead", victims="most-recent")
-    split = variant("lookahead", "split", victims="most-recent")
+    strategy = variant("lookahead")
     embedding = build(
-        case, "adam", strategy, budget=tight_budget(case, batches, split.hold), fill="mixed"
+        case, "adam", strategy, budget=tight_budget(case, batches, strategy.hold), fill="bulk"
     )
-    assert embedding.fills()[4].form == "mixed"
+    assert embedding.fills()[4].form == "bulk"
     found = train(embedding, batches, depth=6)
     assert found.same_bits(train(build(case, "adam"), batches))
     assert embedding.traffic().evicted_rows > 100

@@ -130,7 +130,7 @@ def test_captured_steps_give_the_bits_of_eager_ones_in_every_strategy(rule: str)
 
 def test_rows_that_leave_by_way_of_the_host_are_the_same_rows() -> None:
     reference = Run().train(batches()).found()
-    run = Run("lookahead", "20%", fill="mixed").train(batches())
+    run = Run("lookahead", "20%", fill="bulk").train(batches())
     assert run.embedding.traffic().evicted_rows > 0
     assert same_bits(run.found(), reference)
 

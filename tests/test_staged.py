@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.device_rows
 import hotrow.embedding
+import hotrow.fills
 import hotrow.staged
 from builders import (
     CASES,
@@ -44,7 +45,7 @@ from builders import (
 )
 from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
-from hotrow.fills import CLEARLY, FillChoice, by_rates, measure
+from hotrow.fills import CLEARLY, FillChoice, by_rates, choose, measure
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
 from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
@@ -54,7 +55,7 @@ from hotrow.strategy import Strategy, as_listed
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 7
 ONE_HOT, MULTI_HOT = CASES["one-hot"], CASES["multi-hot"]
-FORMS = ("zero-copy", "mixed", "staged")
+FORMS = ("zero-copy", "staged")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def build(
 
 def stages_for(strategy: Strategy, form: str) -> Strategy:
     """As the strategy will be: rows that are staged need more time."""
-    is_split = form != "zero-copy" and strategy.stages is FUSED
+    is_split = form == "staged" and strategy.stages is FUSED
     return replace(strategy, stages=SPLIT) if is_split else strategy
 
 
@@ -151,25 +152,24 @@ def test_the_choices_have_everything_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fill", "victims"),
+    ("name", "victims"),
     [
-        ("lookahead", "mixed", "most-recent"),
-        ("lookahead", "staged", "random"),
-        ("lookahead", "staged", "most-recent"),
-        ("scratchpipe", "mixed", "random"),
-        ("scratchpipe", "staged", "most-recent"),
+        ("lookahead", "random"),
+        ("lookahead", "most-recent"),
+        ("scratchpipe", "random"),
+        ("scratchpipe", "most-recent"),
     ],
 )
-def test_rows_that_come_late_are_waited_for(name: str, fill: str, victims: str, late: Late) -> None:
+def test_rows_that_come_late_are_waited_for(name: str, victims: str, late: Late) -> None:
     steps = 12
-    strategy = stages_for(variant(name, victims=victims), fill)
+    strategy = stages_for(variant(name, victims=victims), "staged")
     # Pins would keep rows from leaving.
     strategy = replace(strategy, pinned_part=0.0)
     budget = tight_budget(ONE_HOT, ONE_HOT.batches(steps), strategy.hold)
-    embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill=fill)
+    embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill="staged")
     found = train(embedding, ONE_HOT.batches(steps), depth=4)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
-    assert set(late.done) == ({"_gather"} if fill == "mixed" else {"write_rows", "_gather"})
+    assert set(late.done) == {"write_rows", "_gather"}
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
@@ -226,8 +226,8 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
 
 
 def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
-        embedding = tight(ONE_HOT, name=name, fill=fill, order=shuffled)
+    for name in ("lookahead", "scratchpipe"):
+        embedding = tight(ONE_HOT, name=name, order=shuffled)
         found = train(embedding, ONE_HOT.batches(STEPS), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad"))
 
@@ -244,9 +244,9 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
         real(self, work)
 
     monkeypatch.setattr(DeviceRows, "fill", counted)
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+    for name in ("lookahead", "scratchpipe"):
         whole.clear(), late.done.clear()
-        embedding = tight(ONE_HOT, name=name, fill=fill, steps=12)
+        embedding = tight(ONE_HOT, name=name, steps=12)
         found = train(embedding, ONE_HOT.batches(12), depth=4)
         assert found.same_bits(all_fast("one-hot", "adagrad", 12))
         assert whole, "no batch was too large"
@@ -278,12 +278,10 @@ def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> No
     large = torch.stack([rows[:40], rows[:40].flip(0) % 40], dim=1)
     batches = [*small[:4], large, *small[4:]]
     expected = train(build(ONE_HOT, "adagrad"), batches)
-    for name, fill, slots in (
-        ("lookahead", "staged", 24), ("lookahead", "mixed", 24), ("scratchpipe", "staged", 40),
-    ):  # fmt: skip
+    for name, slots in (("lookahead", 24), ("scratchpipe", 40)):
         budget = hotrow.Budget((hotrow.Share(slots, 32, False),), window_bytes=1 << 14)
         strategy = variant(name, victims="most-recent")
-        embedding = build(ONE_HOT, "adagrad", strategy, budget=budget, fill=fill)
+        embedding = build(ONE_HOT, "adagrad", strategy, budget=budget, fill="staged")
         with pytest.warns(UserWarning, match="a batch of 80 different rows does not fit"):
             found = train(embedding, batches)
         assert found.same_bits(expected)
@@ -319,12 +317,8 @@ def look_up(embedding: Any, batch: Any) -> Tensor:
     return readout(embedding(batch))
 
 
-@pytest.mark.parametrize(
-    ("name", "fill"), [("lookahead", "mixed"), ("lookahead", "staged"), ("scratchpipe", "staged")]
-)
-def test_evaluation_and_reading_rows_find_the_newest_in_flight(
-    name: str, fill: str, late: Late
-) -> None:
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_evaluation_and_reading_rows_find_the_newest_in_flight(name: str, late: Late) -> None:
     held_out = [to_device(each, DEVICE) for each in ONE_HOT.batches(2, seed=9)]
 
     def run(embedding: Any) -> tuple[Outcome, list[Tensor], list[Outcome]]:
@@ -339,7 +333,7 @@ def test_evaluation_and_reading_rows_find_the_newest_in_flight(
                 between.append(outcome(embedding, []))
         return outcome(embedding, losses), scores, between
 
-    found, scores, between = run(tight(ONE_HOT, name=name, fill=fill))
+    found, scores, between = run(tight(ONE_HOT, name=name))
     expected, wanted, then = run(build(ONE_HOT, "adagrad"))
     assert found.same_bits(expected)
     assert all(map(torch.equal, scores, wanted))
@@ -397,9 +391,9 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
 
 def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
     batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(11)]
-    for name, fill in (("lookahead", "staged"), ("scratchpipe", "staged"), ("lookahead", "mixed")):
+    for name in ("lookahead", "scratchpipe"):
         found = []
-        for embedding in (tight(ONE_HOT, name=name, fill=fill), build(ONE_HOT, "adagrad")):
+        for embedding in (tight(ONE_HOT, name=name), build(ONE_HOT, "adagrad")):
             for batch in hotrow.ahead(batches[:7], embedding):
                 look_up(embedding, batch).backward()
             for batch in batches[1:4]:  # what has just left is fetched again
@@ -424,9 +418,13 @@ def test_collections_with_other_forms_train_side_by_side() -> None:
         return [outcome(left, []), outcome(right, [])]
 
     expected = run(build(MULTI_HOT, "adagrad"), build(ONE_HOT, "adagrad"))
-    for forms in (("zero-copy", "staged"), ("mixed", "zero-copy"), ("staged", "mixed")):
-        pair = [tight(each, fill=form) for each, form in zip((MULTI_HOT, ONE_HOT), forms)]  # noqa: B905
+    for forms in (("zero-copy", "staged"), ("bulk", "zero-copy"), ("staged", "bulk")):
+        pair = [
+            tight(each, victims="own", fill=form)
+            for each, form in zip((MULTI_HOT, ONE_HOT), forms, strict=True)
+        ]
         found = run(*pair)
+        assert tuple(x.form for each in pair for x in each.fills().values()) == forms
         assert all(mine.same_bits(theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -526,24 +524,84 @@ def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
 # -- the choice ----------------------------------------------------------------------------
 
 
-def test_zero_copy_is_kept_unless_another_form_is_clearly_faster() -> None:
+def test_bulk_has_to_be_as_fast_as_zero_copy_and_staged_clearly_faster() -> None:
     clearly = CLEARLY * 10e6
-    rates = {"zero-copy": 10e6, "mixed": clearly - 1, "staged": 9e6}
+    rates = {"zero-copy": 10e6, "bulk": 10e6 - 1, "staged": clearly - 1}
     assert by_rates(rates).form == "zero-copy"
-    assert by_rates({**rates, "mixed": clearly}).form == "mixed"
-    chosen = by_rates({**rates, "mixed": clearly, "staged": clearly + 1e6})
+    assert by_rates({**rates, "bulk": 10e6}).form == "bulk"
+    assert by_rates({**rates, "bulk": 10e6, "staged": clearly}).form == "bulk"
+    chosen = by_rates({**rates, "staged": clearly})
     assert chosen.form == "staged"
     assert str(chosen) == (
-        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, mixed 25.0, "
-        "staged 26.0)"
+        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, bulk 10.0, "
+        "staged 25.0)"
     )
+    assert by_rates(rates).why == "bulk is slower, staged is not 2.5 times as fast"
+    assert by_rates({"zero-copy": 10e6, "bulk": 9e6}).why == "bulk is slower"
+
+
+@pytest.mark.parametrize(
+    ("cores", "bulk", "forms"),
+    [
+        (3, True, None),
+        (4, True, ["zero-copy", "bulk"]),
+        (7, False, None),
+        (8, False, ["zero-copy", "staged"]),
+        (8, True, ["zero-copy", "bulk", "staged"]),
+    ],
+)
+def test_forms_are_measured_where_there_are_cores_for_them(
+    cores: int, bulk: bool, forms: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def measured(store: Any, device: Any, lanes: Any, moves: int, forms: Any) -> dict[str, float]:
+        tried.extend(forms)
+        return dict.fromkeys(forms, float(moves))
+
+    monkeypatch.setattr(hotrow.fills, "measure", measured)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    store = Store(torch.empty(1, 4).expand(100_000, 4))
+    chosen = choose(store, DEVICE, lanes_of(DEVICE), bulk=bulk)
+    assert tried == (forms or [])
+    if forms is None:
+        assert chosen == FillChoice("zero-copy", f"{cores} cores have enough to do")
+        return
+    assert chosen.form == ("bulk" if bulk else "zero-copy")
+    few = choose(Store(store.rows[:20_000]), DEVICE, lanes_of(DEVICE), bulk=bulk)
+    assert few == FillChoice("zero-copy", "20,000 rows are too few to measure")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bulk"),
+    [
+        (variant("lookahead"), True),
+        (variant("lookahead", victims="random"), False),
+        (replace(variant("lookahead"), refetch=True), False),
+    ],
+)
+def test_bulk_is_tried_where_a_strategy_can_use_it(
+    strategy: Strategy, bulk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def chosen(*_: Any, bulk: bool) -> FillChoice:
+        asked.append(bulk)
+        return FillChoice("zero-copy", "a test")
+
+    monkeypatch.setattr(hotrow.device_rows, "choose", chosen)
+    group = build(ONE_HOT, "sgd", strategy, budget=4_000, fill="zero-copy").groups[0]
+    group.fill_form, group.device = "auto", torch.device("cuda")
+    group._choose_fill()
+    assert asked == [bulk]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/test_gpu_staged.py measures there")
 def test_measuring_tries_every_form_and_leaves_the_store_as_it_was() -> None:
-    rows, state = torch.zeros(400, 4), torch.random.get_rng_state()
-    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16)
-    assert list(found) == list(FORMS)
+    rows, state = torch.zeros(1400, 4), torch.random.get_rng_state()
+    forms = ("zero-copy", "bulk", "staged")
+    found = measure(Store(rows), DEVICE, lanes_of(DEVICE), 16, forms)
+    assert tuple(found) == forms
     assert all(rate > 0 for rate in found.values())
     assert not rows.any()
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -555,7 +613,7 @@ def test_what_was_chosen_is_told() -> None:
         ("scratchpipe", "auto", "staged"),
         ("scratchpipe", "zero-copy", "zero-copy"),
         ("lru", "auto", "zero-copy"),
-        ("uncached", "mixed", "zero-copy"),
+        ("uncached", "bulk", "zero-copy"),
     ):
         embedding = tight(ONE_HOT, name=name, fill=fill)
         choice = embedding.fills()[4]
@@ -566,9 +624,7 @@ def test_what_was_chosen_is_told() -> None:
 
 
 def test_a_form_that_is_not_known_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="fill must be one of auto, zero-copy, bulk, mixed, staged, not"
-    ):
+    with pytest.raises(ValueError, match="fill must be one of auto, zero-copy, bulk, staged, not"):
         build(ONE_HOT, fill="stagd")
 
 

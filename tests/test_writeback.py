@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+import weakref
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hotrow
 import hotrow.device_planner
@@ -251,6 +255,20 @@ def test_a_loop_after_one_that_was_left_finds_every_row(stop: int, late: LateWri
         assert torch.equal(one, other)
 
 
+def test_where_few_batches_are_known_rows_are_written_at_once(
+    late: LateWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that may be read soon would be waited for."""
+    for least, in_bulk in ((1, True), (4, False)):
+        monkeypatch.setattr(hotrow.writeback, "_LEAST_CERTAIN", least)
+        late.asked.clear()
+        late.done = 0
+        embedding = tight("one-hot", "sgd", "own")
+        found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
+        assert bool(late.asked) == in_bulk
+        assert found.same_bits(all_fast("one-hot", "sgd"))
+
+
 def test_rows_that_are_fetched_anew_are_written_at_once(late: LateWriter) -> None:
     strategy = replace(looking_ahead("own"), refetch=True)
     batches = CASES["one-hot"].batches(STEPS)
@@ -258,3 +276,92 @@ def test_rows_that_are_fetched_anew_are_written_at_once(late: LateWriter) -> Non
     embedding = build("one-hot", "sgd", strategy, budget=budget, fill="bulk")
     assert embedding.groups[0].back is None
     assert train(embedding, batches, depth=3).same_bits(all_fast("one-hot", "sgd"))
+
+
+# -- memory --------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.dense = nn.Linear(8, 1, device=DEVICE)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.dense(self.embedding(batch[0]).values()).squeeze(1)
+
+
+def loop(embedding: hotrow.EmbeddingBagCollection, *, stop: int = STEPS) -> None:
+    for step, batch in enumerate(hotrow.ahead(CASES["one-hot"].batches(STEPS), embedding)):
+        readout(embedding(batch)).backward()
+        if step == stop:
+            break
+
+
+def loop_of_a_trainer(embedding: hotrow.EmbeddingBagCollection) -> None:
+    model = Scores(embedding)
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        model,
+        nn.functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.dense.parameters(), lr=0.1),
+        ids=lambda batch: batch[0],
+        labels=lambda batch: batch[1],
+        device=DEVICE,
+    )
+    batches = [(ids, (ids[:, 0] % 2).float()) for ids in CASES["one-hot"].batches(STEPS)]
+    for record in trainer.run(batches):
+        assert record.loss > 0
+    trainer.evaluate(batches[:2])
+
+
+WAYS = {
+    "a loop": loop,
+    "a loop that is left": lambda embedding: loop(embedding, stop=5),
+    "a trainer": loop_of_a_trainer,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_is_given_back_with_the_last_reference(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.writeback, "shared_writer", Writer)  # one that no other test holds
+    embedding = tight("one-hot", "adagrad", "own")
+    WAYS[way](embedding)
+    (group,) = embedding.groups
+    back = group.back
+    assert any(load.job for load in back._loads)
+    gone = [weakref.ref(each) for each in (embedding, group, group.store, back, back._writer)]
+    rows = weakref.ref(group.store.rows)
+    del embedding, group, back
+    assert [each() for each in (*gone, rows)] == [None] * 6
+
+
+def test_the_first_collection_of_a_program_is_given_back_too() -> None:
+    """Nobody collects here: what torch imports for it must not hold it."""
+    script = """
+        import gc, sys, weakref
+        gc.disable()
+        import torch, hotrow, hotrow.embedding
+        device = sys.argv[1]
+        if device == "cpu":
+            from hotrow.device_rows import DeviceRows
+            hotrow.embedding._engine = lambda device: DeviceRows
+        table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
+        budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
+        embedding = hotrow.EmbeddingBagCollection(
+            [table], hotrow.SGD(), budget=budget, fill="bulk", device=device
+        )
+        for batch in hotrow.ahead([torch.arange(i, i + 4)[:, None] for i in range(9)], embedding):
+            embedding(batch).values().sum().backward()
+        embedding.flush()
+        (group,) = embedding.groups
+        gone = [weakref.ref(each) for each in (embedding, group, group.store)]
+        del embedding, group
+        print([each() for each in gone])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), DEVICE.type],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[None, None, None]\n"

@@ -35,7 +35,7 @@ from hotrow.device_planner import (
 from hotrow.device_start import initialise_on_gpu, unwritten_rows
 from hotrow.device_work import DeviceWork
 from hotrow.everything import AllPlanner, AllSlots
-from hotrow.fills import FillChoice, choose
+from hotrow.fills import FILL_BLOCKS, READ_BLOCKS, FillChoice, choose
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill, lookup, start, update
@@ -46,14 +46,14 @@ from hotrow.pinned import locked_rows
 from hotrow.plan_buffers import BufferPool, PlanBuffers
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
-from hotrow.staged import FILL_BLOCKS, Staged
+from hotrow.staged import Staged
 from hotrow.stages import SPLIT, Work, in_transit_of
 from hotrow.store import Store
+from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
 from hotrow.writeback import PACKETS, WriteBack
 from hotrow.writer import why_not
 
-_READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
@@ -127,7 +127,7 @@ class DeviceRows(RowGroup):
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
         packets = 0
-        if self.fill_choice.form in ("mixed", "staged"):
+        if self.fill_choice.form == "staged":
             if not self.strategy.staged:
                 self.strategy = replace(self.strategy, stages=SPLIT)
             # One more than may be in transit, so that nobody waits for its last row to be written.
@@ -160,7 +160,6 @@ class DeviceRows(RowGroup):
             self.staged = Staged(
                 self.store, self.slots, most=share.packet_rows or min(share.slots, MOST_PACKED),
                 packets=packets, id_type=self.pad.id_type, lanes=self.lanes,
-                writes=self.fill_choice.form == "staged",
             )  # fmt: skip
         self.planner = DevicePlanner(
             self.pad,
@@ -175,13 +174,8 @@ class DeviceRows(RowGroup):
         strategy, wanted = self.strategy, self.fill_form
         if not self.zero_copy:
             return FillChoice("staged", "the store is not page-locked")
-        if wanted == "bulk" and not (strategy.eviction.looks_ahead and strategy.overlapped):
-            return FillChoice("zero-copy", f"{strategy.name} does not know which rows come again")
-        if wanted == "bulk" and (reason := why_not()) is not None:
-            return FillChoice("zero-copy", f"no thread of C can write rows: {reason}")
-        if wanted in ("bulk", "mixed") and strategy.refetch:
-            # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
-            return FillChoice("zero-copy", f"{strategy.name} fetches rows that are there")
+        if wanted == "bulk" and (reason := _why_not_bulk(strategy)):
+            return FillChoice("zero-copy", reason)
         if wanted != "auto":
             return FillChoice(wanted, "asked for")
         if strategy.staged:
@@ -190,7 +184,8 @@ class DeviceRows(RowGroup):
             return FillChoice("zero-copy", f"{strategy.name} waits for its rows")
         if self.device.type != "cuda":
             return FillChoice("zero-copy", "one memory serves both")
-        return choose(self.store, self.device, self.lanes)
+        bulk = not _why_not_bulk(strategy)
+        return choose(self.store, self.device, self.lanes, bulk=bulk)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -435,8 +430,7 @@ class DeviceRows(RowGroup):
             back.let_read(plan.number)
         else:
             back.wait()  # nobody has looked ahead to it
-        if plan.num_evicted and plan.num_moves > back.most:
-            back.wait()
+        if plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number):
             self._replay(b, "fill", 0, lambda: self._move(b))
             return
         packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
@@ -445,7 +439,7 @@ class DeviceRows(RowGroup):
             if packet is not None:
                 back.pack(packet, b.move_slots, b.leaving, moves, new)
             fill.fill(
-                self.slots, self.store.rows, b.move_slots, None, b.entering, moves, _READ_BLOCKS,
+                self.slots, self.store.rows, b.move_slots, None, b.entering, moves, READ_BLOCKS,
                 written=None if new is None else new.written,
             )  # fmt: skip
             if new is not None:
@@ -705,6 +699,16 @@ class DeviceRows(RowGroup):
             "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
             "which rows were written": 0 if new is None else new.written.numel() * 4,
         }
+
+
+def _why_not_bulk(strategy: Strategy) -> str:
+    if not (strategy.eviction.looks_ahead and strategy.overlapped):
+        return f"{strategy.name} does not know which rows come again"
+    if strategy.refetch:
+        # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
+        return f"{strategy.name} fetches rows that are there"
+    reason = why_not()
+    return f"no thread of C can write rows: {reason}" if reason else ""
 
 
 def _moves_in(b: PlanBuffers) -> Tensor:

@@ -5,6 +5,7 @@ Knows inputs, outputs and manners; where rows are is the row groups' business.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 import weakref
@@ -46,7 +47,7 @@ from hotrow.traffic import TableTraffic, Traffic
 ON_NONFINITE = ("propagate", "error", "skip")
 # How a GPU moves rows: by itself, those that leave by way of the copy engine and the CPU, or both
 # ways so. "auto" measures.
-FILLS = ("auto", "zero-copy", "bulk", "mixed", "staged")
+FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 
 
@@ -695,6 +696,9 @@ def _leave_out_of_graphs() -> None:
     """torch.compile runs lookups as they are. Not at import: it would double the time of that."""
     untraced = torch.compiler.disable(EmbeddingBagCollection.forward)
     EmbeddingBagCollection.forward = untraced  # type: ignore[method-assign]
+    # What torch imports here leaves a ring of frames, up to whoever builds this process's first
+    # collection: that one, and with it all of its rows, would stay for as long as nobody collects.
+    gc.collect()
 
 
 def _refuse_replicas() -> None:

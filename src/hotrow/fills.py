@@ -5,10 +5,10 @@ Knows the forms and the machine; nothing about batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +17,29 @@ from hotrow.device_planner import id_type_of
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill
 from hotrow.lanes import Lanes
-from hotrow.staged import FILL_BLOCKS, Staged
+from hotrow.staged import Staged
 from hotrow.store import Store
+from hotrow.writeback import WriteBack
 
-# How many times as fast another form has to be alone to be taken: zero-copy takes two
-# multiprocessors from training; the others take cores from whoever loads data and launches. One
-# that was 2.2 times as fast alone, on all cores, was slower beside training (benchmarks/LOG.md).
+FILL_BLOCKS = 2  # each takes a multiprocessor away from training
+READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
+
+# How many times as fast staged has to be alone to be taken: zero-copy takes two multiprocessors
+# from training; staged takes cores from whoever loads data and launches. What was 2.2 times as fast
+# alone, on all cores, was slower beside training (benchmarks/LOG.md).
 CLEARLY = 2.5
-_LEAST_CORES = 8
+_LEAST_CORES = {"bulk": 4, "staged": 8}  # bulk's threads have little to do
 _MOVES, _LEAST_MOVES = 8192, 512  # of a batch, each way; with fewer, the times say little
 _MOST_BYTES = 1 << 23  # of them
-_WARM_UP, _TIMED = 2, 4  # batches
+# Batches; the last ones' rows are written by the CPU when all others have moved, so there are some.
+_WARM_UP, _TIMED = 2, 12
 
 
 @dataclass(frozen=True)
 class FillChoice:
     """The form that is used, why, and how many moves per second each form that was tried made."""
 
-    form: str  # zero-copy, mixed, staged
+    form: str  # zero-copy, bulk, staged
     why: str
     moves_per_second: Mapping[str, float] = field(default_factory=dict)
 
@@ -44,48 +49,98 @@ class FillChoice:
         return f"{self.form} ({self.why}{measured})"
 
 
-def choose(store: Store, device: torch.device, lanes: Lanes) -> FillChoice:
-    """Measure with a store that is still all zero, and stays so."""
-    cores, moves = torch.get_num_threads(), _moves_for(store)
-    if cores < _LEAST_CORES:
+def choose(store: Store, device: torch.device, lanes: Lanes, *, bulk: bool) -> FillChoice:
+    """Measure with a store that is still all zero, and stays so; `bulk`: whether that may be."""
+    cores = torch.get_num_threads()
+    others = [form for form, least in _LEAST_CORES.items() if cores >= least]
+    if not bulk and "bulk" in others:
+        others.remove("bulk")
+    if not others:
         return FillChoice("zero-copy", f"{cores} cores have enough to do")
+    forms = ("zero-copy", *others)
+    moves = _moves_for(store, len(forms))
     if moves < _LEAST_MOVES:
         return FillChoice("zero-copy", f"{len(store.rows):,} rows are too few to measure")
-    return by_rates(measure(store, device, lanes, moves))
+    return by_rates(measure(store, device, lanes, moves, forms))
 
 
 def by_rates(moves_per_second: Mapping[str, float]) -> FillChoice:
-    """Zero-copy, unless another form is clearly faster; then the fastest."""
-    fastest = max(moves_per_second, key=lambda form: moves_per_second[form])
-    if moves_per_second[fastest] >= CLEARLY * moves_per_second["zero-copy"]:
-        return FillChoice(fastest, f"{CLEARLY:g} times as fast, or more", moves_per_second)
-    return FillChoice("zero-copy", f"no other is {CLEARLY:g} times as fast", moves_per_second)
+    """Bulk, unless it is slower than zero-copy; otherwise that, unless staged is clearly faster.
+
+    Bulk disturbs training's kernels less, so to be as fast is reason enough.
+    """
+    rates, needed = moves_per_second, moves_per_second["zero-copy"]
+    if rates.get("bulk", 0.0) >= needed:
+        return FillChoice("bulk", "no slower than zero-copy, and training is faster", rates)
+    if rates.get("staged", 0.0) >= CLEARLY * needed:
+        return FillChoice("staged", f"{CLEARLY:g} times as fast, or more", rates)
+    why_not = {"bulk": "bulk is slower", "staged": f"staged is not {CLEARLY:g} times as fast"}
+    return FillChoice("zero-copy", ", ".join(why_not[x] for x in rates if x in why_not), rates)
 
 
-def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dict[str, float]:
+class _Batch(NamedTuple):
+    moves: Moves
+    entering: Tensor  # on the host, as a plan tells it
+
+
+_Run = Callable[[list[_Batch]], None]
+
+
+def measure(
+    store: Store, device: torch.device, lanes: Lanes, moves: int, forms: Sequence[str]
+) -> dict[str, float]:
     """Moves per second of each form, batch behind batch as in training.
 
     No batch moves a row that another has moved: what lies in the CPU's caches would cost nothing.
     """
-    ids = _distinct(len(store.rows), 2 * moves * (_WARM_UP + _TIMED))
-    ids = ids.to(device, id_type_of(len(store.rows)))
-    slots = torch.zeros(moves, store.rows.shape[1], device=device)
-    counted = torch.tensor([moves], dtype=torch.int32, device=device)
-    places = torch.arange(moves, dtype=torch.int32, device=device)
-    batches = [Moves(places, *pair.split(moves)) for pair in ids.split(2 * moves)]
-    # A plan tells the host what enters.
-    told = {id(each): each.entering.cpu() for each in batches}
+    count, found = _WARM_UP + _TIMED, {}
+    with lanes.on("rows"):
+        ids = _distinct(len(store.rows), 2 * moves * count * len(forms), device)
+        ids = ids.to(id_type_of(len(store.rows)))
+        slots = torch.zeros(moves, store.rows.shape[1], device=device)
+        places = torch.arange(moves, dtype=torch.int32, device=device)
+        pairs = [pair.split(moves) for pair in ids.split(2 * moves)]
+        batches = [_Batch(Moves(places, *pair), pair[1].cpu()) for pair in pairs]
+        for place, form in enumerate(forms):
+            run = _RUNS[form](store, slots, ids.dtype, lanes)
+            found[form] = _rate(run, batches[place * count : (place + 1) * count], device)
+    return found
 
-    def zero_copy(some: list[Moves]) -> None:
-        for each in some:
+
+def _zero_copy(store: Store, slots: Tensor, id_type: torch.dtype, lanes: Lanes) -> _Run:
+    counted = _counted(slots)
+
+    def run(batches: list[_Batch]) -> None:
+        for moves, _ in batches:
             fill.fill(
-                slots, store.rows, each.slots, each.leaving, each.entering, counted, FILL_BLOCKS
+                slots, store.rows, moves.slots, moves.leaving, moves.entering, counted, FILL_BLOCKS
             )
 
-    def through(staged: Staged, some: list[Moves]) -> None:
+    return run
+
+
+def _in_bulk(store: Store, slots: Tensor, id_type: torch.dtype, lanes: Lanes) -> _Run:
+    counted = _counted(slots)
+    back = WriteBack(store, slots, most=len(slots), lanes=lanes)
+
+    def run(batches: list[_Batch]) -> None:
+        for moves, _ in batches:
+            packet = back.take(len(slots), certain=len(batches))
+            back.pack(packet, moves.slots, moves.leaving, counted, None)
+            fill.fill(slots, store.rows, moves.slots, None, moves.entering, counted, READ_BLOCKS)
+        back.wait()
+
+    return run
+
+
+def _staged(store: Store, slots: Tensor, id_type: torch.dtype, lanes: Lanes) -> _Run:
+    counted = _counted(slots)
+    staged = Staged(store, slots, most=len(slots), packets=3, id_type=id_type, lanes=lanes)
+
+    def run(batches: list[_Batch]) -> None:
         sent = None
-        for each in some:
-            packet = staged.collect(each, counted, told[id(each)], evicts=True)
+        for moves, entering in batches:
+            packet = staged.collect(moves, counted, entering, evicts=True)
             staged.write(packet)
             if sent is not None:
                 staged.insert(sent)
@@ -94,25 +149,23 @@ def measure(store: Store, device: torch.device, lanes: Lanes, moves: int) -> dic
             staged.insert(sent)
         staged.wait()
 
-    found = {}
-    with lanes.on("rows"):
-        found["zero-copy"] = _rate(zero_copy, batches, device)
-        for form in ("mixed", "staged"):
-            staged = Staged(
-                store, slots, most=moves, packets=3, id_type=ids.dtype, lanes=lanes,
-                writes=form == "staged",
-            )  # fmt: skip
-            found[form] = _rate(partial(through, staged), batches, device)
-    return found
+    return run
 
 
-def _rate(run: Callable[[list[Moves]], None], batches: list[Moves], device: torch.device) -> float:
+_RUNS = {"zero-copy": _zero_copy, "bulk": _in_bulk, "staged": _staged}
+
+
+def _counted(slots: Tensor) -> Tensor:
+    return torch.tensor([len(slots)], dtype=torch.int32, device=slots.device)
+
+
+def _rate(run: _Run, batches: list[_Batch], device: torch.device) -> float:
     run(batches[:_WARM_UP])  # compiles kernels, too
     _wait(device)
     started = perf_counter()
     run(batches[_WARM_UP:])
     _wait(device)
-    moves = sum(each.slots.numel() for each in batches[_WARM_UP:])
+    moves = sum(each.entering.numel() for each in batches[_WARM_UP:])
     return moves / (perf_counter() - started)
 
 
@@ -121,15 +174,20 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _moves_for(store: Store) -> int:
+def _moves_for(store: Store, forms: int) -> int:
     num_rows, width = store.rows.shape
-    return min(_MOVES, _MOST_BYTES // (4 * width), num_rows // (2 * (_WARM_UP + _TIMED)))
+    return min(_MOVES, _MOST_BYTES // (4 * width), num_rows // (2 * (_WARM_UP + _TIMED) * forms))
 
 
-def _distinct(num_rows: int, count: int) -> Tensor:
+def _distinct(num_rows: int, count: int, device: torch.device) -> Tensor:
     """Ids at random, with a generator of their own: a user's seed stays what it was."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def shuffled(size: int) -> Tensor:
+        return torch.randperm(size, generator=generator, device=device)[:count]
+
     if num_rows < 8 * count:
-        return torch.randperm(num_rows, generator=generator)[:count]
-    drawn: Tensor = torch.randint(num_rows, (2 * count,), generator=generator).unique()
-    return drawn[torch.randperm(drawn.numel(), generator=generator)][:count]
+        return shuffled(num_rows)
+    drawn: Tensor = torch.randint(num_rows, (2 * count,), generator=generator, device=device)
+    drawn = drawn.unique()
+    return drawn[shuffled(drawn.numel())]

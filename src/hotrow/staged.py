@@ -3,9 +3,8 @@
 A GPU reads and writes single rows of host memory at one rate for both together, and only of memory
 that is page-locked; and while it does, every kernel beside it takes a little longer. Here entering
 rows are gathered by the CPU, copied by the copy engine and put into their slots. Leaving rows are
-packed side by side, copied and put in their places by the CPU, or the GPU writes them straight to
-the store. The CPU's part is done in a thread of its own, in the order in which it was asked for.
-Knows bytes and ids; not why rows move.
+packed side by side, copied and put in their places by the CPU. Its part is done in a thread of its
+own, in the order in which it was asked for. Knows bytes and ids; not why rows move.
 
 ```
               slots -pack-> rows -copy-> out -write-> store       collect, depart, write
@@ -32,7 +31,6 @@ from hotrow.store import Store
 # Launches a kernel: its name, the number of the packet it reads or writes, and what to call.
 Replay = Callable[[str, int, Callable[[], None]], None]
 
-FILL_BLOCKS = 2  # each takes a multiprocessor away from training
 _MOST_THREADS = 2  # and half of the cores at the most: whoever launches kernels needs one to itself
 _LEAST_PART = 4096  # rows for which one more thread is worth asking
 
@@ -46,23 +44,15 @@ class Packet:
     """Room for the rows that one batch moves, and how far they have come."""
 
     def __init__(
-        self,
-        number: int,
-        most: int,
-        width: int,
-        id_type: torch.dtype,
-        device: torch.device,
-        *,
-        writes: bool,
+        self, number: int, most: int, width: int, id_type: torch.dtype, device: torch.device
     ) -> None:
         on_gpu = device.type == "cuda"
         self.number = number
         # One place serves both ways: rows go out of it before others come in.
         self.rows = torch.zeros(most, width, device=device)
         self.into = torch.zeros(most, width, pin_memory=on_gpu)
-        if writes:
-            self.out = torch.zeros(most, width, pin_memory=on_gpu)
-            self.leaving = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
+        self.out = torch.zeros(most, width, pin_memory=on_gpu)
+        self.leaving = torch.zeros(most, dtype=id_type, pin_memory=on_gpu)
         self.in_use = False
         self.left: Mark | None = None  # the copy engine has read `into`
         self.written: Future[None] | None = None
@@ -80,7 +70,6 @@ class Packet:
 class Staged:
     """Moves up to `most` rows per batch each way, for as many batches at once as it has packets.
 
-    With `writes=False` the GPU writes leaving rows by itself, and only entering ones go this way.
     The device's part is launched in the lanes `rows`, where whoever calls has to be, and `back`.
     """
 
@@ -93,14 +82,10 @@ class Staged:
         packets: int,
         id_type: torch.dtype,
         lanes: Lanes,
-        writes: bool = True,
     ) -> None:
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
-        self.writes = writes
         width, device = slots.shape[1], slots.device
-        self._packets = [
-            Packet(n, most, width, id_type, device, writes=writes) for n in range(packets)
-        ]
+        self._packets = [Packet(n, most, width, id_type, device) for n in range(packets)]
         self._begun = 0
         self._changed: list[Mark] = []
         self._worker = shared_worker()
@@ -134,7 +119,7 @@ class Staged:
         packet.gathered = self._worker.ask(
             _gather, self._store, entering, packet.into[:count], after
         )
-        if evicts and self.writes:
+        if evicts:
             replay(
                 "pack",
                 packet.number,
@@ -143,16 +128,6 @@ class Staged:
             packet.packed = self._lanes.mark("rows")
             with self._lanes.on("back"):  # in `rows` it would wait for training
                 packet.leaving[:count].copy_(moves.leaving[:count], non_blocking=True)
-        elif evicts:
-            rows = self._store.rows
-            replay(
-                "return",
-                0,
-                lambda: fill.fill(
-                    self._slots, rows, moves.slots, moves.leaving, None, counted, FILL_BLOCKS
-                ),
-            )
-            self.changed(self._lanes.mark("rows"))
         return packet
 
     def changed(self, mark: Mark) -> None:

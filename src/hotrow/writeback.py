@@ -34,6 +34,7 @@ from hotrow.writer import shared_writer
 PACKETS = 2  # one that is filled, one on its way
 _PACKETS_IN_LOAD = 2
 _LOADS = 3  # one that is filled, and two for the CPU, which need not be done at once
+_LEAST_CERTAIN = 32  # batches: rows that may be read sooner than that would often be waited for
 
 
 class Packet:
@@ -83,6 +84,10 @@ class WriteBack:
     def num_bytes(self) -> int:
         """Of the device's memory."""
         return sum(each.rows.numel() * 4 + each.ids.nbytes for each in self._packets)
+
+    def is_worth(self, count: int, certain: int) -> bool:
+        """Whether so many rows that leave are better kept, if that is certain for some batches."""
+        return count <= self.most and certain >= _LEAST_CERTAIN
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""

@@ -34,7 +34,7 @@ def fill(
     store: Tensor,  # [N, width] float32, page-locked
     move_slots: Tensor,  # [cap] int32
     leaving: Tensor | None,  # [cap] int32 or int64, -1 for none; None: nothing is written back
-    entering: Tensor | None,  # [cap] int32 or int64, -1 for none; None: nothing is read
+    entering: Tensor,  # [cap] int32 or int64, -1 for none
     count: Tensor,  # [1] int32: the moves there are
     blocks: int = 2,
     *,
@@ -219,12 +219,7 @@ def _fill(
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
         in_slots = slots + slot[:, None] * WIDTH + column
-        if entering is None:
-            old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
-            leaves = (old >= 0)[:, None] & inside
-            outgoing = tl.load(in_slots, mask=leaves)
-            tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
-        elif leaving is None:
+        if leaving is None:
             new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
             comes = new >= 0
             if written is not None:
