@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import hotrow.cli.doctor
 from hotrow.cli import make_app
 
 
@@ -85,6 +86,15 @@ def test_a_gpu_is_described_and_can_be_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert found["on_cuda"]["kernels"] == "triton"
     said = " ".join(doctor_says().split())  # a narrow screen breaks lines
     assert "cuda:0: Testla, 140.0 GiB (100.0 GiB free), compute capability 9.0" in said
+
+
+def test_whether_rows_can_leave_in_bulk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reason, told in (
+        (None, "in bulk, by threads of C"),
+        ("there is no C compiler", "by the GPU alone (there is no C compiler)"),
+    ):
+        monkeypatch.setattr(hotrow.cli.doctor, "why_not", lambda reason=reason: reason)
+        assert facts()["on_cuda"]["leaving_rows"] == told
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

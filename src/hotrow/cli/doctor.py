@@ -20,6 +20,7 @@ from hotrow import kernels
 from hotrow.budget import show_bytes
 from hotrow.embedding import _OLDEST_CAPABILITY
 from hotrow.run.files import environment, package_version, to_json
+from hotrow.writer import why_not
 
 PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "rich", "typer")
 CGROUP_LIMITS = (
@@ -94,8 +95,14 @@ def _on_cuda() -> dict[str, Any]:
         "kernels": "triton",
         "fast_memory": "the GPU's",
         "slow_memory": "page-locked RAM",
+        "leaving_rows": _leaving_rows(),
         "deterministic_algorithms": True,
     }
+
+
+def _leaving_rows() -> str:
+    reason = why_not()
+    return "in bulk, by threads of C" if reason is None else f"by the GPU alone ({reason})"
 
 
 def _reasons_against_cuda() -> list[str]:
