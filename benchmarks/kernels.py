@@ -162,18 +162,18 @@ def plan(shape: Shape) -> Case:
 
 def rank(shape: Shape) -> Case:
     """Keys of all slots, of which the smallest are chosen; once for many batches."""
-    from hotrow.kernels.triton import plan as kernels
+    from hotrow.kernels.triton import ranking, words
 
     facts = (
         torch.randint(100, (shape.num_slots,), dtype=torch.int32, device=shape.device),
-        torch.full((shape.num_slots,), kernels.NEVER, dtype=torch.int32, device=shape.device),
+        torch.full((shape.num_slots,), words.NEVER, dtype=torch.int32, device=shape.device),
         torch.ones(shape.num_slots, dtype=torch.int16, device=shape.device),
     )
     rows = torch.arange(shape.num_slots, dtype=torch.int32, device=shape.device)
-    state = torch.full((kernels.STATE_WORDS,), 200, dtype=torch.int32, device=shape.device)
+    state = torch.full((words.STATE_WORDS,), 200, dtype=torch.int32, device=shape.device)
 
     def run() -> None:
-        keys = kernels.rank_keys(facts, rows, state, 1, "least-frequent")
+        keys = ranking.rank_keys(facts, rows, state, 1, "least-frequent")
         torch.topk(keys, max(1, shape.num_slots // 8), largest=False)
 
     return Case(run, shape.num_slots * (4 + 2 + 4))

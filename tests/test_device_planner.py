@@ -25,9 +25,10 @@ from hotrow.device_planner import (
 )
 from hotrow.evict import EVICTIONS
 from hotrow.kernels.reference import sort_ids
-from hotrow.kernels.triton import maps
+from hotrow.kernels.triton import maps, ranking, window, words
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE
+from hotrow.kernels.triton.window import globalise
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import Hold, Pins, Planner
 from hotrow.scratchpad import Scratchpad
@@ -110,8 +111,8 @@ def write(planner: DevicePlanner, lookups: Sequence[int], ids: Tensor, counts: T
     # One feature, whose padding is the row after the last.
     features = torch.tensor([[0, rows + 1, rows, 0]], device=DEVICE)
     values[values == PADDING] = rows
-    kernels.globalise(
-        values, ids, features, None, len(lookups), rows, counts[kernels.FIRST_BAD :]
+    globalise(
+        values, ids, features, None, len(lookups), rows, counts[words.FIRST_BAD :]
     )  # fmt: skip
 
 
@@ -164,16 +165,16 @@ def steps(run: Run, planner: DevicePlanner | None = None) -> Iterator[Step]:
         before = resident(planner)
         plan = planner.plan(batch, buffers_for(planner))
         outcome = outcome_of(planner, plan)
-        if outcome == kernels.NO_ROOM:
+        if outcome == words.NO_ROOM:
             again = unannounced(planner, lookups)
             if planner.resume(again, plan, retry=True):
-                outcome = kernels.PLANNED
+                outcome = words.PLANNED
         step = Step(run, lookups, plan, outcome, before, resident(planner), moves_of(plan))
         step.past, step.known = list(past), [set(each) - {PADDING} for each, _ in known]
         planner.check()
         yield step
         # A batch without slots is trained alone: nothing before it is in flight afterwards.
-        past = [*past, step.ids] if outcome == kernels.PLANNED else []
+        past = [*past, step.ids] if outcome == words.PLANNED else []
         read_on()
 
 
@@ -183,11 +184,11 @@ def check(step: Step) -> None:
     resident_held = {row for row in step.before.values() if row in step.held}
     room = run.slots - len(resident_held)
     most = run.slots if run.max_moves is None else run.max_moves
-    if step.outcome == kernels.NO_ROOM:
+    if step.outcome == words.NO_ROOM:
         assert len(step.missing) > min(room, most), "it would have fitted"
         assert step.after == step.before
         return
-    assert step.outcome == kernels.PLANNED
+    assert step.outcome == words.PLANNED
     assert len(step.missing) <= min(room, most), "it does not fit"
     # Ids: sorted, each once, padding last, and every lookup finds its own.
     segments = step.plan.segments()
@@ -232,8 +233,10 @@ def some_batches(count: int, size: int, *, rows: int = ROWS, seed: int = 0) -> l
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny batches take several programs each, and a ranking serves several of them."""
-    monkeypatch.setattr(kernels, "BLOCK", 16)
-    monkeypatch.setattr(kernels, "LANES", 8)
+    for module in (kernels, ranking, window):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    for module in (kernels, ranking):
+        monkeypatch.setattr(module, "LANES", 8)
     monkeypatch.setattr(device_planner, "_SPARE", 16)
 
 
@@ -266,7 +269,7 @@ def test_rows_of_batches_in_flight_stay_and_no_others(
     for room in (slots, slots - 1):
         run = Run(APART, room, order="most-recent", hold=Hold(past, 0), dense_map=dense_map)
         seen = checked(run)
-        assert all(step.outcome == kernels.PLANNED for step in seen) is (room == slots)
+        assert all(step.outcome == words.PLANNED for step in seen) is (room == slots)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +301,12 @@ def test_padding_reads_the_null_slot_and_moves_nothing() -> None:
 def test_a_batch_without_lookups_is_planned() -> None:
     for batches in ([[1, 2], [], [2, 3]], [[], [1, 2]]):
         seen = checked(Run(batches, slots=6))
-        assert all(step.outcome == kernels.PLANNED for step in seen)
+        assert all(step.outcome == words.PLANNED for step in seen)
 
 
 def test_a_plan_may_move_no_more_rows_than_its_buffer_holds() -> None:
     seen = checked(Run([[1, 2, 3], [4, 5, 6, 7], [1, 8]], slots=12, max_moves=3))
-    assert [step.outcome for step in seen] == [kernels.PLANNED, kernels.NO_ROOM, kernels.PLANNED]
+    assert [step.outcome for step in seen] == [words.PLANNED, words.NO_ROOM, words.PLANNED]
 
 
 batch_lists = st.lists(
@@ -342,7 +345,7 @@ def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row() -> None:
     for step in steps(run, planner):
         check(step)
         there = int((planner.pad.map.table == TOMBSTONE).sum())
-        assert int(planner.state[kernels.TOMBSTONES]) == there
+        assert int(planner.state[words.TOMBSTONES]) == there
         most = max(most, there)
         counted.append(there)
     assert planner._rebuilds > 0
@@ -372,7 +375,7 @@ def facts(planner: DevicePlanner) -> list[Tensor]:
     """All that planning decides by, but for the ranking."""
     pad = planner.pad
     kept = (pad.row_of_slot, pad.map.table, planner.last_use, planner.uses)
-    return [each.clone() for each in kept] + [planner.state[kernels.CLOCK].clone()]
+    return [each.clone() for each in kept] + [planner.state[words.CLOCK].clone()]
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -390,10 +393,10 @@ def test_a_bad_id_halts_all_that_was_planned_behind_it_until_it_is_resumed(
     before = facts(planner)
     bad = planner.plan(expected[2], buffers_for(planner))
     later = [planner.plan(each, buffers_for(planner)) for each in expected[3:]]
-    assert [outcome_of(planner, plan) for plan in good] == [kernels.PLANNED] * 2
-    assert outcome_of(planner, bad) == kernels.BAD_ID
-    assert int(bad.buffers.status[kernels.FIRST_BAD]) == 1  # which lookup it was
-    assert [outcome_of(planner, plan) for plan in later] == [kernels.NOT_PLANNED] * 2
+    assert [outcome_of(planner, plan) for plan in good] == [words.PLANNED] * 2
+    assert outcome_of(planner, bad) == words.BAD_ID
+    assert int(bad.buffers.status[words.FIRST_BAD]) == 1  # which lookup it was
+    assert [outcome_of(planner, plan) for plan in later] == [words.NOT_PLANNED] * 2
     assert same(facts(planner), before)
     with pytest.raises(AssertionError, match="planning has halted"):
         planner.check()
@@ -401,7 +404,7 @@ def test_a_bad_id_halts_all_that_was_planned_behind_it_until_it_is_resumed(
     planner.check()
     for lookups in run.batches[3:]:
         again = planner.plan(unannounced(planner, lookups), buffers_for(planner))
-        assert outcome_of(planner, again) == kernels.PLANNED
+        assert outcome_of(planner, again) == words.PLANNED
     assert set(resident(planner).values()) == {1, 2, 3, 4, 7, 8, 9}
     planner.check()
 
@@ -410,18 +413,18 @@ def test_a_batch_that_does_not_fit_changes_no_map_and_halts_those_behind_it() ->
     run = Run([[0, 1], list(range(10, 20)), [2, 3]], slots=8)
     planner = run.planner()
     expected = [expect(planner, lookups) for lookups in run.batches]
-    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == kernels.PLANNED
+    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == words.PLANNED
     maps = [planner.pad.row_of_slot.clone(), planner.pad.map.table.clone()]
     large = planner.plan(expected[1], buffers_for(planner))
     behind = planner.plan(expected[2], buffers_for(planner))
-    assert outcome_of(planner, large) == kernels.NO_ROOM
-    assert outcome_of(planner, behind) == kernels.NOT_PLANNED
+    assert outcome_of(planner, large) == words.NO_ROOM
+    assert outcome_of(planner, behind) == words.NOT_PLANNED
     assert same(maps, [planner.pad.row_of_slot, planner.pad.map.table])
     again = unannounced(planner, run.batches[1])
     assert not planner.resume(again, large, retry=True)
     assert same(maps, [planner.pad.row_of_slot, planner.pad.map.table])
     again = unannounced(planner, run.batches[2])
-    assert outcome_of(planner, planner.plan(again, buffers_for(planner))) == kernels.PLANNED
+    assert outcome_of(planner, planner.plan(again, buffers_for(planner))) == words.PLANNED
     assert set(resident(planner).values()) == {0, 1, 2, 3}
 
 
@@ -429,13 +432,13 @@ def test_a_ranking_that_ran_dry_is_made_anew_before_a_batch_is_given_up() -> Non
     run = Run([[0, 1, 2], [3, 4, 5]], slots=6)
     planner = run.planner()
     expected = [expect(planner, lookups) for lookups in run.batches]
-    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == kernels.PLANNED
+    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == words.PLANNED
     planner._prepare_victims = lambda: None  # type: ignore[method-assign]
-    planner.state[kernels.END] = planner.state[kernels.HEAD]  # nobody is left in the ranking
+    planner.state[words.END] = planner.state[words.HEAD]  # nobody is left in the ranking
     plan = planner.plan(expected[1], buffers_for(planner))
-    assert outcome_of(planner, plan) == kernels.NO_ROOM
+    assert outcome_of(planner, plan) == words.NO_ROOM
     assert planner.resume(unannounced(planner, [3, 4, 5]), plan, retry=True)
-    assert plan.outcome == kernels.PLANNED
+    assert plan.outcome == words.PLANNED
     assert set(resident(planner).values()) == {0, 1, 2, 3, 4, 5}
     planner.check()
 
@@ -453,7 +456,7 @@ def test_a_window_that_grows_keeps_the_ids_of_batches_that_wait() -> None:
     for lookups, batch in zip([*small, large], waiting, strict=True):
         assert planner.ids_of(batch).tolist() == lookups
         plan = planner.plan(batch, buffers_for(planner))
-        assert outcome_of(planner, plan) == kernels.PLANNED
+        assert outcome_of(planner, plan) == words.PLANNED
         assert set(lookups) <= set(resident(planner).values())
 
 
@@ -470,7 +473,7 @@ def test_a_batch_that_nobody_announced_leaves_those_that_wait_alone() -> None:
     planner = Run([], slots=20).planner()
     waiting = expect(planner, [1, 2, 3])
     plan = planner.plan(unannounced(planner, [7, 8]), buffers_for(planner))
-    assert outcome_of(planner, plan) == kernels.PLANNED
+    assert outcome_of(planner, plan) == words.PLANNED
     assert set(resident(planner).values()) == {7, 8}
     assert planner.ids_of(waiting).tolist() == [1, 2, 3]
 
@@ -507,7 +510,7 @@ def test_hot_rows_are_pinned_from_the_start_and_stay() -> None:
     slots, ids = planner.hottest()
     assert ids.tolist() == list(range(40, 52))
     for step in steps(run, planner):
-        assert step.outcome == kernels.PLANNED
+        assert step.outcome == words.PLANNED
         assert {step.after[slot] for slot in slots.tolist()} == set(range(40, 52))
 
 
@@ -517,7 +520,7 @@ def test_rows_used_most_are_pinned_while_running() -> None:
     run = Run(batches, slots=16, order="most-recent", pins=pins)
     planner = run.planner()
     for step in steps(run, planner):
-        assert step.outcome == kernels.PLANNED
+        assert step.outcome == words.PLANNED
     pinned = planner.pad.row_of_slot[planner.last_use == device_planner.PINNED].tolist()
     assert set(pinned) == {0, 1}
 
@@ -529,10 +532,10 @@ def test_pins_give_way_to_a_batch_that_does_not_fit() -> None:
     planner.hottest()
     large = list(range(8))
     plan = planner.plan(unannounced(planner, large), buffers_for(planner))
-    assert outcome_of(planner, plan) == kernels.NO_ROOM
+    assert outcome_of(planner, plan) == words.NO_ROOM
     assert not planner.resume(unannounced(planner, large), plan, retry=True)
     plan = planner.plan(unannounced(planner, large), buffers_for(planner))
-    assert outcome_of(planner, plan) == kernels.PLANNED
+    assert outcome_of(planner, plan) == words.PLANNED
 
 
 # -- next to the planner on the host -------------------------------------------------------
@@ -561,7 +564,7 @@ def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(
     run = Run(some_batches(24, 40, rows=1200), slots=300, order=order, rows=1200, depth=6)
     planner, found = run.planner(), 0
     for step in steps(run, planner):
-        assert step.outcome == kernels.PLANNED
+        assert step.outcome == words.PLANNED
         found += len(step.missing)
     assert planner._rankings <= len(run.batches) // 2  # which were some batches old, then
     assert found == pytest.approx(misses_on_the_host(run), rel=0.02)

@@ -21,7 +21,7 @@ import hotrow.writeback
 from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.device_rows import DeviceRows
 from hotrow.evict import EVICTIONS
-from hotrow.kernels.triton.plan import LAST_USE
+from hotrow.kernels.triton.words import LAST_USE
 from hotrow.strategy import Strategy
 from hotrow.writer import Writer
 

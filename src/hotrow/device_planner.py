@@ -16,8 +16,10 @@ from torch import Tensor
 
 from hotrow.evict import Eviction
 from hotrow.kernels.triton import plan as kernels
+from hotrow.kernels.triton import ranking, words
 from hotrow.kernels.triton.maps import FREE, DeviceMap
 from hotrow.kernels.triton.segments import Segments
+from hotrow.kernels.triton.window import enter_window, leave_window
 from hotrow.lanes import Mark, Recorder
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import OLDEST, Hold, Pins
@@ -29,7 +31,7 @@ _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
 _SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
-NEVER = PINNED = kernels.NEVER
+NEVER = PINNED = words.NEVER
 
 
 def id_type_of(num_rows: int) -> torch.dtype:
@@ -92,7 +94,7 @@ class DevicePlan:
             rank=b.rank[:count],
             starts=b.starts[: count + 1],
             ids=b.ids[:count],
-            count=b.counts[kernels.UNIQUE : kernels.UNIQUE + 1],
+            count=b.counts[words.UNIQUE : words.UNIQUE + 1],
         )
 
 
@@ -129,16 +131,16 @@ class DevicePlanner:
         self.last_use = torch.full((slots,), OLDEST, dtype=torch.int32, device=device)
         self.next_use = torch.full((slots,), NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
-        self.state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
+        self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
         self.largest_batch = 0
         self.window: deque[Expected] = deque()
         self.capacity = 0
         self.generation = 0  # of the tensors that `reserve` makes
         self.recorder = Recorder(device)
         self.on_plan: Callable[[DevicePlan], None] = lambda plan: None  # launched after each plan
-        self.fresh_counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
-        self.fresh_counts[kernels.FIRST_BAD] = kernels.NO_BAD_ID
-        self.fresh_counts[kernels.SOONEST] = NEVER
+        self.fresh_counts = torch.zeros(words.COUNT_WORDS, dtype=torch.int32, device=device)
+        self.fresh_counts[words.FIRST_BAD] = words.NO_BAD_ID
+        self.fresh_counts[words.SOONEST] = NEVER
         self._unread: deque[DevicePlan] = deque()
         self._mean_missing = 0.0
         self._queue_left = 0
@@ -146,7 +148,7 @@ class DevicePlanner:
         self._rankings = 0
         # Which use is kept in `next_use`. The last one need not be found anew for each ranking, and
         # is enough while there are slots that no known batch uses.
-        self._known_use = kernels.FIRST_USE if eviction.looks_ahead else kernels.NOTHING
+        self._known_use = words.FIRST_USE if eviction.looks_ahead else words.NOTHING
         self._may_keep_last = eviction.name == "farthest-next-use"
         self._is_kept = False  # `next_use` is right
         self._is_fresh = False  # nothing is known of the newest ranking yet
@@ -189,8 +191,8 @@ class DevicePlanner:
             self.window_counts[row] = count
             each.row = row
         self._next_row = len(self.window) % rows
-        self.state[kernels.ROW_IN] = self._next_row
-        self.state[kernels.ROW_OUT] = 0
+        self.state[words.ROW_IN] = self._next_row
+        self.state[words.ROW_OUT] = 0
         slots = self.last_use.numel()
         bulk = min(slots, max(slots // _BULK_PART, 4 * self.capacity + kernels.BLOCK))
         self.queue = torch.zeros(bulk, dtype=torch.int32, device=self.device)
@@ -238,18 +240,18 @@ class DevicePlanner:
         """
 
         def launch() -> None:
-            if announce is not None and self._known_use != kernels.FIRST_USE:
-                marks = self.next_use if self._known_use == kernels.LAST_USE else None
+            if announce is not None and self._known_use != words.FIRST_USE:
+                marks = self.next_use if self._known_use == words.LAST_USE else None
                 announce(self.window_ids[:-1], self.window_counts, self.state, marks)
                 return
             self.incoming_counts.copy_(self.fresh_counts)
             write_ids(self.incoming_ids, self.incoming_counts)
             if self.eviction.looks_ahead:
-                kernels.expect(
-                    self.incoming_ids[None], 0, 1, self._word(kernels.EXPECTED), 0, self.next_use,
+                ranking.expect(
+                    self.incoming_ids[None], 0, 1, self._word(words.EXPECTED), 0, self.next_use,
                     self.pad.map, self.pad.num_rows, self._known_use,
                 )  # fmt: skip
-            kernels.enter_window(
+            enter_window(
                 self.incoming_ids, self.incoming_counts, self.window_ids[:-1], self.window_counts,
                 self.state,
             )  # fmt: skip
@@ -265,9 +267,9 @@ class DevicePlanner:
             self.window_counts.copy_(self.fresh_counts.expand_as(self.window_counts))
         self._is_kept = False
         self._next_row = 0
-        self._word(kernels.EXPECTED).copy_(self._word(kernels.CLOCK))
-        self._word(kernels.ROW_OUT).zero_()
-        self._word(kernels.ROW_IN).zero_()
+        self._word(words.EXPECTED).copy_(self._word(words.CLOCK))
+        self._word(words.ROW_OUT).zero_()
+        self._word(words.ROW_IN).zero_()
 
     def _word(self, word: int) -> Tensor:
         return self.state[word : word + 1]
@@ -282,7 +284,7 @@ class DevicePlanner:
         self._read_finished()
         self._renumber()
         for ahead, later in enumerate(list(self.window)[: self.hold.future], start=1):
-            kernels.hold(
+            ranking.hold(
                 self.ids_of(later), ahead, self.last_use, self.state, self.pad.map,
                 self.pad.num_rows,
             )  # fmt: skip
@@ -306,12 +308,12 @@ class DevicePlanner:
 
         def launch() -> None:
             if announced:
-                kernels.leave_window(
+                leave_window(
                     self.plan_ids, self.plan_counts, self.window_ids[:-1], self.window_counts,
                     self.fresh_counts, self.state,
                 )  # fmt: skip
             else:
-                self._word(kernels.EXPECTED).add_(1)
+                self._word(words.EXPECTED).add_(1)
             self._launch_kernels(batch, plan)
             self.on_plan(plan)
 
@@ -359,26 +361,26 @@ class DevicePlanner:
     def _note(self, plan: DevicePlan) -> None:
         if plan.outcome is not None:
             return
-        words = plan.buffers.status.tolist()
-        counts, state = words[:8], words[8:]
-        plan.outcome = counts[kernels.OUTCOME]
-        if plan.outcome != kernels.PLANNED:
+        status = plan.buffers.status.tolist()
+        counts, state = status[:8], status[8:]
+        plan.outcome = counts[words.OUTCOME]
+        if plan.outcome != words.PLANNED:
             return
-        plan.num_unique, plan.num_moves = counts[kernels.UNIQUE], counts[kernels.MOVES]
-        plan.num_evicted = counts[kernels.EVICTED] + counts[kernels.AGAIN]
-        plan.soonest = counts[kernels.SOONEST]
-        missing = counts[kernels.MISSING]
+        plan.num_unique, plan.num_moves = counts[words.UNIQUE], counts[words.MOVES]
+        plan.num_evicted = counts[words.EVICTED] + counts[words.AGAIN]
+        plan.soonest = counts[words.SOONEST]
+        missing = counts[words.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
         self._mean_missing += 0.1 * (missing - self._mean_missing)
         if plan.ranking == self._rankings:
-            left = state[kernels.END] - state[kernels.HEAD]
+            left = state[words.END] - state[words.HEAD]
             self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
             self._queue_left = left
             if self._is_fresh and left < _LEAST_RANKED * missing:
                 self._may_keep_last = False
             self._is_fresh = False
         if plan.rebuild == self._rebuilds:
-            self._tombstones = state[kernels.TOMBSTONES]
+            self._tombstones = state[words.TOMBSTONES]
 
     def resume(self, batch: Expected, plan: DevicePlan, *, retry: bool) -> bool:
         """After a plan that failed, with nothing else running; True if it has been planned now.
@@ -395,16 +397,16 @@ class DevicePlanner:
             plan.ready = None
             _wait(self.device)
             self._note(plan)
-            if plan.outcome == kernels.PLANNED:
+            if plan.outcome == words.PLANNED:
                 self.number += 1
                 return True
-            self.state[kernels.HALT] = 0
-        self._make_room(int(plan.buffers.status[kernels.MISSING]))
+            self.state[words.HALT] = 0
+        self._make_room(int(plan.buffers.status[words.MISSING]))
         return False
 
     def clear_halt(self) -> None:
         """What comes next is planned again."""
-        self.state[kernels.HALT] = 0
+        self.state[words.HALT] = 0
         self._take_clock()
         self._unread.clear()
 
@@ -419,7 +421,7 @@ class DevicePlanner:
         # More tombstones than that and a search for an absent row takes long, or never ends.
         if self.pad.map.hashed and self._tombstones + (since + 1) * most > self.pad.map.size // 5:
             self.pad.map.rebuild()
-            self.state[kernels.TOMBSTONES] = 0
+            self.state[words.TOMBSTONES] = 0
             self._rebuilds += 1
             self._tombstones = 0
 
@@ -429,35 +431,35 @@ class DevicePlanner:
             self._find_uses()
         if self.eviction.name == "random":
             keys = torch.randint(1 << 30, self.last_use.shape, device=self.device)
-            may_leave = self.last_use < self.state[kernels.CLOCK] - self.hold.past
+            may_leave = self.last_use < self.state[words.CLOCK] - self.hold.past
             keys = torch.where(may_leave, keys, NEVER)
         else:
-            keys = kernels.rank_keys(
+            keys = ranking.rank_keys(
                 self.slot_facts, self.pad.row_of_slot, self.state, self.hold.past,
                 self.eviction.name, self._known_use,
             )  # fmt: skip
         keys, slots = torch.topk(keys, self.queue.numel(), largest=False)
         self.queue.copy_(slots)
-        self.state[kernels.HEAD] = 0
-        self.state[kernels.END] = (keys != NEVER).sum()
-        clock = self.state[kernels.CLOCK]
-        self.state[kernels.FLOOR] = clock - self.hold.past
-        self.state[kernels.KNOWN] = clock + len(self.window)
+        self.state[words.HEAD] = 0
+        self.state[words.END] = (keys != NEVER).sum()
+        clock = self.state[words.CLOCK]
+        self.state[words.FLOOR] = clock - self.hold.past
+        self.state[words.KNOWN] = clock + len(self.window)
         self._queue_left = self.queue.numel()
         self._rankings += 1
         self._is_fresh = True
 
     def _find_uses(self) -> None:
         """What known batches use, from their ids; kept since then, if it is the last use."""
-        kind = kernels.LAST_USE if self._may_keep_last else kernels.FIRST_USE
-        if kind == self._known_use == kernels.LAST_USE and self._is_kept:
+        kind = words.LAST_USE if self._may_keep_last else words.FIRST_USE
+        if kind == self._known_use == words.LAST_USE and self._is_kept:
             return
         self._known_use, self._is_kept = kind, True
-        self.next_use.fill_(NEVER if kind == kernels.FIRST_USE else OLDEST)
+        self.next_use.fill_(NEVER if kind == words.FIRST_USE else OLDEST)
         if self.window:
-            kernels.expect(
+            ranking.expect(
                 self.window_ids[:-1], self.window[0].row, len(self.window),
-                self._word(kernels.CLOCK), 1, self.next_use, self.pad.map, self.pad.num_rows, kind,
+                self._word(words.CLOCK), 1, self.next_use, self.pad.map, self.pad.num_rows, kind,
             )  # fmt: skip
 
     def useful_depth(self) -> int:
@@ -471,8 +473,8 @@ class DevicePlanner:
         shift = self.number - self.hold.batches - len(self._unread)
         shifted = (self.last_use - shift).clamp_(min=OLDEST)
         self.last_use.copy_(torch.where(self.last_use == PINNED, PINNED, shifted))
-        self.state[kernels.CLOCK] -= shift
-        self.state[kernels.EXPECTED] -= shift
+        self.state[words.CLOCK] -= shift
+        self.state[words.EXPECTED] -= shift
         self._queue_left = 0
         self._is_kept = False
         self.number -= shift
@@ -521,7 +523,7 @@ class DevicePlanner:
 
     def _release(self, pinned: Tensor) -> None:
         # A pinned slot's true last use is not known: as if used by the newest batch.
-        self.last_use.copy_(torch.where(pinned, self.state[kernels.CLOCK] - 1, self.last_use))
+        self.last_use.copy_(torch.where(pinned, self.state[words.CLOCK] - 1, self.last_use))
 
     def _make_room(self, count: int) -> None:
         """After a batch that did not fit: the coldest pins give way, and no batch is in flight."""
@@ -530,14 +532,14 @@ class DevicePlanner:
         release = torch.zeros_like(self.last_use, dtype=torch.bool)
         release[pinned[coldest]] = True
         self._release(release)
-        self.state[kernels.CLOCK] += self.hold.past
+        self.state[words.CLOCK] += self.hold.past
         self._take_clock()
         self._queue_left = 0
 
     def _take_clock(self) -> None:
         self._queue_left, self._is_kept = 0, False  # batches may have other numbers now
-        self.number = int(self.state[kernels.CLOCK])
-        self.state[kernels.EXPECTED] = self.number + len(self.window)
+        self.number = int(self.state[words.CLOCK])
+        self.state[words.EXPECTED] = self.number + len(self.window)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -554,7 +556,7 @@ class DevicePlanner:
         self.pad.check()
         free = self.pad.row_of_slot == FREE
         assert bool((self.last_use[free] == OLDEST).all()), "a free slot was used"
-        assert int(self.state[kernels.HALT]) == 0, "planning has halted"
+        assert int(self.state[words.HALT]) == 0, "planning has halted"
 
 
 def _is_done(plan: DevicePlan) -> bool:

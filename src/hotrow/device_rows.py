@@ -38,9 +38,10 @@ from hotrow.everything import AllPlanner, AllSlots
 from hotrow.fills import FILL_BLOCKS, READ_BLOCKS, FillChoice, choose
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves
-from hotrow.kernels.triton import fill, lookup, start, update
-from hotrow.kernels.triton import plan as planning
+from hotrow.kernels.triton import fill, lookup, start, update, words
+from hotrow.kernels.triton.plan import count_traffic
 from hotrow.kernels.triton.segments import Segments, segments_of
+from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark, Name
 from hotrow.pinned import locked_rows
 from hotrow.plan_buffers import BufferPool, PlanBuffers
@@ -200,16 +201,16 @@ class DeviceRows(RowGroup):
         def write_ids(ids: Tensor, counts: Tensor) -> None:
             self._write_ids(values, spans, expected.lookups, ids, counts)
 
-        def announce(
+        def announce_there(
             window: Tensor, window_counts: Tensor, state: Tensor, next_use: Tensor | None
         ) -> None:
-            planning.announce(
+            announce(
                 values.contiguous(), window, window_counts, self.features, spans, expected.lookups,
                 self.layout.num_rows, state, next_use,
             )  # fmt: skip
 
         key = (values.data_ptr(), values.dtype, values.shape, values.stride(), spans is None)
-        self.planner.expect(expected, write_ids, key, announce)
+        self.planner.expect(expected, write_ids, key, announce_there)
 
     def _admit(self, work: DeviceWork) -> Expected:
         """A place for a batch that nobody announced."""
@@ -228,8 +229,8 @@ class DeviceRows(RowGroup):
     def _write_ids(
         self, values: Tensor, spans: Tensor | None, lookups: int, ids: Tensor, counts: Tensor
     ) -> None:
-        first_bad = counts[planning.FIRST_BAD :]
-        planning.globalise(
+        first_bad = counts[words.FIRST_BAD :]
+        globalise(
             values.contiguous(), ids, self.features, spans, lookups, self.layout.num_rows, first_bad
         )
 
@@ -306,7 +307,7 @@ class DeviceRows(RowGroup):
         if plan is None or work.collected:
             return True
         outcome = self.planner.read(plan)
-        if outcome == planning.PLANNED:
+        if outcome == words.PLANNED:
             self._count_moves(work, plan)
             if self.everything:
                 self._mark_collected(work)
@@ -316,16 +317,16 @@ class DeviceRows(RowGroup):
         with self.lanes.on("plan"):
             # Its ids may have been overwritten by those of a batch that was announced since.
             expected = self._admit(work)
-            retry = outcome == planning.NO_ROOM and not self.everything
+            retry = outcome == words.NO_ROOM and not self.everything
             if self.planner.resume(expected, plan, retry=retry):
                 self._count_moves(work, plan)
                 return False
         self._forget(work)
-        if outcome == planning.BAD_ID:
+        if outcome == words.BAD_ID:
             lookups_of(work.batch, self.layout)  # says which
             raise AssertionError("a plan found an id that no table has, and nobody else does")
-        if outcome == planning.NO_ROOM:
-            unique = int(plan.buffers.status[planning.UNIQUE])
+        if outcome == words.NO_ROOM:
+            unique = int(plan.buffers.status[words.UNIQUE])
             self._tell_of_chunks(unique - work.is_filled_up)
             self.count_direct(work)
         return False
@@ -342,10 +343,10 @@ class DeviceRows(RowGroup):
         if plan is not None and not work.collected:
             if plan.outcome is None:
                 self.planner.read(plan)
-            if plan.outcome in (planning.NO_ROOM, planning.BAD_ID):
+            if plan.outcome in (words.NO_ROOM, words.BAD_ID):
                 with self.lanes.on("plan"):
                     self.planner.clear_halt()
-            if plan.outcome != planning.PLANNED:
+            if plan.outcome != words.PLANNED:
                 self._forget(work)
                 work.expected = None
 
@@ -633,7 +634,7 @@ class DeviceRows(RowGroup):
     def _moves_of(self, work: Work) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(work.plan, DevicePlan)
         b, count = work.plan.buffers, work.plan.num_moves
-        if work.plan.outcome != planning.PLANNED:
+        if work.plan.outcome != words.PLANNED:
             count = 0
         return b.move_slots[:count].long(), b.leaving[:count].long(), b.entering[:count].long()
 
@@ -712,10 +713,10 @@ def _why_not_bulk(strategy: Strategy) -> str:
 
 
 def _moves_in(b: PlanBuffers) -> Tensor:
-    return b.counts[planning.MOVES : planning.MOVES + 1]
+    return b.counts[words.MOVES : words.MOVES + 1]
 
 
 def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:
     b = plan.buffers
     moves = (b.move_slots, b.leaving, b.entering)
-    planning.count_traffic(bases, plan.segments(), moves, b.counts, traffic)
+    count_traffic(bases, plan.segments(), moves, b.counts, traffic)

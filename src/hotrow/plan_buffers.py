@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from hotrow.kernels.triton import plan as kernels
+from hotrow.kernels.triton import words
 from hotrow.lanes import Lanes, Mark
 
 
@@ -19,16 +19,16 @@ class PlanBuffers:
     ) -> None:
         self.capacity = capacity
 
-        def words(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        self.order, self.rank = words(capacity), words(capacity)
-        self.starts = words(capacity + 1)
-        self.ids = words(capacity, id_type)
-        self.row_slots, self.lookup_slots = words(capacity), words(capacity)
-        self.move_slots = words(capacity)
-        self.leaving, self.entering = words(capacity, id_type), words(capacity, id_type)
-        self.counts = torch.zeros(kernels.COUNT_WORDS, dtype=torch.int32, device=device)
+        self.order, self.rank = ints(capacity), ints(capacity)
+        self.starts = ints(capacity + 1)
+        self.ids = ints(capacity, id_type)
+        self.row_slots, self.lookup_slots = ints(capacity), ints(capacity)
+        self.move_slots = ints(capacity)
+        self.leaving, self.entering = ints(capacity, id_type), ints(capacity, id_type)
+        self.counts = torch.zeros(words.COUNT_WORDS, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.status = torch.zeros(16, dtype=torch.int32, pin_memory=pinned)
         self.told: Tensor | None = None  # what enters, for a host that gathers it

@@ -13,150 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hotrow.kernels.triton.maps import BLOCK as LANES
-from hotrow.kernels.triton.maps import DeviceMap, find_slots, first_place, insert, remove
+from hotrow.kernels.triton.maps import DeviceMap, find_slots, insert, remove
+from hotrow.kernels.triton.ranking import last_known_use
 from hotrow.kernels.triton.segments import Segments
 
 BLOCK = 1024
 _SEARCH_WARPS = 8  # of a block that searches the map: the fewer rows each has, the sooner it ends
-NEVER = 2**31 - 1
-PINNED = 2**31 - 1
-
-# Words of `state`, one set per scratchpad: what planning remembers from batch to batch.
-CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT, COME = range(11)
-STATE_WORDS = 16
-# Words of `counts`, one set per plan.
-UNIQUE, MISSING, AGAIN, MOVES, FIRST_BAD, OUTCOME, EVICTED, SOONEST = range(8)
-COUNT_WORDS = 8
-# What became of a plan.
-PLANNED, NO_ROOM, BAD_ID, NOT_PLANNED = range(4)
-NO_BAD_ID = 2**31 - 1
-# What `next_use` tells of the batches to come, as far as they are known: nothing; for each slot the
-# first that uses its row; or, where a row's id is hashed to, the last that may use it. That stays
-# true as batches and rows come and go, and takes no search in the map.
-NOTHING, FIRST_USE, LAST_USE = range(3)
-
-
-# -- ids -------------------------------------------------------------------------------
-
-
-@triton.jit
-def _globalise(
-    values, ids, features, ends, lows, num_lookups, capacity, num_features, row_stride, num_rows,
-    first_bad, state, next_use, num_slots, num_rings, JAGGED: tl.constexpr, SEARCH: tl.constexpr,
-    IN_WINDOW: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """User's indices -> ids; what is outside its table is noted, and read as padding.
-
-    IN_WINDOW: ids go to the next row of the window. MARKS: their last known use is the new batch.
-    """
-    if IN_WINDOW:
-        row = tl.load(state + 8)
-        ids += row.to(tl.int64) * capacity
-        first_bad += row * 8
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
-    if JAGGED:  # how many there are changes from batch to batch, and launches must not
-        num_lookups = tl.load(ends + num_features - 1)
-    real = place < num_lookups
-    if JAGGED:
-        low = tl.zeros(place.shape, tl.int32)
-        high = low + num_features
-        for _ in tl.static_range(SEARCH):
-            middle = (low + high) // 2
-            # Where the search has ended, nothing may move on.
-            end = tl.load(ends + middle, mask=real & (low < high), other=1 << 62)
-            low, high = (
-                tl.where(end <= place, middle + 1, low),
-                tl.where(end <= place, high, middle),
-            )
-        feature = tl.minimum(low, num_features - 1)
-        source = place + tl.load(lows + feature, mask=real, other=0)
-    else:
-        feature = place % num_features
-        sample = (place // num_features).to(tl.int64)
-        source = sample * row_stride + tl.load(features + feature * 4 + 3)
-    value = tl.load(values + source, mask=real, other=0).to(tl.int64)
-    base = tl.load(features + feature * 4)
-    limit = tl.load(features + feature * 4 + 1)
-    padding = tl.load(features + feature * 4 + 2)
-    bad = real & ((value < 0) | (value >= limit))
-    id_ = tl.where(real & ~bad & (value != padding), base + value, num_rows)
-    tl.store(ids + place, id_.to(ids.dtype.element_ty), mask=place < capacity)
-    worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
-    if worst < 2147483647:
-        tl.atomic_min(first_bad, worst)
-    if MARKS:
-        number = tl.load(state + 7)
-        where = first_place(id_, num_slots)
-        here = (place < capacity) & (id_ < num_rows)
-        known = tl.load(next_use + where, mask=here, other=0)
-        tl.atomic_max(next_use + where, number, mask=here & (known < number))
-    if IN_WINDOW:
-        # The last program to come here counts on: all others have read by now.
-        come = tl.atomic_add(state + 10, 1)
-        if come == tl.num_programs(0) - 1:
-            tl.store(state + 10, 0)
-            tl.store(state + 8, (row + 1) % num_rings)
-            tl.store(state + 7, tl.load(state + 7) + 1)
-
-
-def globalise(
-    values: Tensor,  # dense [B, columns], or [V]
-    ids: Tensor,  # out: [capacity], padding beyond the lookups
-    features: Tensor,  # [F, 4] int64: base, limit, padding index or -1, column
-    spans: Tensor | None,  # jagged: [2, F] int64: end of each feature among ids; shift to values
-    num_lookups: int,  # jagged: the last of the ends counts
-    num_rows: int,
-    first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
-) -> None:
-    """Indices of several tables -> ids of one width."""
-    if ids.numel():
-        _launch_globalise(
-            values, ids, features, spans, num_lookups, ids.numel(), num_rows, first_bad, None, None
-        )
-
-
-def announce(
-    values: Tensor,
-    window: Tensor,  # [rings, capacity] ids
-    window_counts: Tensor,  # [>= rings, COUNT_WORDS] int32; fresh where no batch is
-    features: Tensor,
-    spans: Tensor | None,
-    num_lookups: int,
-    num_rows: int,
-    state: Tensor,
-    next_use: Tensor | None,  # of LAST_USE
-) -> None:
-    """`globalise` to the next row of the window: a batch is expected."""
-    first_bad = window_counts.view(-1)[FIRST_BAD:]
-    _launch_globalise(
-        values, window, features, spans, num_lookups, window.shape[1], num_rows, first_bad, state,
-        next_use,
-    )  # fmt: skip
-
-
-def _launch_globalise(
-    values: Tensor,
-    ids: Tensor,
-    features: Tensor,
-    spans: Tensor | None,
-    num_lookups: int,
-    capacity: int,
-    num_rows: int,
-    first_bad: Tensor,
-    state: Tensor | None,
-    next_use: Tensor | None,
-) -> None:
-    count = features.shape[0]
-    _globalise[(triton.cdiv(capacity, BLOCK),)](
-        values, ids, features, spans, None if spans is None else spans[1], num_lookups, capacity,
-        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad, state, next_use,
-        0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
-        SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
-        BLOCK=BLOCK,
-    )  # fmt: skip
-
-
-# -- the plan --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -247,13 +109,6 @@ def _segment(
 
 
 @triton.jit
-def _last_known_use(next_use, num_slots, row, mask):
-    """The last known batch that may use a row; those of other rows count as its own."""
-    place = first_place(tl.maximum(row, 0), num_slots)
-    return tl.load(next_use + place, mask=mask & (row >= 0), other=-2147483647)
-
-
-@triton.jit
 def _may_leave(
     queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE: tl.constexpr
 ):  # fmt: skip
@@ -268,7 +123,7 @@ def _may_leave(
         valid = valid & ((soon == 2147483647) | (soon <= tl.load(state + 5)))
     elif KNOWN_USE == 2:
         row = tl.load(row_of_slot + slot, mask=valid, other=-1)
-        valid = valid & (_last_known_use(next_use, num_slots, row, valid) < tl.load(state))
+        valid = valid & (last_known_use(next_use, num_slots, row, valid) < tl.load(state))
     return slot, valid
 
 
@@ -403,154 +258,6 @@ def _resolve(
         tl.store(status + 8 + word, tl.load(state + word))
 
 
-# -- the window ------------------------------------------------------------------------
-
-
-@triton.jit
-def _enter_window(
-    ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
-):
-    """Copy a batch's ids to the next row of the ring, which only the device counts."""
-    row = tl.load(state + 8)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < capacity
-    id_ = tl.load(ids + place, mask=mask, other=0)
-    tl.store(window + row.to(tl.int64) * capacity + place, id_, mask=mask)
-    if tl.program_id(0) == 0:
-        word = tl.arange(0, 8)
-        tl.store(window_counts + row * 8 + word, tl.load(counts + word))
-
-
-@triton.jit
-def _leave_window(
-    ids, counts, window, window_counts, fresh_counts, state, capacity, num_rings,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.load(state + 9)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < capacity
-    id_ = tl.load(window + row.to(tl.int64) * capacity + place, mask=mask, other=0)
-    tl.store(ids + place, id_, mask=mask)
-    if tl.program_id(0) == 0:
-        word = tl.arange(0, 8)
-        tl.store(counts + word, tl.load(window_counts + row * 8 + word))
-        tl.store(window_counts + row * 8 + word, tl.load(fresh_counts + word))
-
-
-@triton.jit
-def _step_on(state, word, num_rings, EXPECTED: tl.constexpr):
-    tl.store(state + word, (tl.load(state + word) + 1) % num_rings)
-    if EXPECTED:
-        tl.store(state + 7, tl.load(state + 7) + 1)
-
-
-def enter_window(
-    ids: Tensor, counts: Tensor, window: Tensor, window_counts: Tensor, state: Tensor
-) -> None:
-    """A batch is expected; `window` [rings, capacity] holds the ids of those that are."""
-    rings, capacity = window.shape
-    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
-    _enter_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
-    _step_on[(1,)](state, ROW_IN, rings, EXPECTED=True)
-
-
-def leave_window(
-    ids: Tensor,
-    counts: Tensor,
-    window: Tensor,
-    window_counts: Tensor,
-    fresh_counts: Tensor,
-    state: Tensor,
-) -> None:
-    """The oldest batch of the window is planned; its counts are `fresh_counts` again."""
-    rings, capacity = window.shape
-    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
-    _leave_window[grid](
-        ids, counts, window, window_counts, fresh_counts, state, capacity, rings, BLOCK=BLOCK
-    )
-    _step_on[(1,)](state, ROW_OUT, rings, EXPECTED=False)
-
-
-# -- what planning knows of slots ------------------------------------------------------
-
-
-@triton.jit
-def _expect(
-    ids, next_use, table, row_of_slot, num_rows, num_slots, size, capacity, first_number, later,
-    first_row, num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Note the first use of every resident row, or the last of any, by batches from a number on."""
-    ahead = tl.program_id(1)
-    number = tl.load(first_number) + later
-    ring = (first_row + ahead) % num_rings
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < capacity
-    id_ = tl.load(ids + ring.to(tl.int64) * capacity + place, mask=mask, other=num_rows)
-    mask = mask & (id_ < num_rows)
-    if KNOWN_USE == 1:
-        where = find_slots(id_, mask, table, row_of_slot, size, HASHED)
-        mask = mask & (where >= 0)
-    else:
-        where = first_place(id_, num_slots)
-    # Most are known to be used sooner, or another lane has noted it: look before the atomic.
-    known = tl.load(next_use + where, mask=mask, other=0)
-    if KNOWN_USE == 1:
-        tl.atomic_min(next_use + where, number + ahead, mask=mask & (known > number + ahead))
-    else:
-        tl.atomic_max(next_use + where, number + ahead, mask=mask & (known < number + ahead))
-
-
-@triton.jit
-def _hold(
-    ids, last_use, state, table, row_of_slot, num_rows, size, count, ahead, HASHED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Keep the resident rows of a later batch: as if it had used them."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    id_ = tl.load(ids + place, mask=mask, other=num_rows)
-    mask = mask & (id_ < num_rows)
-    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
-    number = tl.load(state) + ahead
-    tl.atomic_max(last_use + slot, number, mask=mask & (slot >= 0))
-
-
-@triton.jit
-def _rank_keys(
-    keys, last_use, next_use, uses, row_of_slot, state, num_slots, past, ORDER: tl.constexpr,
-    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The order in which slots leave, smallest first; the largest number: it may not."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = slot < num_slots
-    number = tl.load(state)
-    last = tl.load(last_use + slot, mask=mask, other=0)
-    may_leave = last < number - past
-    # Slots that nobody has used have a last use near the smallest integer.
-    age = number - tl.maximum(last, number - (1 << 30))
-    if ORDER == 0:  # least recent
-        key = (1 << 30) - age
-    elif ORDER == 1:  # most recent
-        key = age
-    else:
-        fresh = (1 << 20) - 1 - tl.minimum(age, (1 << 20) - 1)
-        used = tl.load(uses + slot, mask=mask, other=0).to(tl.int32)
-        key = tl.minimum(used, 511) * (1 << 20) + fresh
-        if KNOWN_USE == 1:  # farthest next use; those of which none is known leave first
-            soon = tl.load(next_use + slot, mask=mask, other=0)
-            key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
-        elif KNOWN_USE == 2:  # those alone
-            row = tl.load(row_of_slot + slot, mask=mask, other=-1)
-            may_leave = may_leave & (_last_known_use(next_use, num_slots, row, mask) < number)
-    tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
-
-
-ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 2}
-
-
-# -- launches --------------------------------------------------------------------------
-
-
 def plan(
     ids: Tensor,  # [L], num_rows for padding
     segments: Segments,  # out
@@ -622,58 +329,6 @@ def scratch_words(lookups: int, queue: int) -> int:
     """How much scratch `plan` wants for so many lookups."""
     blocks = max(1, -(-lookups // BLOCK), _victim_blocks(lookups, queue))
     return 2 * lookups + 4 + 4 * blocks
-
-
-def expect(
-    window: Tensor,  # [rings, capacity] ids
-    first_row: int,
-    batches: int,
-    number: Tensor,  # [1] int32: the first one's number is `later` more
-    later: int,
-    next_use: Tensor,
-    row_map: DeviceMap,
-    num_rows: int,
-    known_use: int,
-) -> None:
-    """Note when rows are used, first or last, by batches whose ids begin at a row of the ring."""
-    rings, capacity = window.shape
-    if batches == 0 or capacity == 0:
-        return
-    _expect[(triton.cdiv(capacity, LANES), batches)](
-        window, next_use, row_map.table, row_map.row_of_slot, num_rows, next_use.numel(),
-        row_map.size, capacity, number, later, first_row, rings, HASHED=row_map.hashed,
-        KNOWN_USE=known_use, BLOCK=LANES,
-    )  # fmt: skip
-
-
-def hold(
-    ids: Tensor, ahead: int, last_use: Tensor, state: Tensor, row_map: DeviceMap, num_rows: int
-) -> None:
-    """Rows of a later batch may not leave."""
-    if ids.numel() == 0:
-        return
-    _hold[(triton.cdiv(ids.numel(), LANES),)](
-        ids, last_use, state, row_map.table, row_map.row_of_slot, num_rows, row_map.size,
-        ids.numel(), ahead, HASHED=row_map.hashed, BLOCK=LANES,
-    )  # fmt: skip
-
-
-def rank_keys(
-    slot_facts: tuple[Tensor, Tensor, Tensor],
-    row_of_slot: Tensor,
-    state: Tensor,
-    past: int,
-    order: str,
-    known_use: int = NOTHING,
-) -> Tensor:
-    """A key per slot, [C] int32: the smallest leave first, the largest integer may not leave."""
-    last_use, next_use, uses = slot_facts
-    keys = torch.empty_like(last_use)
-    _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
-        keys, last_use, next_use, uses, row_of_slot, state, keys.numel(), past, ORDER=ORDERS[order],
-        KNOWN_USE=known_use, BLOCK=BLOCK,
-    )  # fmt: skip
-    return keys
 
 
 # -- every row in fast memory ----------------------------------------------------------

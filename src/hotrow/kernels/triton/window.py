@@ -1,0 +1,198 @@
+"""Ids of the batches to come, on the device: a ring with a row for each of them.
+
+Read and write positions are the device's own, so that a captured launch moves them. Sees ids,
+never a row's bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotrow.kernels.triton.maps import first_place
+from hotrow.kernels.triton.words import FIRST_BAD, ROW_IN, ROW_OUT
+
+BLOCK = 1024
+
+
+@triton.jit
+def _globalise(
+    values, ids, features, ends, lows, num_lookups, capacity, num_features, row_stride, num_rows,
+    first_bad, state, next_use, num_slots, num_rings, JAGGED: tl.constexpr, SEARCH: tl.constexpr,
+    IN_WINDOW: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """User's indices -> ids; what is outside its table is noted, and read as padding.
+
+    IN_WINDOW: ids go to the next row of the window. MARKS: their last known use is the new batch.
+    """
+    if IN_WINDOW:
+        row = tl.load(state + 8)
+        ids += row.to(tl.int64) * capacity
+        first_bad += row * 8
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
+    if JAGGED:  # how many there are changes from batch to batch, and launches must not
+        num_lookups = tl.load(ends + num_features - 1)
+    real = place < num_lookups
+    if JAGGED:
+        low = tl.zeros(place.shape, tl.int32)
+        high = low + num_features
+        for _ in tl.static_range(SEARCH):
+            middle = (low + high) // 2
+            # Where the search has ended, nothing may move on.
+            end = tl.load(ends + middle, mask=real & (low < high), other=1 << 62)
+            low, high = (
+                tl.where(end <= place, middle + 1, low),
+                tl.where(end <= place, high, middle),
+            )
+        feature = tl.minimum(low, num_features - 1)
+        source = place + tl.load(lows + feature, mask=real, other=0)
+    else:
+        feature = place % num_features
+        sample = (place // num_features).to(tl.int64)
+        source = sample * row_stride + tl.load(features + feature * 4 + 3)
+    value = tl.load(values + source, mask=real, other=0).to(tl.int64)
+    base = tl.load(features + feature * 4)
+    limit = tl.load(features + feature * 4 + 1)
+    padding = tl.load(features + feature * 4 + 2)
+    bad = real & ((value < 0) | (value >= limit))
+    id_ = tl.where(real & ~bad & (value != padding), base + value, num_rows)
+    tl.store(ids + place, id_.to(ids.dtype.element_ty), mask=place < capacity)
+    worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
+    if worst < 2147483647:
+        tl.atomic_min(first_bad, worst)
+    if MARKS:
+        number = tl.load(state + 7)
+        where = first_place(id_, num_slots)
+        here = (place < capacity) & (id_ < num_rows)
+        known = tl.load(next_use + where, mask=here, other=0)
+        tl.atomic_max(next_use + where, number, mask=here & (known < number))
+    if IN_WINDOW:
+        # The last program to come here counts on: all others have read by now.
+        come = tl.atomic_add(state + 10, 1)
+        if come == tl.num_programs(0) - 1:
+            tl.store(state + 10, 0)
+            tl.store(state + 8, (row + 1) % num_rings)
+            tl.store(state + 7, tl.load(state + 7) + 1)
+
+
+def globalise(
+    values: Tensor,  # dense [B, columns], or [V]
+    ids: Tensor,  # out: [capacity], padding beyond the lookups
+    features: Tensor,  # [F, 4] int64: base, limit, padding index or -1, column
+    spans: Tensor | None,  # jagged: [2, F] int64: end of each feature among ids; shift to values
+    num_lookups: int,  # jagged: the last of the ends counts
+    num_rows: int,
+    first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
+) -> None:
+    """Indices of several tables -> ids of one width."""
+    if ids.numel():
+        _launch_globalise(
+            values, ids, features, spans, num_lookups, ids.numel(), num_rows, first_bad, None, None
+        )
+
+
+def announce(
+    values: Tensor,
+    window: Tensor,  # [rings, capacity] ids
+    window_counts: Tensor,  # [>= rings, COUNT_WORDS] int32; fresh where no batch is
+    features: Tensor,
+    spans: Tensor | None,
+    num_lookups: int,
+    num_rows: int,
+    state: Tensor,
+    next_use: Tensor | None,  # of LAST_USE
+) -> None:
+    """`globalise` to the next row of the window: a batch is expected."""
+    first_bad = window_counts.view(-1)[FIRST_BAD:]
+    _launch_globalise(
+        values, window, features, spans, num_lookups, window.shape[1], num_rows, first_bad, state,
+        next_use,
+    )  # fmt: skip
+
+
+def _launch_globalise(
+    values: Tensor,
+    ids: Tensor,
+    features: Tensor,
+    spans: Tensor | None,
+    num_lookups: int,
+    capacity: int,
+    num_rows: int,
+    first_bad: Tensor,
+    state: Tensor | None,
+    next_use: Tensor | None,
+) -> None:
+    count = features.shape[0]
+    _globalise[(triton.cdiv(capacity, BLOCK),)](
+        values, ids, features, spans, None if spans is None else spans[1], num_lookups, capacity,
+        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad, state, next_use,
+        0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
+        SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
+        BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _enter_window(
+    ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
+):
+    """Copy a batch's ids to the next row of the ring, which only the device counts."""
+    row = tl.load(state + 8)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < capacity
+    id_ = tl.load(ids + place, mask=mask, other=0)
+    tl.store(window + row.to(tl.int64) * capacity + place, id_, mask=mask)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, 8)
+        tl.store(window_counts + row * 8 + word, tl.load(counts + word))
+
+
+@triton.jit
+def _leave_window(
+    ids, counts, window, window_counts, fresh_counts, state, capacity, num_rings,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.load(state + 9)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < capacity
+    id_ = tl.load(window + row.to(tl.int64) * capacity + place, mask=mask, other=0)
+    tl.store(ids + place, id_, mask=mask)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, 8)
+        tl.store(counts + word, tl.load(window_counts + row * 8 + word))
+        tl.store(window_counts + row * 8 + word, tl.load(fresh_counts + word))
+
+
+@triton.jit
+def _step_on(state, word, num_rings, EXPECTED: tl.constexpr):
+    tl.store(state + word, (tl.load(state + word) + 1) % num_rings)
+    if EXPECTED:
+        tl.store(state + 7, tl.load(state + 7) + 1)
+
+
+def enter_window(
+    ids: Tensor, counts: Tensor, window: Tensor, window_counts: Tensor, state: Tensor
+) -> None:
+    """A batch is expected; `window` [rings, capacity] holds the ids of those that are."""
+    rings, capacity = window.shape
+    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
+    _enter_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
+    _step_on[(1,)](state, ROW_IN, rings, EXPECTED=True)
+
+
+def leave_window(
+    ids: Tensor,
+    counts: Tensor,
+    window: Tensor,
+    window_counts: Tensor,
+    fresh_counts: Tensor,
+    state: Tensor,
+) -> None:
+    """The oldest batch of the window is planned; its counts are `fresh_counts` again."""
+    rings, capacity = window.shape
+    grid = (max(1, triton.cdiv(capacity, BLOCK)),)
+    _leave_window[grid](
+        ids, counts, window, window_counts, fresh_counts, state, capacity, rings, BLOCK=BLOCK
+    )
+    _step_on[(1,)](state, ROW_OUT, rings, EXPECTED=False)
