@@ -27,7 +27,7 @@ def _globalise(
     IN_WINDOW: ids go to the next row of the window. MARKS: their last known use is the new batch.
     """
     if IN_WINDOW:
-        row = tl.load(state + 8)
+        row, number = tl.load(state + 8), tl.load(state + 7)
         ids += row.to(tl.int64) * capacity
         first_bad += row * 8
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
@@ -62,7 +62,6 @@ def _globalise(
     if worst < 2147483647:
         tl.atomic_min(first_bad, worst)
     if MARKS:
-        number = tl.load(state + 7)
         where = first_place(id_, num_slots)
         here = (place < capacity) & (id_ < num_rows)
         known = tl.load(next_use + where, mask=here, other=0)
@@ -73,7 +72,7 @@ def _globalise(
         if come == tl.num_programs(0) - 1:
             tl.store(state + 10, 0)
             tl.store(state + 8, (row + 1) % num_rings)
-            tl.store(state + 7, tl.load(state + 7) + 1)
+            tl.store(state + 7, number + 1)
 
 
 def globalise(
