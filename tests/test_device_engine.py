@@ -405,6 +405,23 @@ def test_skipped_batches_are_not_trained_and_disturb_nothing() -> None:
     assert outcome(embedding, expected.losses).same_bits(expected)
 
 
+def test_victims_are_ranked_anew_when_the_window_has_grown() -> None:
+    """So many slots that one ranking would serve all batches; its queue goes with the growth."""
+    tables = [hotrow.EmbeddingBagConfig("t", 60_000, 4, ["f"])]
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        torch.randint(60_000, (size, 1), generator=generator) for size in [16] * 8 + [64] * 4
+    ]
+    budget = hotrow.Budget((hotrow.Share(40_000, 64, True),), window_bytes=1 << 20)
+    found = []
+    for strategy, options in (("all-fast", {}), ("lookahead", {"budget": budget})):
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.SGD(), strategy=strategy, seed=3, device=DEVICE, **options
+        )
+        found.append(train(embedding, batches, depth=2))
+    assert found[1].same_bits(found[0])
+
+
 def test_a_larger_batch_makes_the_window_grow() -> None:
     """Which moves what waits in it, and replaces the buffers of plans."""
     rows = torch.arange(40)

@@ -127,11 +127,12 @@ def test_a_child_and_the_end_of_a_program_leave_nobody_waiting() -> None:
         from hotrow.writer import Writer
         writer = Writer(2)
         store, ids = torch.zeros(100_000, 32), torch.arange(100_000)
-        writer.write(store, ids, torch.ones(100_000, 32))
+        for _ in range(9):
+            writer.write(store, ids, torch.ones(100_000, 32))
         child = os.fork()
         if child == 0:
-            del writer
-            os._exit(0)
+            writer.wait_for_all()  # by threads that are not there
+            raise SystemExit(0)
         assert os.waitpid(child, 0)[1] == 0
         writer.write(store, ids, torch.ones(100_000, 32))
         print("the end", flush=True)
@@ -141,6 +142,32 @@ def test_a_child_and_the_end_of_a_program_leave_nobody_waiting() -> None:
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == "the end\n"
+
+
+def test_a_loop_that_is_never_finished_does_not_keep_a_program_from_ending() -> None:
+    """What is taken down after the last line still has its writer."""
+    script = """
+        import torch, hotrow, hotrow.embedding, hotrow.writeback
+        from hotrow.device_rows import DeviceRows
+        hotrow.embedding._engine = lambda device: DeviceRows
+        hotrow.writeback._LEAST_CERTAIN = 0
+        table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
+        budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
+        embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=budget, fill="bulk")
+        loop = hotrow.ahead([torch.arange(i, i + 4)[:, None] for i in range(30)], embedding)
+        for step, batch in enumerate(loop):
+            embedding(batch).values().sum().backward()
+            if step == 12:
+                break
+        torch.held = loop, embedding
+        print(embedding.traffic().evicted_rows > 0, flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.usefixtures("_code_anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -150,7 +151,7 @@ class Ahead:
                 collection.leave(self)
 
     def __del__(self) -> None:
-        if getattr(self, "_running", None) is not None:
+        if getattr(self, "_running", None) is not None and not sys.is_finalizing():
             self.close()
 
     def _start(self) -> None:

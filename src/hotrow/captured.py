@@ -103,6 +103,7 @@ class CapturedStep:
             return None
         self._empty(berth)
         self._lanes.after(self._lane, berth.trained)
+        self._lanes.keep_for(self._lane, form.tensors)
         berth.take(form, self._landed)
         for work in _works(arrivals):
             work.berth = berth.number
@@ -386,7 +387,7 @@ class Late:
 
     def __call__(self) -> float:
         if self._value is None:
-            (self.there or self._lanes.mark("train")).wait()
+            (self.there or self._lanes.trained_so_far()).wait()
             self._value = float(self._place)
         return self._value
 

@@ -196,7 +196,7 @@ class DevicePlanner:
         slots = self.last_use.numel()
         bulk = min(slots, max(slots // _BULK_PART, 4 * self.capacity + kernels.BLOCK))
         self.queue = torch.zeros(bulk, dtype=torch.int32, device=self.device)
-        self._queue_left = 0
+        self._drop_ranking()
         self.scratch = torch.empty(
             kernels.scratch_words(self.capacity, bulk), dtype=torch.int32, device=self.device
         )
@@ -296,7 +296,8 @@ class DevicePlanner:
         plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds, known)
         self._launch(batch, plan, announced=announced)
         if not announced and self.window:
-            self._queue_left, self._is_kept = 0, False
+            self._drop_ranking()
+            self._is_kept = False
         self.number += 1
         self._unread.append(plan)
         return plan
@@ -449,6 +450,11 @@ class DevicePlanner:
         self._rankings += 1
         self._is_fresh = True
 
+    def _drop_ranking(self) -> None:
+        """The next plan makes a new one, whatever plans that are still unread tell of this one."""
+        self._queue_left = 0
+        self._rankings += 1
+
     def _find_uses(self) -> None:
         """What known batches use, from their ids; kept since then, if it is the last use."""
         kind = words.LAST_USE if self._may_keep_last else words.FIRST_USE
@@ -475,7 +481,7 @@ class DevicePlanner:
         self.last_use.copy_(torch.where(self.last_use == PINNED, PINNED, shifted))
         self.state[words.CLOCK] -= shift
         self.state[words.EXPECTED] -= shift
-        self._queue_left = 0
+        self._drop_ranking()
         self._is_kept = False
         self.number -= shift
         self._origin += shift
@@ -534,10 +540,10 @@ class DevicePlanner:
         self._release(release)
         self.state[words.CLOCK] += self.hold.past
         self._take_clock()
-        self._queue_left = 0
 
     def _take_clock(self) -> None:
-        self._queue_left, self._is_kept = 0, False  # batches may have other numbers now
+        self._drop_ranking()  # batches may have other numbers now
+        self._is_kept = False
         self.number = int(self.state[words.CLOCK])
         self.state[words.EXPECTED] = self.number + len(self.window)
 

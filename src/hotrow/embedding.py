@@ -349,6 +349,7 @@ class EmbeddingBagCollection(nn.Module):
     def _staged(self, values: Tensor) -> Tensor:
         """Indices on the device, at the same place for the same shape; read before the next."""
         if values.device == self.device:
+            self.lanes.keep_for("plan", [values])
             return values.contiguous()
         if values.dim() == 1:  # any number of them: one place, with room for more
             if self._place_of_values is None or len(self._place_of_values) < len(values):

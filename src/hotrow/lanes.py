@@ -7,7 +7,7 @@ and marks say nothing.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal, Protocol
@@ -86,6 +86,7 @@ class Lanes:
         self.outside: torch.cuda.Stream | None = None  # training's, while it is known
         self._has_turn = False
         self._newest: dict[Name, Mark] = {}
+        self._trained_on: torch.cuda.Stream | None = None  # training's stream at the last turn
         if device.type == "cuda":
             self._streams = {
                 name: torch.cuda.Stream(device, priority=PRIORITIES[name])
@@ -108,7 +109,7 @@ class Lanes:
         """
         if self._streams and self.inside is None and not self._has_turn:
             self._has_turn = True
-            self.outside = torch.cuda.current_stream(self.device.index)
+            self.outside = self._trained_on = torch.cuda.current_stream(self.device.index)
 
     def give_turn(self) -> None:
         """From now on others may choose streams, and train."""
@@ -123,6 +124,14 @@ class Lanes:
         event.record(self._stream(name))
         mark = self._newest[name] = _Event(event)
         return mark
+
+    def trained_so_far(self) -> Mark:
+        """A mark in training's lane that nobody else hears of; from any thread or stream."""
+        if self._trained_on is None:
+            return self.mark("train")
+        event = torch.cuda.Event()
+        event.record(self._trained_on)
+        return _Event(event)
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""
@@ -140,6 +149,12 @@ class Lanes:
         for name in names:
             for mark in marks:
                 self.after(name, mark)
+
+    def keep_for(self, name: Name, tensors: Sequence[Tensor]) -> None:
+        """Tensors of another lane, or the host's, are read in this one: memory lives that long."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream(name))
 
     def hand_over(self, tensors: list[Tensor]) -> None:
         """Tensors made in another lane are used by training: their memory lives that long."""

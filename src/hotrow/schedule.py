@@ -6,6 +6,7 @@ cycle. Knows batches as tickets; what a stage does is not its business.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import count
@@ -115,15 +116,16 @@ def run(
                         ticket.run(stage, lanes)
     finally:
         lanes.give_turn()
-        with uninterrupted():
-            lanes.join()
-            for ticket in (*line, *again):
-                if any(work.plan is not None for work in ticket.works):
-                    ticket.confirm()
-                for stage in stages[1:]:
-                    if not stage.trains:
-                        ticket.run(stage, lanes)
-            lanes.join()
+        if not sys.is_finalizing():  # else nobody trains any more, and half of Python is gone
+            with uninterrupted():
+                lanes.join()
+                for ticket in (*line, *again):
+                    if any(work.plan is not None for work in ticket.works):
+                        ticket.confirm()
+                    for stage in stages[1:]:
+                        if not stage.trains:
+                            ticket.run(stage, lanes)
+                lanes.join()
 
 
 def at_once(works: Sequence[Work], lanes: Lanes) -> None:

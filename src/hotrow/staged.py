@@ -236,8 +236,12 @@ class _Worker(ThreadPoolExecutor):
         super().__init__(1, "hotrow-rows", begin)
         self._others = ThreadPoolExecutor(max(1, count - 1), "hotrow-rows", begin)
         self._count = count
-        for each in (self, *[self._others] * (count - 1)):
-            each.submit(int)
+        try:
+            for each in (self, *[self._others] * (count - 1)):
+                each.submit(int)
+        except RuntimeError:  # the system gives no more threads
+            ready.abort()
+            raise
         ready.wait()
         # torch takes the number that was set last for threads that it has not seen yet.
         torch.set_num_threads(cores)

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections import deque
 from functools import cache
 from pathlib import Path
 
@@ -41,9 +40,10 @@ class Writer:
         if not self._writer:
             raise RuntimeError(f"the system gives no {threads} more threads")
         # Jobs know addresses only: what lies there must stay until they are done.
-        self._kept: deque[tuple[int, tuple[Tensor, ...]]] = deque()
-        # A forked child has none of the threads, and nothing to end.
-        weakref.finalize(self, _end, code, self._writer, os.getpid())
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+        self.owner = os.getpid()  # a forked child has none of the threads
+        # Not at the end of the program: whoever is taken down later may still write.
+        weakref.finalize(self, _end, code, self._writer, self.owner).atexit = False
 
     def write(self, store: Tensor, ids: Tensor, rows: Tensor) -> int:
         """Replace the rows of `ids` (int64, each given once, -1 for none); the number of the job.
@@ -65,13 +65,12 @@ class Writer:
                 rows.data_ptr(), len(ids),
             )
         )  # fmt: skip
-        self._kept.append((number, (store, ids, rows)))
+        self._kept[number] = (store, ids, rows)
         return number
 
     def wait(self, number: int) -> None:
         """The job of that number is done when this returns, and all before it."""
-        bad = self._code.hotrow_wait(self._writer, number)
-        self._let_go()
+        bad = self._finish(number)
         if bad != -1:
             raise RuntimeError(
                 f"a row {bad} was to be written, which the store does not have: its rows can no "
@@ -79,14 +78,22 @@ class Writer:
             )
 
     def wait_for_all(self) -> None:
-        if self._kept:
-            self.wait(self._kept[-1][0])
+        """For whoever is going: of a bad row nobody would hear any more."""
+        self._finish(max(list(self._kept), default=0))
+
+    def _finish(self, number: int) -> int:
+        if os.getpid() != self.owner:
+            return -1
+        bad = int(self._code.hotrow_wait(self._writer, number))
+        self._let_go()
+        return bad
 
     def _let_go(self) -> None:
         if self._kept:
             finished = self._code.hotrow_finished(self._writer)
-            while self._kept and self._kept[0][0] <= finished:
-                self._kept.popleft()
+            for number in list(self._kept):  # whose tensors' end may bring us here again
+                if number <= finished:
+                    self._kept.pop(number, None)
 
 
 def why_not() -> str | None:
@@ -105,7 +112,7 @@ def shared_writer() -> Writer:
     """One for all that writes rows, so that they do not take each other's cores."""
     global _known
     found = None if _known is None else _known()
-    if found is None:
+    if found is None or found.owner != os.getpid():
         found = Writer()
         _known = weakref.ref(found)
     return found
@@ -145,7 +152,9 @@ def _cache_folder() -> Path:
     try:
         folder = base / "hotrow"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+        about = folder.stat()
+        is_private = about.st_uid == os.getuid() and not about.st_mode & 0o022
+        if is_private and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass  # a home that cannot be written to
