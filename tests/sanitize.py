@@ -31,7 +31,17 @@ import hotrow.lanes
 import hotrow.writeback
 from hotrow.data import ClickBatch
 from hotrow.device_rows import DeviceRows
-from hotrow.kernels.triton import fill, interact, lookup, maps, plan, segments, start, update
+from hotrow.kernels.triton import (
+    fill,
+    interact,
+    lookup,
+    maps,
+    ranking,
+    segments,
+    start,
+    update,
+    words,
+)
 from hotrow.models import DLRM
 from hotrow.pinned import locked_rows
 
@@ -174,9 +184,9 @@ def map_of_rows(dense: bool) -> None:
     if dense:
         row_map.table[ints(5, 99, 0, 41).long()] = ints(0, 2, 3, 4)
     assert row_map.lookup(ints(99, 98, 0, 5)).tolist() == [2, -1, 3, 0]
-    state = torch.zeros(plan.STATE_WORDS, dtype=torch.int32, device=DEVICE)
+    state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=DEVICE)
     last_use = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    plan.hold(ints(99, 7, 100), 2, last_use, state, row_map, 100)
+    ranking.hold(ints(99, 7, 100), 2, last_use, state, row_map, 100)
     assert last_use.tolist() == [0, 0, 2, 0, 0]
 
 
