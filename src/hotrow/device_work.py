@@ -86,18 +86,7 @@ class DeviceWork(Work):
             self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
         return self._sorted
 
-    def reads_like(self, planned: Work) -> bool:
-        assert isinstance(planned, DeviceWork)
-        mine, theirs = self.lookups, planned.lookups
-        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
-            return False
-        if mine.offsets is not None:
-            assert theirs.offsets is not None
-            if not torch.equal(mine.offsets, theirs.offsets):
-                return False
-        return torch.equal(self._looked_up(), planned._looked_up())
-
-    def _looked_up(self) -> Tensor:
+    def looked_up(self) -> Tensor:
         """The ids of the lookups, as they were when they were planned."""
         if self.plan is None:
             ids = lookups_of(self.batch, self.group.layout).ids

@@ -129,18 +129,7 @@ class HostWork(Work):
         unique = s.ids[: plan.num_rows].long()
         return plan.sorted_by(s.order, s.starts, plan.inverse, unique)
 
-    def reads_like(self, planned: Work) -> bool:
-        assert isinstance(planned, HostWork)
-        mine, theirs = self.lookups, planned.lookups
-        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
-            return False
-        if mine.offsets is not None:
-            assert theirs.offsets is not None
-            if not torch.equal(mine.offsets, theirs.offsets):
-                return False
-        return torch.equal(self._keys(), planned._keys())
-
-    def _keys(self) -> Tensor:
+    def looked_up(self) -> Tensor:
         """As they were when they were planned."""
         return self.group.keys_of(self.batch)[0] if self.plan is None else self.plan.keys
 

@@ -38,8 +38,15 @@ class Work:
         if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
             return False
         if mine.offsets is None or theirs.offsets is None:
-            return mine.offsets is theirs.offsets and torch.equal(mine.ids, theirs.ids)
-        return torch.equal(mine.ids, theirs.ids) and torch.equal(mine.offsets, theirs.offsets)
+            if mine.offsets is not theirs.offsets:
+                return False
+        elif not torch.equal(mine.offsets, theirs.offsets):
+            return False
+        return torch.equal(self.looked_up(), planned.looked_up())
+
+    def looked_up(self) -> Tensor:
+        """What tells the lookups apart, as it was when they were planned."""
+        return self.lookups.ids
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now; here nobody asks for them."""
