@@ -433,7 +433,7 @@ def test_a_ranking_that_ran_dry_is_made_anew_before_a_batch_is_given_up() -> Non
     planner = run.planner()
     expected = [expect(planner, lookups) for lookups in run.batches]
     assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == words.PLANNED
-    planner._prepare_victims = lambda: None  # type: ignore[method-assign]
+    planner._prepare_victims = lambda announced: None  # type: ignore[method-assign]
     planner.state[words.END] = planner.state[words.HEAD]  # nobody is left in the ranking
     plan = planner.plan(expected[1], buffers_for(planner))
     assert outcome_of(planner, plan) == words.NO_ROOM
@@ -568,6 +568,17 @@ def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(
         found += len(step.missing)
     assert planner._rankings <= len(run.batches) // 2  # which were some batches old, then
     assert found == pytest.approx(misses_on_the_host(run), rel=0.02)
+
+
+def test_a_ranking_that_names_fewer_slots_than_it_could_still_serves_several_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_planner, "_SPARE", 64)
+    batches = some_batches(30, 30, rows=1200)
+    run = Run(batches, slots=200, order="farthest-next-use", rows=1200, depth=6)
+    planner = run.planner()
+    assert all(step.outcome == words.PLANNED for step in steps(run, planner))
+    assert planner._rankings <= len(batches) // 3
 
 
 def test_equal_streams_give_equal_plans() -> None:

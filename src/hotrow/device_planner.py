@@ -288,7 +288,7 @@ class DevicePlanner:
                 self.ids_of(later), ahead, self.last_use, self.state, self.pad.map,
                 self.pad.num_rows,
             )  # fmt: skip
-        self._prepare_victims()
+        self._prepare_victims(announced=announced)
         self._repin()
         number = self._origin + self.number
         # Whoever comes in between moves the numbers of those that were announced.
@@ -375,7 +375,8 @@ class DevicePlanner:
         self._mean_missing += 0.1 * (missing - self._mean_missing)
         if plan.ranking == self._rankings:
             left = state[words.END] - state[words.HEAD]
-            self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
+            if not self._is_fresh:  # else nobody has told how long the queue was
+                self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
             self._queue_left = left
             if self._is_fresh and left < _LEAST_RANKED * missing:
                 self._may_keep_last = False
@@ -391,7 +392,7 @@ class DevicePlanner:
         self.clear_halt()
         if retry:
             self._may_keep_last = False  # there were too few that no known batch uses
-            self._rank()
+            self._rank(announced=False)
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
             self._launch(batch, plan, announced=False)
@@ -411,13 +412,13 @@ class DevicePlanner:
         self._take_clock()
         self._unread.clear()
 
-    def _prepare_victims(self) -> None:
+    def _prepare_victims(self, *, announced: bool) -> None:
         most = min(self.capacity, self.pad.num_slots)
         usual = self._most_taken or most
         since = sum(plan.ranking == self._rankings for plan in self._unread)
         # A plan finds enough of them only if they are still there: keep a few batches' worth.
         if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + _SPARE:
-            self._rank()
+            self._rank(announced=announced)
         since = sum(plan.rebuild == self._rebuilds for plan in self._unread)
         # More tombstones than that and a search for an absent row takes long, or never ends.
         if self.pad.map.hashed and self._tombstones + (since + 1) * most > self.pad.map.size // 5:
@@ -426,10 +427,20 @@ class DevicePlanner:
             self._rebuilds += 1
             self._tombstones = 0
 
-    def _rank(self) -> None:
+    def _rank(self, *, announced: bool) -> None:
         """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
         if self.eviction.looks_ahead:
             self._find_uses()
+        if self.eviction.name == "random":
+            self._launch_ranking(announced=announced)  # a graph would draw its numbers elsewhere
+        else:
+            key = ("rank", announced, self.generation, self._known_use)
+            self.recorder.run(key, lambda: self._launch_ranking(announced=announced))
+        self._queue_left = self.queue.numel()
+        self._rankings += 1
+        self._is_fresh = True
+
+    def _launch_ranking(self, *, announced: bool) -> None:
         if self.eviction.name == "random":
             keys = torch.randint(1 << 30, self.last_use.shape, device=self.device)
             may_leave = self.last_use < self.state[words.CLOCK] - self.hold.past
@@ -441,14 +452,12 @@ class DevicePlanner:
             )  # fmt: skip
         keys, slots = torch.topk(keys, self.queue.numel(), largest=False)
         self.queue.copy_(slots)
-        self.state[words.HEAD] = 0
-        self.state[words.END] = (keys != NEVER).sum()
-        clock = self.state[words.CLOCK]
-        self.state[words.FLOOR] = clock - self.hold.past
-        self.state[words.KNOWN] = clock + len(self.window)
-        self._queue_left = self.queue.numel()
-        self._rankings += 1
-        self._is_fresh = True
+        clock, expected = self._word(words.CLOCK), self._word(words.EXPECTED)
+        self._word(words.HEAD).zero_()
+        self._word(words.END).copy_((keys != NEVER).sum())
+        self._word(words.FLOOR).copy_(clock - self.hold.past)
+        # This batch was among those expected, if it was announced.
+        self._word(words.KNOWN).copy_(expected - 1 if announced else expected)
 
     def _drop_ranking(self) -> None:
         """The next plan makes a new one, whatever plans that are still unread tell of this one."""

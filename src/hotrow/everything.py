@@ -39,7 +39,7 @@ class AllPlanner(DevicePlanner):
             window_bytes=_WINDOW_BYTES,  # of batches that another collection knows ahead
         )
 
-    def _prepare_victims(self) -> None: ...
+    def _prepare_victims(self, *, announced: bool) -> None: ...
 
     def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
         b = plan.buffers
