@@ -172,6 +172,24 @@ def test_all_fast_trains_like_the_cpu(case: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_fills_take_more_of_the_gpu_only_while_training_waits_for_them(busy: bool) -> None:
+    rows, lookups = 1_000_000, 150_000
+    table = hotrow.EmbeddingBagConfig("items", rows, 128, ["item"])
+    embedding = hotrow.EmbeddingBagCollection(
+        [table], hotrow.SGD(lr=0.1), budget="500MB", device=DEVICE
+    )
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(rows, (lookups, 1), generator=generator) for _ in range(60)]
+    weight = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    for batch in hotrow.ahead(batches, embedding, depth=3):
+        for _ in range(20 if busy else 0):  # two milliseconds each: longer than any fill
+            weight = weight @ weight
+        embedding(batch).values().sum().backward()
+    assert embedding.traffic().evicted_rows > 20 * lookups / 2
+    assert (embedding.groups[0].effort.number > 0) == (not busy)
+
+
 def test_leaving_rows_that_go_by_the_copy_engine_arrive() -> None:
     case = CASES["one-hot"]
     batches = case.batches(200)

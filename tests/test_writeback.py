@@ -8,6 +8,7 @@ import textwrap
 import weakref
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.device_planner
+import hotrow.device_rows
 import hotrow.embedding
 import hotrow.writeback
 from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.device_rows import DeviceRows
 from hotrow.evict import EVICTIONS
+from hotrow.fills import LEVELS, Effort, Level
 from hotrow.kernels.triton.words import LAST_USE
 from hotrow.strategy import Strategy
 from hotrow.writer import Writer
@@ -64,6 +67,16 @@ class LateWriter:
         self.wait(len(self.asked))
 
 
+class Restless(Effort):
+    """Another level for every batch."""
+
+    turns = count()
+
+    @property
+    def level(self) -> Level:
+        return LEVELS[next(self.turns) % len(LEVELS)]
+
+
 def looking_ahead(victims: str) -> Strategy:
     """Other victims than its own, though next uses are known: rows come back soon."""
     strategy = replace(variant("lookahead"), pinned_part=0.0)
@@ -81,13 +94,19 @@ def build(
 
 
 def tight(
-    case: str, rule: str, victims: str, *, roomier: float = 1.0, steps: int = STEPS
+    case: str,
+    rule: str,
+    victims: str,
+    *,
+    roomier: float = 1.0,
+    steps: int = STEPS,
+    fill: str = "bulk",
 ) -> hotrow.EmbeddingBagCollection:
     strategy = looking_ahead(victims)
     budget = tight_budget(CASES[case], CASES[case].batches(steps), strategy.hold)
     shares = [replace(share, slots=int(roomier * share.slots)) for share in budget.shares]
     budget = replace(budget, shares=tuple(shares))
-    return build(case, rule, strategy, budget=budget, fill="bulk")
+    return build(case, rule, strategy, budget=budget, fill=fill)
 
 
 @cache
@@ -115,6 +134,19 @@ def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
     assert embedding.traffic().chunked_batches == 0
     assert embedding.traffic().evicted_rows > STEPS
     assert late.done
+    embedding.check()
+
+
+@pytest.mark.parametrize("fill", ["bulk", "zero-copy"])
+def test_fills_of_every_size_take_turns_with_the_same_bits(
+    fill: str, late: LateWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.device_rows, "Effort", Restless)
+    embedding = tight("one-hot", "adam", "random", fill=fill)
+    found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
+    assert found.same_bits(all_fast("one-hot", "adam"))
+    assert embedding.traffic().evicted_rows > STEPS
+    assert bool(late.done) == (fill == "bulk")
     embedding.check()
 
 

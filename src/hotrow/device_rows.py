@@ -35,7 +35,7 @@ from hotrow.device_planner import (
 from hotrow.device_start import initialise_on_gpu, unwritten_rows
 from hotrow.device_work import DeviceWork
 from hotrow.everything import AllPlanner, AllSlots
-from hotrow.fills import FILL_BLOCKS, READ_BLOCKS, FillChoice, choose
+from hotrow.fills import FULL, LEVELS, Effort, FillChoice, Level, choose
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill, lookup, start, update, words
@@ -127,6 +127,8 @@ class DeviceRows(RowGroup):
 
     def _make_scratchpad(self, share: Share) -> None:
         self.fill_choice = self._choose_fill()
+        # Where training waits for rows anyhow, there is nothing beside them.
+        self.effort = Effort() if self.strategy.overlapped else Effort(FULL, is_fixed=True)
         packets = 0
         if self.fill_choice.form == "staged":
             if not self.strategy.staged:
@@ -411,18 +413,22 @@ class DeviceRows(RowGroup):
             return
         if self.staged is not None:
             self.staged.wait()  # a row on its way back may be fetched again
+        level = self.effort.level if work.announced else LEVELS[FULL]
         if self.back is not None:
-            self._fill_and_keep(work, self.back)
+            self._fill_and_keep(work, self.back, level)
         elif self.zero_copy:
-            b = work.plan.buffers
-            self._replay(b, "fill", 0, lambda: self._move(b))
+            self._move(work.plan.buffers, level)
             self._store_changed("rows")
         else:
             self._fill_by_host(work)
         self._mark_collected(work)
         work.inserted = True
 
-    def _fill_and_keep(self, work: DeviceWork, back: WriteBack) -> None:
+    def note_wait(self, share: float) -> None:
+        if not self.everything:
+            self.effort.note(share)
+
+    def _fill_and_keep(self, work: DeviceWork, back: WriteBack, level: Level) -> None:
         """Read entering rows; leaving ones are kept for a while, and go back with others."""
         plan = work.plan
         assert plan is not None
@@ -431,8 +437,10 @@ class DeviceRows(RowGroup):
             back.let_read(plan.number)
         else:
             back.wait()  # nobody has looked ahead to it
-        if plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number):
-            self._replay(b, "fill", 0, lambda: self._move(b))
+        if not level.in_bulk or (
+            plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number)
+        ):
+            self._move(b, level)
             return
         packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
 
@@ -440,13 +448,14 @@ class DeviceRows(RowGroup):
             if packet is not None:
                 back.pack(packet, b.move_slots, b.leaving, moves, new)
             fill.fill(
-                self.slots, self.store.rows, b.move_slots, None, b.entering, moves, READ_BLOCKS,
-                written=None if new is None else new.written,
+                self.slots, self.store.rows, b.move_slots, None, b.entering, moves,
+                level.read_blocks, written=None if new is None else new.written,
             )  # fmt: skip
             if new is not None:
                 start.start_moves(self.slots, b.move_slots, b.entering, moves, new)
 
-        self._replay(b, "bulk", -1 if packet is None else packet.number, launch)
+        place = -1 if packet is None else packet.number
+        self._replay(b, ("bulk", level.read_blocks), place, launch)
 
     def _fill_by_host(self, work: DeviceWork) -> None:
         """Where the device cannot reach the store: the host waits, gathers and copies."""
@@ -482,17 +491,21 @@ class DeviceRows(RowGroup):
         if self.staged is not None:
             self.staged.changed(self.lanes.mark(lane))
 
-    def _replay(self, b: PlanBuffers, kind: str, place: int, launch: Callable[[], None]) -> None:
+    def _replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
         self.planner.recorder.run((kind, self.width, place, id(b)), launch, keep=b)
 
-    def _move(self, b: PlanBuffers) -> None:
+    def _move(self, b: PlanBuffers, level: Level) -> None:
         new = self.unwritten
-        fill.fill(
-            self.slots, self.store.rows, b.move_slots, b.leaving, b.entering, _moves_in(b),
-            FILL_BLOCKS, written=None if new is None else new.written,
-        )  # fmt: skip
-        if new is not None:
-            start.start_moves(self.slots, b.move_slots, b.entering, _moves_in(b), new)
+
+        def launch() -> None:
+            fill.fill(
+                self.slots, self.store.rows, b.move_slots, b.leaving, b.entering, _moves_in(b),
+                level.fill_blocks, written=None if new is None else new.written,
+            )  # fmt: skip
+            if new is not None:
+                start.start_moves(self.slots, b.move_slots, b.entering, _moves_in(b), new)
+
+        self._replay(b, "fill", level.fill_blocks, launch)
 
     def slots_hold(self, work: Work) -> bool:
         if self.everything:

@@ -21,8 +21,22 @@ from hotrow.staged import Staged
 from hotrow.store import Store
 from hotrow.writeback import WriteBack
 
-FILL_BLOCKS = 2  # each takes a multiprocessor away from training
-READ_BLOCKS = 1  # more of them slow down matrix products, which want all multiprocessors
+
+class Level(NamedTuple):
+    """What a fill may take of the device."""
+
+    fill_blocks: int  # where rows are read and written, each takes a multiprocessor away
+    read_blocks: int  # where they are only read
+    in_bulk: bool  # whether leaving rows may go back in bulk, at the speed of the CPU
+
+
+# More blocks slow down matrix products, which want all multiprocessors; the last saturate the link.
+LEVELS = (Level(2, 1, True), Level(4, 4, True), Level(16, 16, False))
+FULL = len(LEVELS) - 1
+_LOOKS = 4  # the mean of so many decides
+_WAITS = 0.25  # of a step: rows come too late
+_WAITS_NOT = 0.02
+_PATIENCE = 64  # looks before less is tried again
 
 # How many times as fast staged has to be alone to be taken: zero-copy takes two multiprocessors
 # from training; staged takes cores from whoever loads data and launches. What was 2.2 times as fast
@@ -47,6 +61,43 @@ class FillChoice:
         rates = [f"{form} {rate / 1e6:.1f}" for form, rate in self.moves_per_second.items()]
         measured = f"; million moves per second: {', '.join(rates)}" if rates else ""
         return f"{self.form} ({self.why}{measured})"
+
+
+class Effort:
+    """How much of the device fills get: little beside training, more while that waits for them.
+
+    Where training has little to do, the link is what limits it, and then nothing is disturbed.
+    """
+
+    def __init__(self, number: int = 0, *, is_fixed: bool = False) -> None:
+        self.number, self._is_fixed = number, is_fixed
+        self._looks: list[float] = []
+        self._calm = 0  # looks since training last waited
+        self._patience = _PATIENCE
+        self._was_lowered = False
+
+    @property
+    def level(self) -> Level:
+        return LEVELS[self.number]
+
+    def note(self, waited: float) -> None:
+        """Training has waited for rows, for a part of a step."""
+        if self._is_fixed:
+            return
+        self._looks.append(waited)
+        if len(self._looks) < _LOOKS:
+            return
+        mean = sum(self._looks) / len(self._looks)
+        self._looks.clear()
+        self._calm = 0 if mean > _WAITS_NOT else self._calm + _LOOKS
+        if mean > _WAITS and self.number < FULL:
+            self.number += 1
+            if self._was_lowered:  # and should not have been
+                self._patience *= 2
+            self._was_lowered = False
+        elif self._calm >= self._patience and self.number > 0:
+            self.number -= 1
+            self._calm, self._was_lowered = 0, True
 
 
 def choose(store: Store, device: torch.device, lanes: Lanes, *, bulk: bool) -> FillChoice:
@@ -113,8 +164,9 @@ def _zero_copy(store: Store, slots: Tensor, id_type: torch.dtype, lanes: Lanes) 
     def run(batches: list[_Batch]) -> None:
         for moves, _ in batches:
             fill.fill(
-                slots, store.rows, moves.slots, moves.leaving, moves.entering, counted, FILL_BLOCKS
-            )
+                slots, store.rows, moves.slots, moves.leaving, moves.entering, counted,
+                LEVELS[0].fill_blocks,
+            )  # fmt: skip
 
     return run
 
@@ -127,7 +179,10 @@ def _in_bulk(store: Store, slots: Tensor, id_type: torch.dtype, lanes: Lanes) ->
         for moves, _ in batches:
             packet = back.take(len(slots), certain=len(batches))
             back.pack(packet, moves.slots, moves.leaving, counted, None)
-            fill.fill(slots, store.rows, moves.slots, None, moves.entering, counted, READ_BLOCKS)
+            fill.fill(
+                slots, store.rows, moves.slots, None, moves.entering, counted,
+                LEVELS[0].read_blocks,
+            )  # fmt: skip
         back.wait()
 
     return run

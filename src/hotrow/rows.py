@@ -385,6 +385,9 @@ class RowGroup:
 
     # -- counting ----------------------------------------------------------------------
 
+    def note_wait(self, share: float) -> None:
+        """For which part of a step training has waited for rows."""
+
     def count_direct(self, work: Work) -> None:
         """A batch goes the direct way: rows outside the slots are read and written there."""
         self.direct_batches += 1

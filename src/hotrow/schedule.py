@@ -18,6 +18,8 @@ from hotrow.stages import FUSED, Stage, Work
 
 Order = Callable[[Sequence[Stage], int], Sequence[Stage]]
 
+_LOOK_EVERY = 4  # trainings: to look at each would cost the host more than it tells
+
 
 class Ticket:
     """A batch on its way: the user's object, and its work in every width group."""
@@ -65,6 +67,44 @@ class Ticket:
         return None in [work.plan for work in self.works]
 
 
+class Pace:
+    """Tells groups for which part of a step training waited for rows.
+
+    ```
+    train    batch 6 |               | batch 7            |
+    rows          fill for batch 7   |
+                     [--- waited ----]
+                     [-------------- step ----------------]
+    ```
+    """
+
+    def __init__(self) -> None:
+        self._trainings = 0
+        self._groups: set[Any] = set()
+        self._marks: list[Mark] = []  # training before, rows, and soon training itself
+        self._unread: deque[tuple[set[Any], list[Mark]]] = deque()
+
+    def begins(self, ticket: Ticket, before: Mark) -> None:
+        """Training will wait for a ticket's mark; `before`: what it did until now."""
+        self._trainings += 1
+        if self._trainings % _LOOK_EVERY == 0 and ticket.mark is not None:
+            self._groups = {work.group for work in ticket.works}
+            self._marks = [before, ticket.mark]
+
+    def ended(self, mark: Mark) -> None:
+        """What began last has been launched as a whole."""
+        if not self._marks:
+            return
+        self._unread.append((self._groups, [*self._marks, mark]))
+        self._groups, self._marks = set(), []
+        while self._unread and all(each.passed() for each in self._unread[0][1]):
+            groups, (before, rows, after) = self._unread.popleft()
+            step = after.since(before)
+            if step > 0:
+                for group in groups:
+                    group.note_wait(min(max(rows.since(before), 0.0) / step, 1.0))
+
+
 def run(
     stages: Sequence[Stage], admit: Callable[[], Ticket | None], order: Order, lanes: Lanes
 ) -> Generator[Ticket, None, None]:
@@ -82,10 +122,12 @@ def run(
     """
     line: deque[Ticket] = deque()
     again: deque[Ticket] = deque()
+    pace = Pace()
     try:
         for cycle in count():
             lanes.take_turn()
             trained = lanes.mark("train")  # in the cycles before
+            pace.ended(trained)
             alone = False
             for ticket in line:
                 ticket.age += 1
@@ -106,6 +148,7 @@ def run(
                             raise ticket.error  # what was planned for it is finished below
                         line.remove(ticket)
                         lanes.after("train", ticket.mark)
+                        pace.begins(ticket, trained)
                         lanes.give_turn()
                         yield ticket
                         lanes.take_turn()
