@@ -45,6 +45,7 @@ from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark, Name
 from hotrow.pinned import locked_rows
 from hotrow.plan_buffers import BufferPool, PlanBuffers
+from hotrow.progress import bytes_bar
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
 from hotrow.staged import Staged
@@ -110,7 +111,8 @@ class DeviceRows(RowGroup):
         if device.type != "cuda":
             super()._make_rows(share)
             return
-        found = locked_rows(layout.num_rows, self.width)
+        with bytes_bar("page-locking rows") as advance:
+            found = locked_rows(layout.num_rows, self.width, progress=advance)
         self.zero_copy, self.store = found.locked, Store(found.rows)
         if not found.locked:
             warnings.warn(found.reason, stacklevel=5)

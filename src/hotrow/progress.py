@@ -1,0 +1,51 @@
+"""A bar on the terminal for what takes long; nothing where nobody looks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+_SOON = 1.0  # seconds: what is done by then needs no bar
+
+
+@contextmanager
+def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Gives `advance(done, total)`, in bytes, for one piece of work.
+
+    The bar goes to stderr, if that is a terminal, and away when the work has ended.
+    """
+    started, bar, task = perf_counter(), None, None
+
+    def advance(done: int, total: int) -> None:
+        nonlocal bar, task
+        if bar is None:
+            if done >= total or perf_counter() - started < _SOON or not sys.stderr.isatty():
+                return
+            bar = _bar()
+            bar.start()
+            task = bar.add_task(title, total=total)
+        bar.update(task, completed=done)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _bar() -> Any:
+    # Here, because most programs never come to it.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -1,0 +1,127 @@
+"""How much of the device a fill gets, and who finds out that it is too little."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotrow import fills, schedule
+from hotrow.fills import FULL, LEVELS, Effort
+from hotrow.schedule import Pace
+
+
+def noted(effort: Effort, waited: float, looks: int) -> int:
+    for _ in range(looks):
+        effort.note(waited)
+    return effort.number
+
+
+def test_it_grows_while_training_waits_and_no_further_than_all() -> None:
+    effort = Effort()
+    assert noted(effort, 0.6, fills._LOOKS - 1) == 0  # one slow step says nothing
+    assert noted(effort, 0.6, 1) == 1
+    assert noted(effort, 0.6, 10 * fills._LOOKS) == FULL
+    assert effort.level == LEVELS[FULL]
+
+
+def test_a_short_wait_is_no_reason_to_disturb_training() -> None:
+    assert noted(Effort(), 0.2, 1000) == 0
+
+
+def test_it_shrinks_when_training_has_not_waited_for_long() -> None:
+    effort = Effort(1)
+    assert noted(effort, 0.0, fills._PATIENCE - 1) == 1
+    assert noted(effort, 0.0, 1) == 0
+
+
+def test_what_had_to_grow_again_stays_for_twice_as_long() -> None:
+    effort = Effort(1)
+    noted(effort, 0.0, fills._PATIENCE)
+    assert noted(effort, 0.6, fills._LOOKS) == 1
+    assert noted(effort, 0.0, 2 * fills._PATIENCE - 1) == 1
+    assert noted(effort, 0.0, 1) == 0
+
+
+def test_waits_in_between_keep_it_where_it_is() -> None:
+    effort = Effort(1)
+    for _ in range(20):
+        noted(effort, 0.0, fills._PATIENCE // 2)
+        noted(effort, 0.2, fills._LOOKS)
+    assert effort.number == 1
+
+
+def test_where_nothing_runs_beside_a_fill_it_is_all_from_the_start() -> None:
+    assert noted(Effort(FULL, is_fixed=True), 0.0, 1000) == FULL
+
+
+# -- who looks -----------------------------------------------------------------------------
+
+
+class At:
+    """A mark that a lane has passed at a time, or not yet."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        raise AssertionError("nobody may wait for a look")
+
+    def passed(self) -> bool:
+        return self.seconds is not None
+
+    def since(self, earlier: Any) -> float:
+        assert self.seconds is not None
+        return self.seconds - earlier.seconds
+
+
+class Group:
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def note_wait(self, share: float) -> None:
+        self.waits.append(share)
+
+
+def looked_at(
+    group: Group, pace: Pace, before: At, rows: At, after: At, *, times: int = schedule._LOOK_EVERY
+) -> None:
+    ticket: Any = SimpleNamespace(mark=rows, works=[SimpleNamespace(group=group)] * 2)
+    for _ in range(times):
+        pace.begins(ticket, before)
+        pace.ended(after)
+
+
+@pytest.mark.parametrize(
+    ("rows_at", "share"),
+    [(9.0, 0.0), (10.0, 0.0), (11.0, 0.25), (14.0, 1.0), (15.0, 1.0)],
+)
+def test_a_wait_lasts_from_the_end_of_the_step_before_until_rows_are_there(
+    rows_at: float, share: float
+) -> None:
+    group = Group()
+    looked_at(group, Pace(), At(10.0), At(rows_at), At(14.0))
+    assert group.waits == [share]  # once, though it has two works
+
+
+def test_what_has_not_passed_is_read_later() -> None:
+    group, pace, late = Group(), Pace(), At(None)
+    looked_at(group, pace, At(0.0), At(1.0), late)
+    looked_at(group, pace, At(2.0), At(2.0), At(4.0))
+    assert group.waits == []  # in their order
+    late.seconds = 2.0
+    looked_at(group, pace, At(4.0), At(4.0), At(6.0))
+    assert group.waits == [0.5, 0.0, 0.0]
+
+
+def test_only_some_trainings_are_looked_at() -> None:
+    group, pace = Group(), Pace()
+    looked_at(group, pace, At(0.0), At(1.0), At(2.0), times=10 * schedule._LOOK_EVERY)
+    assert len(group.waits) == 10
+
+
+def test_lanes_that_measure_no_time_tell_nothing() -> None:
+    group = Group()
+    looked_at(group, Pace(), At(0.0), At(0.0), At(0.0))
+    assert group.waits == []
