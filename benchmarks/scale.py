@@ -133,7 +133,7 @@ def main() -> None:
     made.add_argument("--rows", type=int, nargs="+", default=ROWS)
     made.add_argument("--strategy", default="lookahead")
     made.add_argument("--warmup", type=int, default=WARMUP, help="steps before the timed ones")
-    made.add_argument("--timed", type=int, default=200, help="steps that are timed")
+    made.add_argument("--timed", type=int, default=300, help="steps that are timed")
     made.add_argument("--counted", type=int, default=COUNTED_STEPS, help="steps after those")
     arguments = made.parse_args()
     tail = TAIL

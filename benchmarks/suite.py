@@ -326,7 +326,7 @@ def _arguments(suite: Suite) -> argparse.Namespace:
 
 def add_bench_options(made: argparse.ArgumentParser) -> None:
     """What `bench_for` asks for."""
-    made.add_argument("--timed", type=int, default=200, help="steps that are timed")
+    made.add_argument("--timed", type=int, default=300, help="steps that are timed")
     made.add_argument("--warmup", type=int, help="steps before them; else until caches are full")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     made.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")

@@ -141,3 +141,27 @@ def test_after_a_lost_gpu_another_process_goes_on(load, tmp_path, monkeypatch) -
     assert command[6] == "--minutes"
     assert 0 < float(command[7]) <= 3
     assert command[8:] == ["--smoke", "--results", str(tmp_path)]
+
+
+def test_the_fastest_window_counts_and_the_others_are_told(load, monkeypatch) -> None:
+    harness = load("harness")
+    durations = iter([*[0.003] * 10, *[0.001] * 10, *[0.002] * 10])
+    clock = [0.0]
+
+    def steps():
+        for each in durations:
+            clock[0] += each
+            yield
+
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(harness, "PAUSE", 0)
+    timing = harness.time_steps(
+        steps(),
+        warmup=0,
+        timed=30,
+        device=harness.torch.device("cpu"),
+        deadline=harness.Deadline(5),
+    )
+    assert timing.p50 == pytest.approx(1.0)
+    assert timing.medians == pytest.approx((3.0, 1.0, 2.0))
+    assert timing.steps == 10
