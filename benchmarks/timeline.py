@@ -39,7 +39,7 @@ KINDS = (
         "plan",
         "blue",
         "plan",
-        r"^_(globalise|classify|segment|count_\w+|take_victims|exchange|resolve|enter_window|"
+        r"^_(globalise|classify|segment|count_\w+|take_victims|let_leave|let_enter|resolve|enter_window|"
         r"leave_window|step_on|expect|hold|rank_keys|nothing_moves|lookup|insert_all)\b",
     ),
     ("lookup", "green", "train", r"^_(gather|pool_bags)\b"),

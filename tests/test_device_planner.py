@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -336,10 +338,88 @@ def test_any_stream_is_planned_as_well_as_it_fits(
 # -- the hashed map ------------------------------------------------------------------------
 
 
-def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row() -> None:
+@triton.jit
+def _leave(slots, row_of_slot, table, left, count, size, bits, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + place, mask=place < count, other=0)
+    row = tl.load(row_of_slot + slot, mask=place < count, other=-1)
+    tombstones = maps.remove(row, slot, row >= 0, table, size, bits, True)
+    tl.store(left + place, tombstones, mask=place < count)
+
+
+@triton.jit
+def _enter(slots, rows, row_of_slot, table, spare, left, count, size, bits, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    slot = tl.load(slots + place, mask=mask, other=0)
+    row = tl.load(rows + place, mask=mask, other=0)
+    tl.store(row_of_slot + slot, row, mask=mask)
+    taken_over = maps.insert(row, slot, mask, table, spare, size, bits, True)
+    tl.store(left + place, tl.load(left + place, mask=mask, other=0) - taken_over, mask=mask)
+
+
+def replace_rows(found: maps.DeviceMap, slots: Tensor, rows: Tensor) -> Tensor:
+    """Other rows take over some slots; how many tombstones are left by each, or taken over."""
+    left = torch.zeros_like(slots)
+    grid, where = (triton.cdiv(len(slots), 32),), (found.row_of_slot, found.table)
+    sizes = (len(slots), found.size, found.bits)
+    _leave[grid](slots, *where, left, *sizes, BLOCK=32)
+    _enter[grid](slots, rows, *where, found.spare, left, *sizes, BLOCK=32)
+    return left
+
+
+@pytest.mark.parametrize("slots", [1, 12, 90])
+def test_a_hash_knows_every_row_and_no_other_whatever_comes_and_goes(slots: int) -> None:
+    generator = torch.Generator().manual_seed(slots)
+    row_of_slot = torch.full((slots,), FREE, dtype=torch.int32, device=DEVICE)
+    found = maps.DeviceMap(row_of_slot, 10_000, dense=False)
+    every = torch.arange(4 * slots + 8, dtype=torch.int32, device=DEVICE)
+    tombstones, most = 0, 0
+    for _ in range(40):
+        resident = row_of_slot.tolist()
+        count = int(torch.randint(1, slots + 1, (1,), generator=generator))
+        if tombstones + count >= found.size - slots:  # as a plan that would fail
+            found.rebuild()
+            tombstones = 0
+        absent = [row for row in every.tolist() if row not in resident]
+        chosen = torch.randperm(slots, generator=generator)[:count]
+        entering = torch.tensor(absent)[torch.randperm(len(absent), generator=generator)[:count]]
+        left = replace_rows(found, chosen.int().to(DEVICE), entering.int().to(DEVICE))
+        tombstones += int(left.sum())
+        most = max(most, tombstones)
+        assert tombstones == int((found.table == TOMBSTONE).sum())
+        expected = torch.full_like(every, FREE)
+        there = (row_of_slot != FREE).nonzero().squeeze(1)
+        expected[row_of_slot[there].long()] = there.int()
+        assert torch.equal(found.lookup(every), expected)
+        assert found.count() == there.numel()
+    assert most > 0 or slots < 90
+
+
+def test_a_place_that_nobody_has_gone_past_is_empty_again() -> None:
+    row_of_slot = torch.arange(64, dtype=torch.int32, device=DEVICE)
+    found = maps.DeviceMap(row_of_slot, 10_000, dense=False)
+    found.rebuild()
+    buckets = found.table.view(-1, maps.PLACES.value)
+    had_empty = (buckets == -1).any(dim=1)
+    before = buckets.clone()
+    slots = torch.arange(32, dtype=torch.int32, device=DEVICE)
+    left = torch.zeros_like(slots)
+    _leave[(1,)](slots, row_of_slot, found.table, left, 32, found.size, found.bits, BLOCK=32)
+    changed = buckets != before
+    assert int(changed.sum()) == 32
+    assert (buckets[had_empty][changed[had_empty]] == -1).all()
+    assert (buckets[~had_empty][changed[~had_empty]] == TOMBSTONE).all()
+    assert int(left.sum()) == int(changed[~had_empty].sum())
+
+
+def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Few slots, new rows in every batch: tombstones pile up until a rebuild."""
-    batches = [[(7 * turn + 3 * x) % ROWS for x in range(6)] for turn in range(16)]
-    run = Run(batches, slots=16, dense_map=False)
+    monkeypatch.setattr(device_planner, "_TOMBSTONE_PART", 100)
+    batches = [[(17 * turn + 3 * x) % 600 for x in range(24)] for turn in range(24)]
+    run = Run(batches, slots=60, dense_map=False, rows=600)
     planner = run.planner()
     most, counted = 0, []
     for step in steps(run, planner):
@@ -353,6 +433,20 @@ def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row() -> None:
     assert any(after < before for before, after in itertools.pairwise(counted))
     # More tombstones than places that are still empty, and a search would never end.
     assert most + run.slots < planner.pad.map.size
+
+
+def test_a_plan_that_would_leave_no_place_empty_is_made_after_a_rebuild() -> None:
+    run = Run([[0, 1, 2], [3, 4, 5]], slots=6, dense_map=False)
+    planner = run.planner()
+    expected = [expect(planner, lookups) for lookups in run.batches]
+    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == words.PLANNED
+    planner.state[words.TOMBSTONES] = planner.pad.map.size - run.slots - 3  # as if they were there
+    plan = planner.plan(expected[1], buffers_for(planner))
+    assert outcome_of(planner, plan) == words.NO_ROOM
+    assert planner.resume(unannounced(planner, run.batches[1]), plan, retry=True)
+    assert planner._rebuilds == 1
+    assert planner.pad.map.count() == 6
+    assert int(planner.state[words.TOMBSTONES]) == 0
 
 
 def test_a_rebuild_leaves_no_tombstone_and_every_row() -> None:

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
@@ -48,6 +46,7 @@ from hotrow.planner import Hold, Planner
 from hotrow.scratchpad import Scratchpad
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.trainer import Trainer
+from test_device_planner import replace_rows
 from test_loaders import Samples
 
 pytestmark = [
@@ -501,29 +500,14 @@ def test_a_long_run_stays_right() -> None:
     assert made.embedding.traffic().evicted_rows > STRESS_STEPS
 
 
-@triton.jit
-def _churn(
-    slots, rows, row_of_slot, table, spare, count, size, HASHED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Other rows take over some slots."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    slot = tl.load(slots + place, mask=mask, other=0)
-    row = tl.load(rows + place, mask=mask, other=0)
-    old = tl.load(row_of_slot + slot, mask=mask, other=-1)
-    maps.remove(old, slot, mask & (old >= 0), table, size, HASHED)
-    tl.store(row_of_slot + slot, row, mask=mask)
-    maps.insert(row, slot, mask, table, spare, size, HASHED)
-
-
 def search_length(table: Tensor) -> Tensor:
-    """Places that a search for an absent row looks at, on average."""
-    size = table.numel()
-    empty = (table == -1).nonzero().squeeze(1)
-    assert empty.numel(), "no place is empty: a search would never end"
-    ahead = torch.cat([empty, empty[:1] + size])
-    place = torch.arange(size, device=table.device)
-    return (ahead[torch.searchsorted(ahead, place)] - place + 1).float().mean()
+    """Buckets that a search for an absent row looks at, on average."""
+    has_empty = (table.view(-1, maps.PLACES.value) == -1).any(dim=1)
+    count, ends = has_empty.numel(), has_empty.nonzero().squeeze(1)
+    assert ends.numel(), "no place is empty: a search would never end"
+    ends = torch.cat([ends, ends[:1] + count])
+    bucket = torch.arange(count, device=table.device)
+    return (ends[torch.searchsorted(ends, bucket)] - bucket + 1).float().mean()
 
 
 def churn(steps: int, *, slots: int, batch: int, rebuilds: bool = True) -> tuple[float, float]:
@@ -532,21 +516,18 @@ def churn(steps: int, *, slots: int, batch: int, rebuilds: bool = True) -> tuple
     row_of_slot = torch.arange(slots, dtype=torch.int32, device=device)
     found = maps.DeviceMap(row_of_slot, 1 << 30, dense=False)
     found.rebuild()
-    next_row, tombstones, lengths = slots, 0, []
+    next_row, lengths = slots, []
     generator = torch.Generator(device).manual_seed(0)
     for step in range(steps):
-        if tombstones + batch > found.size // 5 and rebuilds:  # as the planner does
-            found.rebuild()
-            tombstones = 0
+        if step % 4 == 0 and rebuilds:  # as the planner does
+            tombstones = int((found.table == maps.TOMBSTONE.value).sum())
+            if tombstones > found.size // 10:
+                found.rebuild()
         chosen = torch.randperm(slots, generator=generator, device=device)[:batch].int()
         # Each row comes once: the whole range of ids is used.
         rows = torch.arange(next_row, next_row + batch, device=device).int() * 7919 & 0x3FFFFFFF
         next_row += batch
-        _churn[(triton.cdiv(batch, 256),)](
-            chosen, rows, row_of_slot, found.table, found.spare, batch, found.size, HASHED=True,
-            BLOCK=256,
-        )  # fmt: skip
-        tombstones += batch
+        replace_rows(found, chosen, rows)
         if step % max(1, steps // 200) == 0:
             lengths.append(search_length(found.table))
     assert torch.equal(found.lookup(row_of_slot), torch.arange(slots, device=device).int())

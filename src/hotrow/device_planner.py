@@ -31,6 +31,7 @@ _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
 _SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
+_TOMBSTONE_PART = 10  # at that part of the places, the map is made anew
 NEVER = PINNED = words.NEVER
 
 
@@ -393,6 +394,8 @@ class DevicePlanner:
         if retry:
             self._may_keep_last = False  # there were too few that no known batch uses
             self._rank(announced=False)
+            if self.pad.map.hashed:
+                self._rebuild()
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
             self._launch(batch, plan, announced=False)
@@ -419,13 +422,16 @@ class DevicePlanner:
         # A plan finds enough of them only if they are still there: keep a few batches' worth.
         if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + _SPARE:
             self._rank(announced=announced)
-        since = sum(plan.rebuild == self._rebuilds for plan in self._unread)
-        # More tombstones than that and a search for an absent row takes long, or never ends.
-        if self.pad.map.hashed and self._tombstones + (since + 1) * most > self.pad.map.size // 5:
-            self.pad.map.rebuild()
-            self.state[words.TOMBSTONES] = 0
-            self._rebuilds += 1
-            self._tombstones = 0
+        # Some more, and searches for absent rows take longer. A plan that would leave no place
+        # empty fails, and is made again after a rebuild.
+        if self.pad.map.hashed and self._tombstones > self.pad.map.size // _TOMBSTONE_PART:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self.pad.map.rebuild()
+        self._word(words.TOMBSTONES).zero_()
+        self._rebuilds += 1
+        self._tombstones = 0
 
     def _rank(self, *, announced: bool) -> None:
         """Order the slots that may leave, for this batch and, in bulk, for the next ones."""

@@ -1,8 +1,14 @@
 """Row to slot on the device: a dense table, or a hash of the resident rows.
 
-`table` is int32. Dense: the slot of every row. Hashed: places with linear probing, holding slots
-whose rows stand in `row_of_slot`; a deleted slot leaves a tombstone, which the next insertion on
-its way takes over. Knows ids and slots, never bytes.
+`table` is int32. Dense: the slot of every row. Hashed: buckets of eight places, read at once. A row
+is in the first bucket on its way that had a free place when it came; a search ends at a bucket with
+an empty one. A place holds a slot, whose row stands in `row_of_slot`, and above its bits a tag, the
+rest of the row's hash: rows with another tag need not be compared.
+
+A row that leaves a bucket with an empty place leaves another: nobody has gone past it. Otherwise it
+leaves a tombstone, which a later row takes over. So rows are removed by one launch and inserted by
+the next: among rows that come, one could go past while an empty place is made behind it.
+Knows ids and slots, never bytes.
 """
 
 from __future__ import annotations
@@ -15,127 +21,148 @@ from torch import Tensor
 FREE = -1
 EMPTY = tl.constexpr(-1)
 TOMBSTONE = tl.constexpr(-2)
+PLACES = tl.constexpr(8)  # of a bucket: what the memory delivers at once
 BLOCK = 256
 
 
 @triton.jit
-def first_place(ids, size):
-    """Where a row is looked for first."""
+def _hash(ids):
+    """32 bits, in int64."""
     x = ids.to(tl.int64)
     x = (x ^ (x >> 32)) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    x = x ^ (x >> 16)
-    return (x * size) >> 32
+    return x ^ (x >> 16)
 
 
 @triton.jit
-def _next_places(place, size, PROBES: tl.constexpr):
-    """[n, PROBES]: where rows are looked for in one turn, which takes as long as one place."""
-    places = place[:, None] + tl.arange(0, PROBES)[None, :]
-    return tl.where(places >= size, places - size, places)
+def first_place(ids, size):
+    """One of `size` places for each id."""
+    return (_hash(ids) * size) >> 32
 
 
 @triton.jit
-def find_slots(ids, mask, table, row_of_slot, size, HASHED: tl.constexpr):
+def _way(ids, size, bits):
+    """The first bucket of each id, and its tag above the slot's bits."""
+    x = _hash(ids)
+    tag = (x & ((1 << (31 - bits)) - 1)).to(tl.int32) << bits
+    return (x * (size // PLACES)) >> 32, tag
+
+
+@triton.jit
+def _places(bucket):
+    return bucket[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
+
+
+@triton.jit
+def _next(bucket, size):
+    return tl.where(bucket + 1 < size // PLACES, bucket + 1, 0)
+
+
+@triton.jit
+def find_slots(ids, mask, table, row_of_slot, size, bits, HASHED: tl.constexpr):
     """The slot of each id, -1 for none. `size` is the number of places of a hash."""
     if HASHED:
-        PROBES: tl.constexpr = 4
-        turn = tl.arange(0, PROBES)[None, :]
-        place = first_place(ids, size)
+        bucket, tag = _way(ids, size, bits)
         slot = tl.full(ids.shape, -1, tl.int32)
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            places = _next_places(place, size, PROBES)
-            here = tl.load(table + places, mask=looking[:, None], other=EMPTY)
-            row = tl.load(row_of_slot + here, mask=here >= 0, other=-1)
-            # A row lies before the first empty place on its way, or nowhere.
-            end = tl.min(tl.where(here == EMPTY, turn, PROBES), axis=1)
-            match = (here >= 0) & (row == ids[:, None]) & (turn < end[:, None])
-            slot = tl.maximum(slot, tl.max(tl.where(match, here, -1), axis=1))
-            looking = looking & (slot < 0) & (end == PROBES)
-            place = place + PROBES
-            place = tl.where(place >= size, place - size, place)
+            here = tl.load(table + _places(bucket), mask=looking[:, None], other=EMPTY)
+            there = here - tag[:, None]
+            alike = (here >= 0) & (there >= 0) & ((there >> bits) == 0)
+            row = tl.load(row_of_slot + there, mask=alike, other=-1)
+            found = tl.where(alike & (row == ids[:, None]), there, -1)
+            slot = tl.maximum(slot, tl.max(found, axis=1))
+            is_end = tl.max((here == EMPTY).to(tl.int32), axis=1) > 0
+            looking = looking & (slot < 0) & ~is_end
+            bucket = _next(bucket, size)
         return slot
     else:
         return tl.load(table + ids.to(tl.int64), mask=mask, other=-1)
 
 
 @triton.jit
-def remove(ids, slots, mask, table, size, HASHED: tl.constexpr):
-    """Forget resident rows, of which the slots are known."""
+def remove(ids, slots, mask, table, size, bits, HASHED: tl.constexpr):
+    """Forget resident rows, of which the slots are known; returns where a tombstone is left."""
+    left = tl.zeros(ids.shape, tl.int32)
     if HASHED:
-        PROBES: tl.constexpr = 4
-        place = first_place(ids, size)
+        bucket, tag = _way(ids, size, bits)
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            places = _next_places(place, size, PROBES)
+            places = _places(bucket)
             here = tl.load(table + places, mask=looking[:, None], other=EMPTY)
-            found = looking[:, None] & (here == slots[:, None])
-            tl.store(table + places, tl.full(here.shape, -2, tl.int32), mask=found)
-            looking = looking & (tl.max(found.to(tl.int32), axis=1) == 0)
-            place = place + PROBES
-            place = tl.where(place >= size, place - size, place)
+            found = looking[:, None] & (here == (tag + slots)[:, None])
+            is_full = tl.max((here == EMPTY).to(tl.int32), axis=1) == 0
+            after = tl.where(is_full, TOMBSTONE, EMPTY)[:, None] + tl.zeros(here.shape, tl.int32)
+            tl.store(table + places, after, mask=found)
+            is_done = looking & (tl.max(found.to(tl.int32), axis=1) > 0)
+            left += (is_done & is_full).to(tl.int32)
+            looking = looking & ~is_done
+            bucket = _next(bucket, size)
     else:
         tl.store(table + ids.to(tl.int64), tl.full(ids.shape, -1, tl.int32), mask=mask)
+    return left
 
 
 @triton.jit
-def insert(ids, slots, mask, table, spare, size, HASHED: tl.constexpr):
-    """Map absent rows; returns how many took over a tombstone.
+def insert(ids, slots, mask, table, spare, size, bits, HASHED: tl.constexpr):
+    """Map absent rows; returns where a tombstone was taken over. Not beside `remove`.
 
     `spare` has a word for each lane: compare-and-swap takes no mask, and lanes that are done
     must not queue up at one address.
     """
     taken_over = tl.zeros(ids.shape, tl.int32)
     if HASHED:
-        PROBES: tl.constexpr = 4
-        turn = tl.arange(0, PROBES)[None, :]
-        place = first_place(ids, size)
+        bucket, tag = _way(ids, size, bits)
+        turn = tl.arange(0, PLACES)[None, :]
         lane = tl.arange(0, ids.shape[0])
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            places = _next_places(place, size, PROBES)
-            here = tl.load(table + places, mask=looking[:, None], other=0)
-            free = tl.min(tl.where(here < 0, turn, PROBES), axis=1)
-            want = looking & (free < PROBES)
+            here = tl.load(table + _places(bucket), mask=looking[:, None], other=0)
+            free = tl.min(tl.where(here < 0, turn, PLACES), axis=1)
+            want = looking & (free < PLACES)
             there = tl.max(tl.where(turn == free[:, None], here, -3), axis=1)
-            place = place + free
-            place = tl.where(place >= size, place - size, place)
-            target = tl.where(want, table + place, spare + lane)
-            before = tl.atomic_cas(target, tl.where(want, there, -3), tl.where(want, slots, -3))
+            target = tl.where(want, table + bucket * PLACES + free, spare + lane)
+            new = tl.where(want, tag + slots, -3)
+            before = tl.atomic_cas(target, tl.where(want, there, -3), new)
             won = want & (before == there)
-            taken_over += tl.where(won & (there == TOMBSTONE), 1, 0)
+            taken_over += (won & (there == TOMBSTONE)).to(tl.int32)
             looking = looking & ~won
-            # A lost place was taken by another row: on from there, where it is no longer free.
+            # A lost place was taken by another row: the bucket is looked at again.
+            bucket = tl.where(free < PLACES, bucket, _next(bucket, size))
     else:
         tl.store(table + ids.to(tl.int64), slots, mask=mask)
     return taken_over
 
 
 @triton.jit
-def _lookup(ids, out, count, table, row_of_slot, size, HASHED: tl.constexpr, BLOCK: tl.constexpr):
+def _lookup(
+    ids, out, count, table, row_of_slot, size, bits, HASHED: tl.constexpr, BLOCK: tl.constexpr
+):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     id_ = tl.load(ids + place, mask=mask, other=0)
-    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+    slot = find_slots(id_, mask, table, row_of_slot, size, bits, HASHED)
     tl.store(out + place, slot, mask=mask)
 
 
 @triton.jit
-def _insert_all(row_of_slot, table, spare, num_slots, size, BLOCK: tl.constexpr):
+def _insert_all(row_of_slot, table, spare, num_slots, size, bits, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_of_slot + slot, mask=slot < num_slots, other=-1)
-    insert(row, slot, row >= 0, table, spare, size, True)
+    insert(row, slot, row >= 0, table, spare, size, bits, True)
 
 
 class DeviceMap:
-    """Row to slot; `size` is the number of places of a hash, 0 for a dense table."""
+    """Row to slot; `size` is the number of places of a hash, of which slots take `bits` bits."""
 
     def __init__(self, row_of_slot: Tensor, num_rows: int, *, dense: bool) -> None:
         self.row_of_slot = row_of_slot
         self.hashed = not dense
-        self.size = max(8, 2 * row_of_slot.numel()) if self.hashed else 0
+        slots, places = row_of_slot.numel(), PLACES.value
+        # A bucket more than twice the slots: whatever comes and goes at once, a place stays empty.
+        self.size = places * (1 + -(-2 * slots // places)) if self.hashed else 0
+        self.bits = slots.bit_length()
         device = row_of_slot.device
         self.table = torch.full((self.size or num_rows,), FREE, dtype=torch.int32, device=device)
         self.spare = torch.zeros(BLOCK, dtype=torch.int32, device=device)
@@ -146,7 +173,7 @@ class DeviceMap:
         if ids.numel():
             grid = (triton.cdiv(ids.numel(), BLOCK),)
             _lookup[grid](
-                ids, out, ids.numel(), self.table, self.row_of_slot, self.size,
+                ids, out, ids.numel(), self.table, self.row_of_slot, self.size, self.bits,
                 HASHED=self.hashed, BLOCK=BLOCK,
             )  # fmt: skip
         return out
@@ -157,7 +184,7 @@ class DeviceMap:
             self.table.fill_(FREE)
             slots = self.row_of_slot.numel()
             _insert_all[(triton.cdiv(slots, BLOCK),)](
-                self.row_of_slot, self.table, self.spare, slots, self.size, BLOCK=BLOCK
+                self.row_of_slot, self.table, self.spare, slots, self.size, self.bits, BLOCK=BLOCK
             )
 
     def count(self) -> int:

@@ -32,7 +32,7 @@ def _prefix(per_block, program, num_blocks, word, BLOCKS: tl.constexpr):
 @triton.jit
 def _classify(
     keys, found, per_block, state, counts, last_use, uses, table, row_of_slot, num_lookups,
-    num_rows, num_slots, size, past, HASHED: tl.constexpr, REFETCH: tl.constexpr,
+    num_rows, num_slots, size, bits, past, HASHED: tl.constexpr, REFETCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Look each unique row up, once; use the slots of those that are there."""
@@ -46,7 +46,7 @@ def _classify(
     before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
     is_first = inside & (key != before)
     real = is_first & (key != num_rows)
-    slot = find_slots(key, real, table, row_of_slot, size, HASHED)
+    slot = find_slots(key, real, table, row_of_slot, size, bits, HASHED)
     hit = real & (slot >= 0)
     last = tl.load(last_use + slot, mask=hit, other=0)
     tl.store(last_use + slot, tl.maximum(last, number), mask=hit)
@@ -149,8 +149,8 @@ def _count_victims(
 @triton.jit
 def _take_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, move_slots,
-    leaving, new_head, spread, max_moves, num_blocks, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    leaving, new_head, spread, max_moves, spare_places, num_blocks, HASHED: tl.constexpr,
+    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
     program = tl.program_id(0)
@@ -166,6 +166,8 @@ def _take_victims(
     num_moves = num_missing + tl.load(counts + 2)
     valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
     fits = (num_valid >= num_missing) & (num_moves <= max_moves)
+    if HASHED:  # without an empty place in the map, a search would never end
+        fits = fits & (tl.load(state + 6) + num_missing < spare_places)
     if program == 0:
         tl.store(counts + 3, tl.where(fits, num_moves, 0))
         tl.store(counts + 5, tl.where(fits, 0, 1))
@@ -198,12 +200,10 @@ def _take_victims(
 
 
 @triton.jit
-def _exchange(
-    move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
-    uses, row_of_slot, table, spare, size, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Change the maps: they describe the future, bytes follow later."""
+def _let_leave(
+    move_slots, leaving, counts, state, table, size, bits, HASHED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Take the leaving rows out of the map."""
     if tl.load(counts + 5) != 0:
         return
     move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -211,15 +211,31 @@ def _exchange(
     if tl.max(mask.to(tl.int32), axis=0) == 0:
         return
     slot = tl.load(move_slots + move, mask=mask, other=0)
-    out = tl.load(leaving + move, mask=mask, other=-1)
-    in_ = tl.load(entering + move, mask=mask, other=0)
-    goes = mask & (out >= 0)
-    remove(out, slot, goes, table, size, HASHED)
-    tl.store(row_of_slot + slot, in_, mask=mask)
-    taken_over = insert(in_, slot, mask, table, spare, size, HASHED)
-    if HASHED:
-        change = tl.sum(goes.to(tl.int32), axis=0) - tl.sum(taken_over, axis=0)
-        tl.atomic_add(state + 6, change)
+    row = tl.load(leaving + move, mask=mask, other=-1)
+    left = tl.sum(remove(row, slot, mask & (row >= 0), table, size, bits, HASHED), axis=0)
+    if left > 0:
+        tl.atomic_add(state + 6, left)
+
+
+@triton.jit
+def _let_enter(
+    move_slots, entering, missing_rank, row_slots, counts, state, last_use, next_use, uses,
+    row_of_slot, table, spare, size, bits, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put the entering rows into the map: it describes the future, bytes follow later."""
+    if tl.load(counts + 5) != 0:
+        return
+    move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = move < tl.load(counts + 1)
+    if tl.max(mask.to(tl.int32), axis=0) == 0:
+        return
+    slot = tl.load(move_slots + move, mask=mask, other=0)
+    row = tl.load(entering + move, mask=mask, other=0)
+    tl.store(row_of_slot + slot, row, mask=mask)
+    taken_over = tl.sum(insert(row, slot, mask, table, spare, size, bits, HASHED), axis=0)
+    if taken_over > 0:
+        tl.atomic_add(state + 6, -taken_over)
     tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state), mask=mask)
     if KNOWN_USE < 2:
         tl.store(next_use + slot, tl.full(slot.shape, 2147483647, tl.int32), mask=mask)
@@ -293,7 +309,7 @@ def plan(
     widest_victims = triton.next_power_of_2(victim_blocks)
     _classify[(blocks,)](
         keys, found, per_block, state, counts, last_use, uses, row_map.table,
-        row_map.row_of_slot, count, num_rows, num_slots, row_map.size, past,
+        row_map.row_of_slot, count, num_rows, num_slots, row_map.size, row_map.bits, past,
         HASHED=row_map.hashed, REFETCH=refetch, BLOCK=BLOCK, num_warps=_SEARCH_WARPS,
     )  # fmt: skip
     _segment[(blocks,)](
@@ -307,12 +323,17 @@ def plan(
     )  # fmt: skip
     _take_victims[(victim_blocks,)](
         queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots,
-        move_slots, leaving, new_head, BLOCK, max_moves, victim_blocks, KNOWN_USE=known_use,
-        BLOCK=BLOCK, BLOCKS=widest_victims,
+        move_slots, leaving, new_head, BLOCK, max_moves, row_map.size - num_slots, victim_blocks,
+        HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
-    _exchange[(max(1, triton.cdiv(count, LANES)),)](
-        move_slots, leaving, entering, missing_rank, row_slots, counts, state, last_use, next_use,
-        uses, row_map.row_of_slot, row_map.table, row_map.spare, row_map.size,
+    move_blocks = max(1, triton.cdiv(count, LANES))
+    _let_leave[(move_blocks,)](
+        move_slots, leaving, counts, state, row_map.table, row_map.size, row_map.bits,
+        HASHED=row_map.hashed, BLOCK=LANES,
+    )  # fmt: skip
+    _let_enter[(move_blocks,)](
+        move_slots, entering, missing_rank, row_slots, counts, state, last_use, next_use, uses,
+        row_map.row_of_slot, row_map.table, row_map.spare, row_map.size, row_map.bits,
         HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
     )  # fmt: skip
     _resolve[(blocks,)](

@@ -23,8 +23,8 @@ def last_known_use(next_use, num_slots, row, mask):
 
 @triton.jit
 def _expect(
-    ids, next_use, table, row_of_slot, num_rows, num_slots, size, capacity, first_number, later,
-    first_row, num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, next_use, table, row_of_slot, num_rows, num_slots, size, bits, capacity, first_number,
+    later, first_row, num_rings, HASHED: tl.constexpr, KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Note the first use of every resident row, or the last of any, by batches from a number on."""
     ahead = tl.program_id(1)
@@ -35,7 +35,7 @@ def _expect(
     id_ = tl.load(ids + ring.to(tl.int64) * capacity + place, mask=mask, other=num_rows)
     mask = mask & (id_ < num_rows)
     if KNOWN_USE == 1:
-        where = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+        where = find_slots(id_, mask, table, row_of_slot, size, bits, HASHED)
         mask = mask & (where >= 0)
     else:
         where = first_place(id_, num_slots)
@@ -49,15 +49,15 @@ def _expect(
 
 @triton.jit
 def _hold(
-    ids, last_use, state, table, row_of_slot, num_rows, size, count, ahead, HASHED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, last_use, state, table, row_of_slot, num_rows, size, bits, count, ahead,
+    HASHED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep the resident rows of a later batch: as if it had used them."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     id_ = tl.load(ids + place, mask=mask, other=num_rows)
     mask = mask & (id_ < num_rows)
-    slot = find_slots(id_, mask, table, row_of_slot, size, HASHED)
+    slot = find_slots(id_, mask, table, row_of_slot, size, bits, HASHED)
     number = tl.load(state) + ahead
     tl.atomic_max(last_use + slot, number, mask=mask & (slot >= 0))
 
@@ -112,8 +112,8 @@ def expect(
         return
     _expect[(triton.cdiv(capacity, LANES), batches)](
         window, next_use, row_map.table, row_map.row_of_slot, num_rows, next_use.numel(),
-        row_map.size, capacity, number, later, first_row, rings, HASHED=row_map.hashed,
-        KNOWN_USE=known_use, BLOCK=LANES,
+        row_map.size, row_map.bits, capacity, number, later, first_row, rings,
+        HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def hold(
         return
     _hold[(triton.cdiv(ids.numel(), LANES),)](
         ids, last_use, state, row_map.table, row_map.row_of_slot, num_rows, row_map.size,
-        ids.numel(), ahead, HASHED=row_map.hashed, BLOCK=LANES,
+        row_map.bits, ids.numel(), ahead, HASHED=row_map.hashed, BLOCK=LANES,
     )  # fmt: skip
 
 
