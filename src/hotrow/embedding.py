@@ -369,8 +369,8 @@ class EmbeddingBagCollection(nn.Module):
 
     def _make_room(self, first: Arrival) -> None:
         if self._budget_bytes:
-            # Where sizes change, larger ones will come.
-            spare = 0 if first.batch.offsets is None else 1 / 4
+            # Where sizes change, larger ones will come, and `Room` rounds them up.
+            spare = 0.0 if first.batch.offsets is None else 1 / 3
             sizes = [work.size for work in first.works]  # type: ignore[attr-defined]
             self._make_room_for(sizes, spare=spare)
 
