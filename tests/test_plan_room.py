@@ -14,6 +14,7 @@ import hotrow
 import hotrow.embedding
 from builders import Outcome, readout, train
 from hotrow.budget import parse_bytes
+from hotrow.captured import _BERTHS, _Form, _Shape
 from hotrow.device_rows import DeviceRows
 from hotrow.lanes import lanes_of
 from hotrow.plan_buffers import BufferPool, PlanBuffers, plan_bytes
@@ -297,3 +298,26 @@ def test_old_batches_do_not_keep_buffers() -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (group,) = embedding.groups
     assert group._pool_of_buffers.num_sets <= group._plans_at_once == 5
+
+
+@pytest.mark.parametrize("apart", [1, 100])
+def test_a_shape_that_comes_seldom_has_one_berth(apart: int) -> None:
+    """Each berth keeps the buffers of a plan for itself."""
+    batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
+    form, shape = _Form([batch], {}, ()), _Shape()
+    for landed in range(0, 20 * apart, apart):
+        berth = shape.next_berth(batch, form, landed, lanes)
+        assert berth is not None
+        berth.take(form, landed)
+        berth.waits = False  # it is trained at once
+    assert len(shape.berths) == (_BERTHS if apart == 1 else 1)
+
+
+def test_batches_of_a_seldom_shape_that_wait_have_berths_of_their_own() -> None:
+    batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
+    form, shape = _Form([batch], {}, ()), _Shape()
+    for landed in range(0, 300, 100):
+        berth = shape.next_berth(batch, form, landed, lanes)
+        assert berth is not None
+        berth.take(form, landed)
+    assert len({id(each) for each in shape.berths}) == 3

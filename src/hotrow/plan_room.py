@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hotrow.budget import show_bytes
+from hotrow.interrupt import uninterrupted
 from hotrow.lanes import Lanes
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def make_room(
     sizes = list(zip(groups, lookups, plans, strict=True))
     excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
     if excess > 0:
-        lanes.join()
-        missing, part = _give_up_slots(groups, excess)
-        lanes.join()
+        with uninterrupted():
+            lanes.join()
+            missing, part = _give_up_slots(groups, excess)
+            lanes.join()
         if missing > 0:
             taken = sum(group.plan_bytes(*size) for group, *size in sizes)
             slots = sum(group.pad.num_slots for group in groups)
