@@ -67,7 +67,7 @@ LAYERS = [
     {"writeback", "everything", "device_work"},
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
-    {"step", "device_rows"},
+    {"step", "device_rows", "plan_room"},
     {"hybrid"},
     {"embedding"},
     {"ahead"},

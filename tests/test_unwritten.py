@@ -44,7 +44,8 @@ def tables() -> list[hotrow.EmbeddingBagConfig]:
 def collection(device: str, **options: Any) -> hotrow.EmbeddingBagCollection:
     # Pinned rows, and batches that pass through in chunks, are read where they lie.
     unpinned = replace(hotrow.STRATEGIES["lookahead"], pinned_part=0.0)
-    settings: dict[str, Any] = {"strategy": unpinned, "budget": "75%", **options}
+    budget = hotrow.Budget((hotrow.Share(78, 32, False),), window_bytes=1 << 12)
+    settings: dict[str, Any] = {"strategy": unpinned, "budget": budget, **options}
     return hotrow.EmbeddingBagCollection(
         tables(), optimizer=hotrow.Adagrad(lr=0.1), device=device, seed=3, **settings
     )

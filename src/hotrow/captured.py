@@ -65,13 +65,20 @@ class CapturedStep:
         self._pool: Any = None
         self._stale = 0
         self._refused = False
+        for module in self._collections():
+            for group in module.groups:
+                group.berths = _BERTHS
         if max_lookups is not None:
             self._make_room(max_lookups)
 
+    def _collections(self) -> list[EmbeddingBagCollection]:
+        modules = self._model.modules()
+        return [each for each in modules if isinstance(each, EmbeddingBagCollection)]
+
     def _make_room(self, max_lookups: int) -> None:
         """Where one width has all lookups; several widths share them as batches will show."""
-        for module in self._model.modules():
-            if isinstance(module, EmbeddingBagCollection) and len(module.groups) == 1:
+        for module in self._collections():
+            if len(module.groups) == 1:
                 (group,) = module.groups
                 if group.can_be_captured:
                     group.room.fix(max_lookups)
@@ -98,7 +105,7 @@ class CapturedStep:
         shape.seen, shape.newest = shape.seen + 1, self._landed
         if shape.seen <= _EAGER_FIRST:
             return None
-        berth = shape.next_berth(batch, form, self._lanes)
+        berth = shape.next_berth(batch, form, self._landed, self._lanes)
         if berth is None:
             return None
         self._empty(berth)
@@ -180,16 +187,29 @@ class CapturedStep:
         if shape is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 oldest = min(self._shapes, key=lambda key: self._shapes[key].newest)
-                berths = self._shapes[oldest].berths
-                is_new = self._landed - self._shapes[oldest].newest < _FORGOTTEN
-                if is_new or any(berth.waits for berth in berths):
+                if not self._forget(oldest):
                     return None
-                del self._shapes[oldest]
-                for berth in berths:
-                    self._lanes.after(self._lane, berth.trained)  # before its memory is used again
-                    self._empty(berth)
             shape = self._shapes[form.key] = _Shape()
+        for key in list(self._shapes):
+            # One that changes its size grows out of it, and does not come again.
+            if form.room and key[1] and key != form.key:
+                self._forget(key)
         return shape
+
+    def _forget(self, key: Any) -> bool:
+        """Give up a shape's berths, if it did not come for long; False if it did."""
+        shape = self._shapes[key]
+        is_new = self._landed - shape.newest < _FORGOTTEN
+        if is_new or any(berth.waits for berth in shape.berths):
+            return False
+        del self._shapes[key]
+        for berth in shape.berths:
+            self._lanes.after(self._lane, berth.trained)  # before its memory is used again
+            self._empty(berth)
+            for module in self._collections():
+                for group in module.groups:
+                    group.free_berth(berth.number)
+        return True
 
     # -- steps -------------------------------------------------------------------------
 
@@ -484,9 +504,12 @@ class _Shape:
         self.is_tried = False  # by an eager step, with padding
         self.berths: deque[_Berth] = deque()
 
-    def next_berth(self, batch: Any, form: _Form, lanes: Lanes) -> _Berth | None:
+    def next_berth(self, batch: Any, form: _Form, landed: int, lanes: Lanes) -> _Berth | None:
         """None if batches that were not trained yet have them all."""
-        if len(self.berths) < _BERTHS:
+        is_free = bool(self.berths) and not self.berths[0].waits
+        # A shape that comes seldom needs one alone.
+        is_seldom = is_free and landed - self.berths[0].landed > 2 * _BERTHS
+        if len(self.berths) < _BERTHS and not is_seldom:
             places = count()
 
             def make(tensor: Tensor) -> Tensor:
@@ -497,7 +520,7 @@ class _Shape:
 
             there = map_tensors(batch, make)
             self.berths.append(_Berth(form.key, next(self._numbers), there, lanes.mark("train")))
-        elif self.berths[0].waits:
+        elif not is_free:
             return None
         else:
             self.berths.rotate(-1)

@@ -136,6 +136,7 @@ class DevicePlanner:
         self.largest_batch = 0
         self.window: deque[Expected] = deque()
         self.capacity = 0
+        self.lookup_bytes = 0  # what the window gives up for each lookup that batches grow by
         self.generation = 0  # of the tensors that `reserve` makes
         self.recorder = Recorder(device)
         self.on_plan: Callable[[DevicePlan], None] = lambda plan: None  # launched after each plan
@@ -168,10 +169,11 @@ class DevicePlanner:
         if lookups <= self.capacity:
             return
         self.recorder.forget()
-        self.capacity = -(-lookups * 9 // 8) if self.capacity else lookups
-        item = torch.empty(0, dtype=self.pad.id_type).element_size()
-        rows = self.window_bytes // max(1, self.capacity * item)
-        rows = max(len(self.window) + 1, self.hold.future + 4, min(rows, _MOST_BATCHES))
+        before, self.capacity = self.capacity, -(-lookups * 9 // 8) if self.capacity else lookups
+        if before:
+            grown = (self.capacity - before) * self.lookup_bytes
+            self.window_bytes = max(0, self.window_bytes - grown)
+        rows, bulk = self._window_rows(self.capacity), self._queue_size(self.capacity)
         kept = [self.ids_of(each).clone() for each in self.window]
         counts = [self.counts_of(each).clone() for each in self.window]
         shape = (rows + 1, self.capacity)  # the last for a batch that nobody announced
@@ -194,13 +196,26 @@ class DevicePlanner:
         self._next_row = len(self.window) % rows
         self.state[words.ROW_IN] = self._next_row
         self.state[words.ROW_OUT] = 0
-        slots = self.last_use.numel()
-        bulk = min(slots, max(slots // _BULK_PART, 4 * self.capacity + kernels.BLOCK))
         self.queue = torch.zeros(bulk, dtype=torch.int32, device=self.device)
         self._drop_ranking()
         self.scratch = torch.empty(
             kernels.scratch_words(self.capacity, bulk), dtype=torch.int32, device=self.device
         )
+
+    def _window_rows(self, capacity: int) -> int:
+        rows = self.window_bytes // max(1, capacity * self.pad.id_type.itemsize)
+        return max(len(self.window) + 1, self.hold.future + 4, min(rows, _MOST_BATCHES))
+
+    def _queue_size(self, capacity: int) -> int:
+        slots = self.last_use.numel()
+        return min(slots, max(slots // _BULK_PART, 4 * capacity + kernels.BLOCK))
+
+    def bytes_for(self, lookups: int) -> int:
+        """What `reserve` takes for batches of so many lookups."""
+        queue = self._queue_size(lookups)
+        # One row for a batch that nobody announced, one on its way in, and one that is planned.
+        ids = (self._window_rows(lookups) + 3) * lookups * self.pad.id_type.itemsize
+        return ids + 4 * (kernels.scratch_words(lookups, queue) + queue)
 
     @property
     def depth(self) -> int:
@@ -320,8 +335,7 @@ class DevicePlanner:
             self.on_plan(plan)
 
         kind = (announced, batch.lookups, self.generation, self._known_use)
-        key = ("plan", *kind, id(plan.buffers))
-        self.recorder.run(key, launch, keep=plan.buffers)
+        self.recorder.run(("plan", *kind, plan.buffers.number), launch)
 
     def _launch_kernels(self, batch: Expected, plan: DevicePlan) -> None:
         b, count = plan.buffers, batch.lookups
@@ -568,9 +582,9 @@ class DevicePlanner:
         state = sum(each.numel() * each.element_size() for each in tensors)
         if not self.capacity:
             return {"slot state": state}
-        window = self.window_ids.numel() * self.window_ids.element_size()
-        plan = 4 * (self.scratch.numel() + self.queue.numel())
-        return {"slot state": state, "look-ahead ids": window, "planning": plan}
+        here = (self.scratch, self.queue, self.incoming_ids, self.plan_ids)
+        plan = sum(each.nbytes for each in here)
+        return {"slot state": state, "look-ahead ids": self.window_ids.nbytes, "planning": plan}
 
     def check(self) -> None:
         """Prove the state consistent; for tests and long runs."""

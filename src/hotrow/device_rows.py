@@ -25,7 +25,7 @@ from hotrow.batch import (
     is_pooled,
     lookups_of,
 )
-from hotrow.budget import MOST_PACKED, Share
+from hotrow.budget import MOST_PACKED, Share, choose_map
 from hotrow.device_planner import (
     DevicePlan,
     DevicePlanner,
@@ -44,7 +44,7 @@ from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark, Name
 from hotrow.pinned import locked_rows
-from hotrow.plan_buffers import BufferPool, PlanBuffers
+from hotrow.plan_buffers import BufferPool, PlanBuffers, plan_bytes
 from hotrow.progress import bytes_bar
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
@@ -68,6 +68,7 @@ class DeviceRows(RowGroup):
     back: WriteBack | None = None  # or only those that leave
     unwritten: start.Unwritten | None = None  # rows that need not be read: the device knows them
     _notes_written = False
+    _plans_at_once = 0  # plans that the budget has room for; 0: nobody has counted
     planner: DevicePlanner  # type: ignore[assignment]
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
@@ -89,9 +90,9 @@ class DeviceRows(RowGroup):
         self.features = torch.tensor(
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
-        # Not a method of this object, which would then be known to its own planner.
-        self.planner.on_plan = partial(_count_plan, self.bases, self.traffic)
+        self._count_plans()
         self._pool_of_buffers = BufferPool(self.lanes)
+        self._planned: list[weakref.ref[DeviceWork]] = []
         self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
         self._scalars_there: Tensor | None = None
@@ -148,6 +149,11 @@ class DeviceRows(RowGroup):
                 share = share.with_room(bits, 4 * self.width)
             if self.fill_choice.form == "bulk" and by_bytes:
                 share = share.with_packets(PACKETS, 4 * self.width)
+        self._share, self._most_slots, self._packets = share, share.slots, packets
+        self._make_slots()
+
+    def _make_slots(self) -> None:
+        share, packets = self._share, self._packets
         self.pad = DeviceScratchpad(
             share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
         )
@@ -175,6 +181,55 @@ class DeviceRows(RowGroup):
             pins=self._pins() if self.strategy.pinned_part else None,
             window_bytes=self.window_bytes,
         )
+
+    def _count_plans(self) -> None:
+        # Not a method of this object, which would then be known to its own planner.
+        self.planner.on_plan = partial(_count_plan, self.bases, self.traffic)
+
+    # -- room for plans ----------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether rows may have slots, or batches wait for them: then slots stay as they are."""
+        return self._started or bool(self.planner.window)
+
+    def bytes_with(self, lookups: int, plans: int) -> int:
+        """All of its fast memory, with so many plans for so many lookups at once."""
+        later = ("look-ahead ids", "planning", "plans")
+        now = sum(size for name, size in self.memory().items() if name not in later)
+        return now + self.planner.bytes_for(lookups) + self.plan_bytes(lookups, plans)
+
+    def plan_bytes(self, lookups: int, plans: int) -> int:
+        """What plans take."""
+        return plans * plan_bytes(lookups, self.pad.id_type)
+
+    @property
+    def least_slots(self) -> int:
+        """As many as plans must leave."""
+        return -(-self._most_slots // 2)
+
+    @property
+    def bytes_of_slot(self) -> int:
+        """What a slot gives back: its row, its state, and its part of a hashed map."""
+        state = 4 * self.width + 10 + self.pad.id_type.itemsize
+        return state + (8 if self.pad.map.hashed else 0)
+
+    def set_slots(self, count: int) -> None:
+        """Fewer slots, before any row has one; in the lane that they were made in."""
+        dense = self._share.dense_map and choose_map(count, self.layout.num_rows)
+        self._share = replace(self._share, slots=count, dense_map=dense)
+        # The old ones go first: both at once might not fit.
+        del self.pad, self.slots, self.buffer, self.planner
+        self.back = self.staged = None
+        self._make_slots()
+        self._count_plans()
+
+    def reserve(self, lookups: int, plans: int) -> None:
+        """Make room for batches, of which so many may have plans at once; in the lane of plans."""
+        self._plans_at_once = plans
+        self.planner.reserve(lookups)
+        beside = self.planner.bytes_for(lookups) - self.planner.window_ids[:-1].nbytes
+        self.planner.lookup_bytes = -(-(self.plan_bytes(lookups, plans) + beside) // lookups)
 
     def _choose_fill(self) -> FillChoice:
         strategy, wanted = self.strategy, self.fill_form
@@ -269,15 +324,35 @@ class DeviceRows(RowGroup):
         if work.expected is None:
             self.lanes.after("plan", self.lanes.mark("rows"))  # where its ids may have landed
             work.expected, work.announced = self._admit(work), False
+        self._let_go()
+        # In a berth all batches have one size; others may take whatever was there before.
+        lookups = self.planner.capacity if work.berth is None else work.expected.lookups
         buffers = self._pool_of_buffers.take(
-            max(self.planner.capacity, 1), self.pad.id_type, self.device, work.berth,
+            max(lookups, 1), self.pad.id_type, self.device, work.berth,
             tells=self.staged is not None,
         )  # fmt: skip
         plan = self.planner.plan(work.expected, buffers)
         work.plan = plan
+        self._planned.append(weakref.ref(work))
         self.uncollected.append(work)
         weakref.finalize(plan, self._pool_of_buffers.give_back, buffers, work.berth)
         return True
+
+    def _let_go(self) -> None:
+        """Plans whose rows may have left are of no use to who still has the batch: late gradients
+        take the direct way. Their buffers serve the next ones."""
+        kept = []
+        for each in self._planned:
+            work = each()
+            if work is not None and work.inserted and not self.slots_hold(work):
+                work.plan = None
+            elif work is not None:
+                kept.append(each)
+        self._planned = kept
+
+    def free_berth(self, berth: int) -> None:
+        """No batch will land there again."""
+        self._pool_of_buffers.free_berth(berth)
 
     def _start(self) -> None:
         """Pin what is known to be hot, before the first batch is planned."""
@@ -498,7 +573,7 @@ class DeviceRows(RowGroup):
             self.staged.changed(self.lanes.mark(lane))
 
     def _replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
-        self.planner.recorder.run((kind, self.width, place, id(b)), launch, keep=b)
+        self.planner.recorder.run((kind, self.width, place, b.number), launch)
 
     def _move(self, b: PlanBuffers, level: Level) -> None:
         new = self.unwritten
@@ -714,7 +789,10 @@ class DeviceRows(RowGroup):
             "slots": self.slots.numel() * 4,
             **self.planner.num_bytes,
             "row-to-slot map": self.pad.map.num_bytes,
-            "plans": self._pool_of_buffers.num_bytes,
+            "plans": max(
+                self._pool_of_buffers.num_bytes,
+                self.plan_bytes(self.planner.capacity, self._plans_at_once),
+            ),
             "buffer": self.buffer.numel() * 4,
             "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
             "which rows were written": 0 if new is None else new.written.numel() * 4,

@@ -35,6 +35,7 @@ from hotrow.budget import Budget, parse_bytes, share_out, show_bytes
 from hotrow.hybrid import HostRows
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
+from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
 from hotrow.schedule import at_once
@@ -210,6 +211,8 @@ class EmbeddingBagCollection(nn.Module):
         split = [group.strategy for group in self.groups if group.strategy.stages is SPLIT]
         self.strategy = split[0] if split else self.strategy
         self._plans_later = any(group.plans_later for group in self.groups)
+        # Of a budget in bytes, plans get their part when it is known how large batches are.
+        self._budget_bytes = shared.total_bytes if shared is not None and self._plans_later else 0
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         # Plans on a device keep their buffers for as long as they can be found.
@@ -322,6 +325,7 @@ class EmbeddingBagCollection(nn.Module):
         direct = [work for work in arrival.works if running and not work.group.everything]
         for work in direct:
             work.group.count_direct(work)
+        self._make_room(arrival)
         at_once([work for work in arrival.works if work not in direct], self.lanes)
         return arrival
 
@@ -341,10 +345,49 @@ class EmbeddingBagCollection(nn.Module):
         """A batch that will be planned after those already expected."""
         if self.strategy.on_host:
             return
+        self._make_room(arrival)
         with self.lanes.on("plan"):
             values = self._staged(arrival.batch.values)
             for work in arrival.works:
                 work.group.expect(work, values)
+
+    def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
+        """Batches will have so many samples; `lookups` per sample of a feature, 1 if not named.
+
+        Nobody has to say so: the first batch does. Before that, `num_slots` and `memory()` do not
+        know what plans will take of the budget on a GPU.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 sample, not {batch_size}")
+        each = dict.fromkeys(self.features, 1) | dict(lookups or {})
+        if unknown := each.keys() - set(self.features):
+            raise ValueError(
+                f"no feature {min(unknown)!r}; there are {', '.join(map(repr, self.features))}"
+            )
+        sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
+        self._make_room_for([batch_size * size for size in sizes])
+
+    def _make_room(self, first: Arrival) -> None:
+        if self._budget_bytes:
+            # Where sizes change, larger ones will come, and `Room` rounds them up.
+            spare = 0.0 if first.batch.offsets is None else 1 / 3
+            sizes = [work.size for work in first.works]  # type: ignore[attr-defined]
+            self._make_room_for(sizes, spare=spare)
+
+    def _make_room_for(self, lookups: Sequence[int], *, spare: float = 0.0) -> None:
+        """Give up slots for the plans of batches, before any row has a slot."""
+        groups: Sequence[Any] = self.groups
+        if not self._budget_bytes:
+            return
+        if any(group.has_begun for group in groups):
+            self._budget_bytes = 0  # they stay as they are
+            return
+        known = [group.planner.capacity for group in groups]
+        if all(wanted <= there for wanted, there in zip(lookups, known, strict=True)):
+            return
+        sizes = [max(1, int(each * (1 + spare))) for each in lookups]
+        last = max(stage.cycle for stage in self.strategy.timed_stages)
+        make_room(groups, sizes, self._budget_bytes, self.lanes, last_cycle=last)
 
     def _staged(self, values: Tensor) -> Tensor:
         """Indices on the device, at the same place for the same shape; read before the next."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import count
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,10 +16,14 @@ from hotrow.lanes import Lanes, Mark
 class PlanBuffers:
     """The tensors of one plan, for at most `capacity` lookups; used again and again."""
 
+    _numbers = count()
+
     def __init__(
         self, capacity: int, id_type: torch.dtype, device: torch.device, *, tells: bool = False
     ) -> None:
         self.capacity = capacity
+        # Unlike `id()`, never another's: what was captured for these is not replayed for others.
+        self.number = next(self._numbers)
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
@@ -37,21 +43,47 @@ class PlanBuffers:
 
     @property
     def num_bytes(self) -> int:
-        return self.capacity * (28 + 3 * self.ids.element_size())
+        """Of the device's memory; `status` and `told` are the host's."""
+        hosts = (self.status, self.told)
+        here = [each for each in vars(self).values() if isinstance(each, Tensor)]
+        return sum(each.nbytes for each in here if all(each is not other for other in hosts))
+
+
+def plan_bytes(capacity: int, id_type: torch.dtype) -> int:
+    """What `PlanBuffers` take of the device's memory."""
+    return capacity * (24 + 3 * id_type.itemsize) + 4 + 4 * words.COUNT_WORDS
 
 
 class BufferPool:
-    """Buffers of plans that nobody reads any more, used again when the device has caught up."""
+    """Buffers of plans that nobody reads any more, used again when the device has caught up.
+
+    A berth gets the same ones each time, which captured steps read. Whoever has no berth shares
+    what is left, and new berths take from that, too.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._returned: deque[tuple[PlanBuffers, int | None]] = deque()
         self._free: dict[int | None, deque[tuple[PlanBuffers, list[Mark | None]]]] = {}
-        self.num_bytes = 0
+        self._gone: set[int] = set()
+        self._all: WeakSet[PlanBuffers] = WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._all)
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._all)
 
     def give_back(self, buffers: PlanBuffers, berth: int | None) -> None:
         # From whichever thread dropped the plan: no stream is known here.
         self._returned.append((buffers, berth))
+
+    def free_berth(self, berth: int) -> None:
+        """It will not ask again."""
+        self._gone.add(berth)
+        self._free.setdefault(None, deque()).extend(self._free.pop(berth, ()))
 
     def take(
         self,
@@ -68,15 +100,15 @@ class BufferPool:
             marks = [self._lanes.newest("train"), self._lanes.newest("rows")]
             while self._returned:
                 buffers, place = self._returned.popleft()
+                place = None if place in self._gone else place
                 self._free.setdefault(place, deque()).append((buffers, marks))
-        free = self._free.get(berth)
-        while free:
-            buffers, marks = free.popleft()
-            if buffers.capacity >= capacity:
-                for mark in marks:
+        for free in (self._free.get(berth), self._free.get(None)):
+            while free:
+                buffers, marks = free.popleft()
+                for mark in marks:  # also if they go: the next to have that memory is in this lane
                     self._lanes.after("plan", mark)
-                return buffers
-            self.num_bytes -= buffers.num_bytes
+                if buffers.capacity >= capacity:
+                    return buffers
         buffers = PlanBuffers(capacity, id_type, device, tells=tells)
-        self.num_bytes += buffers.num_bytes
+        self._all.add(buffers)
         return buffers

@@ -36,6 +36,7 @@ class RowGroup:
 
     plans_later = False  # what became of a plan is known when it was launched
     can_be_captured = False  # a step without the host
+    berths = 0  # where batches of captured steps land
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
 
     def __init__(
@@ -140,6 +141,9 @@ class RowGroup:
         moves = work.plan.moves
         self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
         return True
+
+    def free_berth(self, berth: int) -> None:
+        """No batch will land there again."""
 
     def forget_window(self) -> None:
         """The batches expected will not come."""

@@ -65,6 +65,9 @@ def build(config: RunConfig) -> Job:
         device=embedding.device,
         depth=None if isinstance(depth, str) else depth,
     )
+    # What is told of its memory before the first batch is to be what it will be.
+    lookups = dict(zip(embedding.features, config.data.clicks.lookups_per_table, strict=True))
+    embedding.reserve(config.data.clicks.batch_size, lookups)
     return Job(config, clicks, embedding, model, trainer)
 
 

@@ -1,0 +1,74 @@
+"""Room for plans within a budget: slots give way to them, before any row has one.
+
+How much plans take follows from how large batches are, which is known when the first one comes.
+Knows bytes and slots; not what plans are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hotrow.budget import show_bytes
+from hotrow.interrupt import uninterrupted
+from hotrow.lanes import Lanes
+
+if TYPE_CHECKING:
+    from hotrow.device_rows import DeviceRows
+
+
+def make_room(
+    groups: Sequence[DeviceRows],
+    lookups: Sequence[int],  # of a batch in each group
+    budget_bytes: int,
+    lanes: Lanes,
+    *,
+    last_cycle: int,
+) -> None:
+    """Slots and all else within the budget, for batches of so many lookups.
+
+    Called in the lane that slots were made in, which alone can use their memory again.
+    """
+    # A plan lives from its own cycle to the one after training, when its rows may leave. Captured
+    # steps keep theirs, and a batch of another shape needs one more.
+    plans = [max(last_cycle + 2, group.berths + 1) for group in groups]
+    sizes = list(zip(groups, lookups, plans, strict=True))
+    excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
+    if excess > 0:
+        with uninterrupted():
+            lanes.join()
+            missing, part = _give_up_slots(groups, excess)
+            lanes.join()
+        if missing > 0:
+            taken = sum(group.plan_bytes(*size) for group, *size in sizes)
+            slots = sum(group.pad.num_slots for group in groups)
+            warnings.warn(
+                f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
+                f"{sum(lookups):,} lookups take {show_bytes(taken)}, and more than half of the "
+                f"slots would have to give way. {slots:,} slots are kept, and "
+                f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
+                "times as large would hold all, or batches that are so many times smaller",
+                stacklevel=2,
+            )
+    with lanes.on("plan"):
+        for group, *size in sizes:
+            group.reserve(*size)
+
+
+def _give_up_slots(groups: Sequence[DeviceRows], excess: int) -> tuple[int, float]:
+    """The bytes that are still missing when half of the slots are left, and which part of the
+    slots' bytes was wanted."""
+    bytes_of = {group: group.pad.num_slots * group.bytes_of_slot for group in groups}
+    # Whoever has all of its rows would have to move some of them from now on.
+    giving = [group for group in groups if group.pad.num_slots < group.layout.num_rows]
+    if 2 * excess > sum(bytes_of[group] for group in giving):
+        giving = list(groups)
+    part = excess / sum(bytes_of[group] for group in giving)
+    missing = 0
+    for group in giving:
+        left = group.pad.num_slots - int(part * group.pad.num_slots) - 1
+        kept = max(left, group.least_slots)
+        missing += (kept - left) * group.bytes_of_slot
+        group.set_slots(kept)
+    return missing, part
