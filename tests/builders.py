@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hotrow
-from hotrow.budget import parse_bytes, share_out
 from hotrow.evict import EVICTIONS
 from hotrow.planner import Hold
-from hotrow.profile import byte_parts
 from hotrow.stages import FIVE, FUSED, SPLIT
 from hotrow.strategy import STRATEGIES, Strategy
-from hotrow.tables import group_by_width
 
 RULES = {
     "sgd": hotrow.SGD(lr=0.1, weight_decay=0.01),
@@ -161,22 +158,6 @@ def tight_budget(
             need = int(part * max(map(len, ids)))
         shares.append(hotrow.Share(max(1, need), buffer_rows=64, dense_map=dense_map))
     return hotrow.Budget(tuple(shares), window_bytes=1 << 20)
-
-
-def plans_aside(
-    tables: Sequence[hotrow.EmbeddingBagConfig], rule: Any, budget: str | int
-) -> hotrow.Budget:
-    """A GPU's share of so many bytes, where plans of batches take none: these tables are tiny, and
-    plans take as much as for tables of any size."""
-    layouts = group_by_width(tables)
-    row_bytes = [4 * (each.dim + rule.state_width(each.dim)) for each in layouts]
-    num_rows = [each.num_rows for each in layouts]
-    total = parse_bytes(budget, total=sum(a * b for a, b in zip(row_bytes, num_rows, strict=True)))
-    parts = byte_parts(layouts, row_bytes, total, None)
-    shared = share_out(
-        total, row_bytes=row_bytes, num_rows=num_rows, parts=parts, buffer_part=1 / 64
-    )
-    return replace(shared, total_bytes=0)
 
 
 # -- running ---------------------------------------------------------------------------

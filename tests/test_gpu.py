@@ -31,7 +31,6 @@ from builders import (
     Outcome,
     outcome,
     pairwise,
-    plans_aside,
     readout,
     skewed,
     tight_budget,
@@ -174,10 +173,10 @@ def test_all_fast_trains_like_the_cpu(case: str) -> None:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_fills_take_more_of_the_gpu_only_while_training_waits_for_them(busy: bool) -> None:
-    rows, lookups = 1_000_000, 150_000
+    rows, lookups = 1_000_000, 60_000
     table = hotrow.EmbeddingBagConfig("items", rows, 128, ["item"])
     embedding = hotrow.EmbeddingBagCollection(
-        [table], hotrow.SGD(lr=0.1), budget="500MB", device=DEVICE
+        [table], hotrow.SGD(lr=0.1), budget="160MB", device=DEVICE
     )
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(rows, (lookups, 1), generator=generator) for _ in range(60)]
@@ -186,7 +185,8 @@ def test_fills_take_more_of_the_gpu_only_while_training_waits_for_them(busy: boo
         for _ in range(20 if busy else 0):  # two milliseconds each: longer than any fill
             weight = weight @ weight
         embedding(batch).values().sum().backward()
-    assert embedding.traffic().evicted_rows > 20 * lookups / 2
+    assert embedding.traffic().chunked_batches == 0
+    assert embedding.traffic().evicted_rows > 1_000_000
     assert (embedding.groups[0].effort.number > 0) == (not busy)
 
 
@@ -613,8 +613,7 @@ def test_a_forked_data_loader_gives_the_same_bits(pin_memory: bool) -> None:
 
     case = CASES["one-hot"]
     forked = {"num_workers": 2, "multiprocessing_context": "fork", "pin_memory": pin_memory}
-    budget = plans_aside(case.tables, RULES["adagrad"], 4000)
-    found = run(build(case, "adagrad", "lookahead", budget=budget), **forked)
+    found = run(build(case, "adagrad", "lookahead", budget=4000), **forked)
     assert found.same_bits(run(build(case, "adagrad")))
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-from builders import plans_aside
 from hotrow.data import ClickBatch
 
 pytestmark = [
@@ -116,11 +115,7 @@ class Run:
         dense: str = "sgd",
     ) -> None:
         self.embedding = hotrow.EmbeddingBagCollection(
-            TABLES[tables],
-            RULES[rule],
-            None if budget is None else plans_aside(TABLES[tables], RULES[rule], budget),
-            strategy=strategy,
-            device="cuda",
+            TABLES[tables], RULES[rule], budget, strategy=strategy, device="cuda"
         )
         self.model = Model(self.embedding).cuda()
         parameters = self.model.parameters()

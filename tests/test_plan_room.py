@@ -12,6 +12,7 @@ import torch
 
 import hotrow
 import hotrow.embedding
+import hotrow.plan_room
 from builders import Outcome, readout, train
 from hotrow.budget import parse_bytes
 from hotrow.captured import _BERTHS, _Form, _Shape
@@ -27,6 +28,7 @@ NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads
 
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrow.plan_room, "_ON_TOP", 0)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
 
@@ -94,6 +96,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two-widths": {"batches": dense(40, features=2), "widths": (4, DIM)},
     "nearly-all-rows": {"batches": dense(90), "budget": "125%"},
 }
+
+
+def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hotrow.plan_room, "_ON_TOP", 1 << 20)
+    embedding = build()
+    slots = embedding.num_slots
+    assert train(embedding, dense(90)).same_bits(train(build(None, strategy="all-fast"), dense(90)))
+    assert embedding.num_slots == slots
+    monkeypatch.setattr(hotrow.plan_room, "_SMALL_BUDGET", 0)
+    other = build()
+    train(other, dense(90))
+    assert other.num_slots < slots
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -196,19 +196,19 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._seen: set[Any] = set()
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
-    def run(self, key: Any, launch: Callable[[], None], *, keep: Any = None) -> None:
-        """Launch, or replay what was captured under `key`; `keep` lives as long as the graph."""
+    def run(self, key: Any, launch: Callable[[], None]) -> None:
+        """Launch, or replay what was captured under `key`."""
         found = self._graphs.get(key)
         if found is not None:
-            found[0].replay()
+            found.replay()
         elif not self._on_gpu or not self._comes_again(key):
             launch()
         else:
-            found = self._graphs[key] = (self._capture(launch), keep)
-            found[0].replay()
+            found = self._graphs[key] = self._capture(launch)
+            found.replay()
 
     def _comes_again(self, key: Any) -> bool:
         """Whether launches were seen before, and compiled; what comes once is not worth a graph."""

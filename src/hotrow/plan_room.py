@@ -17,6 +17,9 @@ from hotrow.lanes import Lanes
 if TYPE_CHECKING:
     from hotrow.device_rows import DeviceRows
 
+# Whoever gives less tries things out: slots are kept, and plans may come on top.
+_SMALL_BUDGET, _ON_TOP = 256 << 20, 16 << 20
+
 
 def make_room(
     groups: Sequence[DeviceRows],
@@ -35,6 +38,8 @@ def make_room(
     plans = [max(last_cycle + 2, group.berths + 1) for group in groups]
     sizes = list(zip(groups, lookups, plans, strict=True))
     excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
+    if budget_bytes < _SMALL_BUDGET:
+        excess -= _ON_TOP
     if excess > 0:
         with uninterrupted():
             lanes.join()

@@ -159,8 +159,6 @@ def test_a_gpu_that_is_not_there_is_one_sentence(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:of the budget of:UserWarning")  # tables are tiny, plans are not
-@pytest.mark.filterwarnings("ignore:a batch of:UserWarning")
 def test_a_run_on_a_gpu_equals_all_fast() -> None:
     result = train("run.toml", "--set", "run.device=cuda", "--set", "training.epochs=4")
     assert result.exit_code == 0, result.output

@@ -21,8 +21,6 @@ OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:of the budget of:UserWarning"),  # tables are tiny
-    pytest.mark.filterwarnings("ignore:a batch of:UserWarning"),
 ]
 
 
