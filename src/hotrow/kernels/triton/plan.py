@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.triton.maps import BLOCK as LANES
 from hotrow.kernels.triton.maps import DeviceMap, find_slots, insert, remove
 from hotrow.kernels.triton.ranking import last_known_use
 from hotrow.kernels.triton.segments import Segments
 
 BLOCK = 1024
-_SEARCH_WARPS = 8  # of a block that searches the map: the fewer rows each has, the sooner it ends
+# Rows of a program that searches the map. Training's matrix products want whole multiprocessors and
+# wait for whatever runs there, so a program that lasts long costs them more than many short ones.
+LANES = 64
+_WARPS = 2
 
 
 @triton.jit
@@ -33,9 +35,12 @@ def _prefix(per_block, program, num_blocks, word, BLOCKS: tl.constexpr):
 def _classify(
     keys, found, per_block, state, counts, last_use, uses, table, row_of_slot, num_lookups,
     num_rows, num_slots, size, bits, past, HASHED: tl.constexpr, REFETCH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Look each unique row up, once; use the slots of those that are there."""
+    """Look each unique row up, once; use the slots of those that are there.
+
+    `per_block` is zero before; PER_BLOCK programs add to each of its counts.
+    """
     program = tl.program_id(0)
     if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
         return
@@ -59,9 +64,15 @@ def _classify(
     code = tl.where(is_first & (key == num_rows), num_slots, code)
     tl.store(found + place, code, mask=inside)
     missing = real & (slot < 0)
-    tl.store(per_block + program * 4, tl.sum(is_first.to(tl.int32), axis=0))
-    tl.store(per_block + program * 4 + 1, tl.sum(missing.to(tl.int32), axis=0))
-    tl.store(per_block + program * 4 + 2, tl.sum(again.to(tl.int32), axis=0))
+    mine = per_block + program // PER_BLOCK * 4
+    firsts = tl.sum(is_first.to(tl.int32), axis=0)
+    if firsts > 0:
+        tl.atomic_add(mine, firsts)
+    misses = tl.sum(missing.to(tl.int32), axis=0)
+    if misses > 0:
+        tl.atomic_add(mine + 1, misses)
+    if REFETCH:
+        tl.atomic_add(mine + 2, tl.sum(again.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -307,10 +318,12 @@ def plan(
     keys, order64 = torch.sort(ids, stable=True)
     widest = triton.next_power_of_2(blocks)
     widest_victims = triton.next_power_of_2(victim_blocks)
-    _classify[(blocks,)](
+    per_block[: 4 * blocks].zero_()
+    _classify[(max(1, triton.cdiv(count, LANES)),)](
         keys, found, per_block, state, counts, last_use, uses, row_map.table,
         row_map.row_of_slot, count, num_rows, num_slots, row_map.size, row_map.bits, past,
-        HASHED=row_map.hashed, REFETCH=refetch, BLOCK=BLOCK, num_warps=_SEARCH_WARPS,
+        HASHED=row_map.hashed, REFETCH=refetch, BLOCK=LANES, PER_BLOCK=BLOCK // LANES,
+        num_warps=_WARPS,
     )  # fmt: skip
     _segment[(blocks,)](
         keys, order64, found, per_block, state, counts, segments.order, segments.rank,
@@ -329,12 +342,12 @@ def plan(
     move_blocks = max(1, triton.cdiv(count, LANES))
     _let_leave[(move_blocks,)](
         move_slots, leaving, counts, state, row_map.table, row_map.size, row_map.bits,
-        HASHED=row_map.hashed, BLOCK=LANES,
+        HASHED=row_map.hashed, BLOCK=LANES, num_warps=_WARPS,
     )  # fmt: skip
     _let_enter[(move_blocks,)](
         move_slots, entering, missing_rank, row_slots, counts, state, last_use, next_use, uses,
         row_map.row_of_slot, row_map.table, row_map.spare, row_map.size, row_map.bits,
-        HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES,
+        HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=LANES, num_warps=_WARPS,
     )  # fmt: skip
     _resolve[(blocks,)](
         segments.order, segments.rank, row_slots, lookup_slots, counts, state, new_head, kept,
@@ -418,36 +431,42 @@ def plan_everything(
 
 
 @triton.jit
-def _lower_bound(sorted_, low, high, value):
-    """The first place in [low, high) that is not below `value`."""
-    low = tl.zeros([], tl.int32) + low  # the loop's type, though 0 was given
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(sorted_ + middle) < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _count_tables(bases, ids, starts, entering, counts, traffic, num_tables, TABLES: tl.constexpr):
+    """Lookups, unique rows and rows fetched of each table.
 
-
-@triton.jit
-def _count_tables(bases, ids, starts, entering, counts, traffic):
-    """One program per table: lookups, unique rows and rows fetched."""
+    Six searches for each, side by side: where it begins and ends among the unique rows, the missing
+    ones and those that are fetched anew, all of them sorted.
+    """
     if tl.load(counts + 5) != 0:
         return
-    table = tl.program_id(0)
-    first, next_ = tl.load(bases + table), tl.load(bases + table + 1)
-    unique, missing = tl.load(counts), tl.load(counts + 1)
-    moves = tl.load(counts + 3)
-    low = _lower_bound(ids, 0, unique, first)
-    high = _lower_bound(ids, low, unique, next_)
-    fetched = _lower_bound(entering, 0, missing, next_) - _lower_bound(entering, 0, missing, first)
-    fetched += _lower_bound(entering, missing, moves, next_)
-    fetched -= _lower_bound(entering, missing, moves, first)
+    unique, missing, moves = tl.load(counts), tl.load(counts + 1), tl.load(counts + 3)
+    table = tl.program_id(0) * TABLES + tl.arange(0, TABLES)
+    there = (table < num_tables)[:, None]
+    edge = tl.arange(0, 8)[None, :]
+    kind = tl.where(there, edge // 2, 3)
+    value = tl.load(bases + table[:, None] + edge % 2, mask=there, other=0)
+    sorted_ = tl.where(kind == 0, ids, entering)
+    low = tl.where(kind == 2, missing, 0)
+    high = tl.where(kind == 0, unique, tl.where(kind == 1, missing, 0))
+    high = tl.where(kind == 2, moves, high)
+    while tl.max(tl.max(high - low, axis=1), axis=0) > 0:
+        open_ = low < high
+        middle = (low + high) // 2
+        is_below = tl.load(sorted_ + middle, mask=open_, other=0) < value
+        low = tl.where(open_ & is_below, middle + 1, low)
+        high = tl.where(open_ & ~is_below, middle, high)
+    first = tl.sum(tl.where(edge == 0, low, 0), axis=1)
+    end = tl.sum(tl.where(edge == 1, low, 0), axis=1)
+    among_moves = (edge >= 2) & (edge < 6)
+    fetched = tl.sum(tl.where(among_moves, tl.where(edge % 2 == 1, low, -low), 0), axis=1)
+    mask = table < num_tables
+    lookups = tl.load(starts + end, mask=mask, other=0) - tl.load(
+        starts + first, mask=mask, other=0
+    )
     mine = traffic + table * 4
-    tl.store(mine, tl.load(mine) + (tl.load(starts + high) - tl.load(starts + low)))
-    tl.store(mine + 1, tl.load(mine + 1) + (high - low))
-    tl.store(mine + 2, tl.load(mine + 2) + fetched)
+    tl.store(mine, tl.load(mine, mask=mask, other=0) + lookups, mask=mask)
+    tl.store(mine + 1, tl.load(mine + 1, mask=mask, other=0) + (end - first), mask=mask)
+    tl.store(mine + 2, tl.load(mine + 2, mask=mask, other=0) + fetched, mask=mask)
 
 
 @triton.jit
@@ -483,7 +502,10 @@ def count_traffic(
     """Add a plan's numbers to those of each table."""
     tables = bases.numel() - 1
     _, leaving, entering = moves
-    _count_tables[(tables,)](bases, segments.ids, segments.starts, entering, counts, traffic)
+    at_once = min(32, triton.next_power_of_2(tables))
+    _count_tables[(triton.cdiv(tables, at_once),)](
+        bases, segments.ids, segments.starts, entering, counts, traffic, tables, TABLES=at_once
+    )
     # One bin more than there are tables: what is masked goes there.
     _count_leaving[(max(1, triton.cdiv(segments.order.numel(), BLOCK)),)](
         bases, leaving, counts, traffic, tables, BLOCK=BLOCK, SEARCH=tables.bit_length(),

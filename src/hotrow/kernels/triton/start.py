@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
-_MOST_BLOCKS = 256
+# Beside training: programs are short, since its kernels wait for those that are there.
+_MOVED_FLOATS, _MOVE_WARPS, _MOST_BLOCKS = 512, 2, 1024
 _NO_ROW = -1
 
 
@@ -166,7 +167,7 @@ def start_moves(
     """Start the entering rows that nobody has written yet."""
     width, tables = slots.shape[1], unwritten.kinds.numel()
     columns = triton.next_power_of_2(width)
-    rows = max(1, _BLOCK // columns)
+    rows = max(1, _MOVED_FLOATS // columns)
     _start_moves[(min(_MOST_BLOCKS, triton.cdiv(max(1, entering.numel()), rows)),)](
         slots,
         move_slots,
@@ -187,6 +188,7 @@ def start_moves(
         ROWS=rows,
         COLUMNS=columns,
         enable_fp_fusion=False,  # as where all rows are started
+        num_warps=_MOVE_WARPS,
     )
 
 
