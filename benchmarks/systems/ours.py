@@ -150,6 +150,9 @@ class Hotrow:
             compile=options.compile and setting.has_dense,
             graphs=options.graphs,
         )
+        if setting.hotness > 1:  # else the first batch tells as much
+            names = feature_names(len(setting.rows))
+            self.embedding.reserve(setting.batch, dict.fromkeys(names, setting.hotness))
 
     def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
         records = self.trainer.run(batches)
