@@ -635,6 +635,31 @@ def test_a_jagged_index_is_read_from_its_own_table(count: int) -> None:
     assert torch.equal(found, expected)
 
 
+def test_where_features_lie_is_uploaded_again_after_a_failure() -> None:
+    class Full:
+        def copy_(self, *_: Any, **__: Any) -> None:
+            raise MemoryError("no page-locked memory is left")
+
+    tables = [hotrow.EmbeddingBagConfig(name, 9, 2, [name]) for name in ("a", "b")]
+    embedding = hotrow.EmbeddingBagCollection(
+        tables, hotrow.SGD(lr=1.0), strategy="all-fast", device=DEVICE
+    )
+
+    def look_up(lengths: list[int]) -> Tensor:
+        ids = hotrow.KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=torch.tensor(lengths))
+        return embedding(to_device(ids, DEVICE)).values()
+
+    first, second = look_up([1, 4]), look_up([3, 2])
+    assert not torch.equal(first, second)
+    look_up([1, 4])
+    (group,) = embedding.groups
+    there, group._spans_there = group._spans_there, Full()
+    with pytest.raises(MemoryError):
+        look_up([3, 2])
+    group._spans_there = there
+    assert torch.equal(look_up([3, 2]), second)
+
+
 def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
     table = hotrow.EmbeddingBagConfig("a", 5000, 4, ["a"])
     embedding = hotrow.EmbeddingBagCollection(

@@ -306,7 +306,7 @@ class DeviceRows(RowGroup):
             return None
         if work.spans == self._spans_now:
             return self._spans_there
-        self._spans_now = work.spans
+        self._spans_now = None  # what fails below must not count as uploaded
         ends, shifts, end = [], [], 0
         for low, high in work.spans:
             shifts.append(low - end)
@@ -315,7 +315,9 @@ class DeviceRows(RowGroup):
         spans = torch.tensor([ends, shifts])
         if self.device.type == "cuda":
             spans = spans.pin_memory()  # or the host might wait for the lane
-        return self._spans_there.copy_(spans, non_blocking=True)
+        self._spans_there.copy_(spans, non_blocking=True)
+        self._spans_now = work.spans
+        return self._spans_there
 
     def plan(self, work: DeviceWork) -> bool:  # type: ignore[override]
         """Launch a plan; what became of it is known at `confirm`."""
