@@ -7,11 +7,13 @@ tests/test_gpu_graphed.py has the same with real graphs.
 from __future__ import annotations
 
 import copy
+import gc
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -356,6 +358,35 @@ def test_short_and_larger_batches_run_eagerly_among_captured_ones(seen: Replays)
     found = run(model, batches, batch_size=SIZE, max_lookups=limit)
     assert found.same_bits(expected)
     assert 0 < seen.replays <= len(batches) - 3
+
+
+@without_gpu
+def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along(
+    seen: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does it, a pool whose last graph has gone is refused ever after."""
+    monkeypatch.setattr(hotrow.captured, "_FORGOTTEN", 6)
+    graphs: dict[object, WeakSet[StandIn]] = {}
+    stand_in = hotrow.captured.capture
+
+    def capture(launch: Callable[[], None], pool: Any, priority: int) -> Any:
+        gc.collect()  # what stands in for a graph knows its berth, which knows the graph
+        if pool is not None and not graphs[pool]:
+            raise RuntimeError("the pool's last graph has gone")
+        mine = object() if pool is None else pool
+        graph = stand_in(launch, pool, priority)
+        graph.pool = lambda: mine  # type: ignore[method-assign, assignment, return-value]
+        graphs.setdefault(mine, WeakSet()).add(graph)  # type: ignore[arg-type]
+        return graph
+
+    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    generator = torch.Generator().manual_seed(1)
+    short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(8)]
+    batches = [*batches_of("sum", 7), *short, *batches_of("sum", 7, most=9)]
+    model = make("sum", "sgd", "lookahead", slots=80)
+    found = run(model, batches, batch_size=SIZE)
+    assert found.same_bits(run(make("sum"), batches, captured=False))
+    assert len(graphs) == 2
 
 
 @without_gpu

@@ -209,6 +209,8 @@ class CapturedStep:
             for module in self._collections():
                 for group in module.groups:
                     group.free_berth(berth.number)
+        if not any(berth.graphs for each in self._shapes.values() for berth in each.berths):
+            self._pool = None  # it went with the last of them
         return True
 
     # -- steps -------------------------------------------------------------------------

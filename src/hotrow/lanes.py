@@ -224,6 +224,7 @@ class Recorder:
         if self._graphs:
             torch.cuda.synchronize()  # graphs may still be running
             self._graphs.clear()
+            self._pool = None  # it went with the last of them
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
