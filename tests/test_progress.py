@@ -56,6 +56,18 @@ def test_a_file_gets_no_bar(clock: list[float], monkeypatch: pytest.MonkeyPatch)
     assert shown(clock, monkeypatch, seconds=8.0, is_terminal=False) == ""
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_where_nobody_can_look_work_goes_on(
+    is_closed: bool, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    terminal.close()
+    monkeypatch.setattr(sys, "stderr", terminal if is_closed else None)
+    with bytes_bar("page-locking rows") as advance:
+        clock[0] = 5.0
+        advance(1 * GIB, 48 * GIB)
+
+
 def test_a_failure_takes_the_bar_away(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         with bytes_bar("page-locking rows") as advance:

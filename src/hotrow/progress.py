@@ -22,7 +22,7 @@ def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     def advance(done: int, total: int) -> None:
         nonlocal bar, task
         if bar is None:
-            if done >= total or perf_counter() - started < _SOON or not sys.stderr.isatty():
+            if done >= total or perf_counter() - started < _SOON or not _is_seen():
                 return
             bar = _bar()
             bar.start()
@@ -34,6 +34,12 @@ def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     finally:
         if bar is not None:
             bar.stop()
+
+
+def _is_seen() -> bool:
+    # A program without a console has no stderr, or one that was closed.
+    stderr: Any = sys.stderr
+    return stderr is not None and not getattr(stderr, "closed", False) and bool(stderr.isatty())
 
 
 def _bar() -> Any:
