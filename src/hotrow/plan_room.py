@@ -37,6 +37,11 @@ def make_room(
     # steps keep theirs, and a batch of another shape needs one more.
     plans = [max(last_cycle + 2, group.berths + 1) for group in groups]
     sizes = list(zip(groups, lookups, plans, strict=True))
+    with uninterrupted():
+        lanes.join()
+        for group in groups:
+            group.restore_slots()
+        lanes.join()
     excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
     if budget_bytes < _SMALL_BUDGET:
         excess -= _ON_TOP
