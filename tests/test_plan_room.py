@@ -183,6 +183,14 @@ def test_slots_given_by_hand_are_as_many_as_were_asked_for() -> None:
     assert embedding.groups[0].slots is slots
 
 
+def test_what_is_left_of_the_budget_becomes_slots() -> None:
+    embedding = build()
+    before, unused = embedding.num_slots, sum(embedding.memory().values())
+    train_within(embedding, dense(4), embedding.bytes_total // 4)
+    assert embedding.num_slots > 1.02 * before
+    assert unused < sum(embedding.memory().values()) > 0.95 * (embedding.bytes_total // 4)
+
+
 def test_what_was_reserved_is_what_there_will_be() -> None:
     embedding, other = build(), build()
     embedding.reserve(90)

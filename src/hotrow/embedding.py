@@ -355,8 +355,8 @@ class EmbeddingBagCollection(nn.Module):
         """Batches will have so many samples; `lookups` per sample of a feature, 1 if not named.
 
         Nobody has to say so: the first batch does. Before that, `num_slots` and `memory()` do not
-        know what plans will take of the budget on a GPU, and with it at most; where many lookups are
-        of the same rows, the first batch gives some of that back to slots.
+        know what plans will take of the budget on a GPU. Where many lookups are of the same rows,
+        the first batch gives some of that back to slots.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 sample, not {batch_size}")
