@@ -675,6 +675,36 @@ def test_a_ranking_that_names_fewer_slots_than_it_could_still_serves_several_bat
     assert planner._rankings <= len(batches) // 3
 
 
+@pytest.mark.parametrize("refetch", [False, True])
+@pytest.mark.parametrize("room", [1, 4, 5])
+def test_a_plan_with_more_rows_than_it_has_room_for_fails_and_writes_no_further(
+    room: int, refetch: bool
+) -> None:
+    run = Run([[0, 1, 2, 1], [3, 4, 5, 0, 1, 3]], slots=20, refetch=refetch)
+    planner = run.planner()
+    expected = [expect(planner, lookups) for lookups in run.batches]
+    assert outcome_of(planner, planner.plan(expected[0], buffers_for(planner))) == words.PLANNED
+    capacity, id_type = planner.capacity, planner.pad.id_type
+    buffers = PlanBuffers(capacity, id_type, DEVICE, uniques=capacity)
+    whole = [getattr(buffers, name) for name in ("ids", "row_slots", "move_slots", "entering")]
+    for each in (*whole, buffers.starts):
+        each.fill_(-7)
+    buffers.uniques = room  # the rest must stay as it is
+    rows = planner.pad.row_of_slot.clone()
+    plan = planner.plan(expected[1], buffers)
+    outcome = outcome_of(planner, plan)
+    assert outcome == (words.PLANNED if room == 5 else words.NO_ROOM)
+    assert int(buffers.status[words.UNIQUE]) == 5
+    assert all((each[room:] == -7).all() for each in whole)
+    assert (buffers.starts[room + 1 :] == -7).all()
+    if room < 5:
+        assert torch.equal(planner.pad.row_of_slot, rows)
+        again = unannounced(planner, run.batches[1])
+        assert planner.resume(again, plan, retry=True, larger=buffers_for(planner))
+        assert planner._rebuilds == 0
+        assert planner._may_keep_last == (run.order == "farthest-next-use")
+
+
 def test_equal_streams_give_equal_plans() -> None:
     run = Run(some_batches(6, 12), slots=24, order="farthest-next-use", dense_map=False)
 

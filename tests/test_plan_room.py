@@ -183,6 +183,14 @@ def test_slots_given_by_hand_are_as_many_as_were_asked_for() -> None:
     assert embedding.groups[0].slots is slots
 
 
+def test_what_is_left_of_the_budget_becomes_slots() -> None:
+    embedding = build()
+    before, unused = embedding.num_slots, sum(embedding.memory().values())
+    train_within(embedding, dense(4), embedding.bytes_total // 4)
+    assert embedding.num_slots > 1.02 * before
+    assert unused < sum(embedding.memory().values()) > 0.95 * (embedding.bytes_total // 4)
+
+
 def test_what_was_reserved_is_what_there_will_be() -> None:
     embedding, other = build(), build()
     embedding.reserve(90)
@@ -247,19 +255,62 @@ def test_a_budget_as_large_as_the_warning_says_is_enough() -> None:
         build(f"{20 * (factor + 0.1)}%").reserve(160)
 
 
+# -- different rows ------------------------------------------------------------------------
+
+
+def repeated(lookups: int, distinct: int, count: int = STEPS, seed: int = 0) -> list[torch.Tensor]:
+    """Batches of so many lookups in so many rows, other ones each time."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        rows = torch.randperm(ROWS, generator=generator)[:distinct]
+        ids = torch.cat([rows, rows[torch.randint(distinct, (lookups,), generator=generator)]])
+        batches.append(ids[:lookups, None].to(DEVICE))
+    return batches
+
+
+def test_plans_have_room_for_as_many_rows_as_batches_have() -> None:
+    few, many = build(), build()
+    for embedding, batches in ((few, repeated(90, 12)), (many, repeated(90, 90))):
+        train_within(embedding, batches, embedding.bytes_total // 4)
+    assert few.memory()["plans"] < 0.6 * many.memory()["plans"]
+    assert few.num_slots > many.num_slots
+
+
+def test_a_batch_with_more_rows_than_plans_have_room_for_is_planned_again() -> None:
+    batches = [*repeated(60, 8, 4), *repeated(60, 60, 2, seed=1), *repeated(60, 8, 4, seed=2)]
+    embedding = build("60%")
+    found = train(embedding, batches)
+    assert found.same_bits(train(build(None, strategy="all-fast"), batches))
+    assert embedding.traffic().chunked_batches == 0
+    (group,) = embedding.groups
+    assert group._uniques(60) == 60
+    assert group.planner._rebuilds == 0
+    assert sum(embedding.memory().values()) < 1.1 * 0.6 * embedding.bytes_total
+    embedding.check()
+
+
+def test_rows_that_turn_out_to_be_fewer_give_slots_back() -> None:
+    embedding = build()
+    embedding.reserve(90)
+    reserved = embedding.num_slots
+    train_within(embedding, repeated(90, 12), embedding.bytes_total // 4)
+    assert embedding.num_slots > reserved
+
+
 # -- buffers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tells", [False, True])
 @pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
 def test_bytes_are_counted_beforehand(id_type: torch.dtype, tells: bool) -> None:
-    buffers = PlanBuffers(37, id_type, DEVICE, tells=tells)
-    assert buffers.num_bytes == plan_bytes(37, id_type)
-    assert plan_bytes(1000, torch.int32) - plan_bytes(0, torch.int32) == 36_000
+    buffers = PlanBuffers(37, id_type, DEVICE, uniques=20, tells=tells)
+    assert buffers.num_bytes == plan_bytes(37, 20, id_type)
+    assert plan_bytes(1000, 1000, torch.int32) - plan_bytes(0, 0, torch.int32) == 36_000
 
 
 def take(pool: BufferPool, capacity: int, berth: int | None = None) -> PlanBuffers:
-    return pool.take(capacity, torch.int32, DEVICE, berth, tells=False)
+    return pool.take(capacity, capacity, torch.int32, DEVICE, berth, tells=False)
 
 
 def test_berths_take_over_what_eager_steps_had() -> None:
@@ -274,7 +325,7 @@ def test_berths_take_over_what_eager_steps_had() -> None:
         pool.give_back(each, berth)
     assert all(take(pool, 8, berth) is each for berth, each in mine.items())
     short = take(pool, 5)  # nothing is left for whoever has no berth
-    assert pool.num_bytes == 4 * plan_bytes(8, torch.int32) + plan_bytes(5, torch.int32)
+    assert pool.num_bytes == 4 * plan_bytes(8, 8, torch.int32) + plan_bytes(5, 5, torch.int32)
     assert short not in mine.values()
 
 

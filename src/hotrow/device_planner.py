@@ -90,11 +90,12 @@ class DevicePlan:
 
     def segments(self) -> Segments:
         b, count = self.buffers, self.lookups
+        most = min(count, b.uniques)
         return Segments(
             order=b.order[:count],
             rank=b.rank[:count],
-            starts=b.starts[: count + 1],
-            ids=b.ids[:count],
+            starts=b.starts[: most + 1],
+            ids=b.ids[:most],
             count=b.counts[words.UNIQUE : words.UNIQUE + 1],
         )
 
@@ -399,17 +400,30 @@ class DevicePlanner:
         if plan.rebuild == self._rebuilds:
             self._tombstones = state[words.TOMBSTONES]
 
-    def resume(self, batch: Expected, plan: DevicePlan, *, retry: bool) -> bool:
+    def resume(
+        self,
+        batch: Expected,
+        plan: DevicePlan,
+        *,
+        retry: bool,
+        larger: PlanBuffers | None = None,
+    ) -> bool:
         """After a plan that failed, with nothing else running; True if it has been planned now.
 
-        A ranking may have run out of slots that may still leave, so a fresh one is tried first.
+        It may have failed for want of room for its rows, of places in the map, or of slots in a
+        ranking that may still leave. All that can be mended before it is given up.
         """
         self.clear_halt()
         if retry:
-            self._may_keep_last = False  # there were too few that no known batch uses
-            self._rank(announced=False)
-            if self.pad.map.hashed:
+            status = plan.buffers.status.tolist()
+            taken = status[words.COUNT_WORDS + words.TOMBSTONES] + status[words.MISSING]
+            if larger is not None:
+                plan.buffers = larger
+            elif self.pad.map.hashed and taken >= self.pad.map.size - self.pad.num_slots:
                 self._rebuild()
+            else:
+                self._may_keep_last = False  # there were too few that no known batch uses
+            self._rank(announced=False)
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
             self._launch(batch, plan, announced=False)

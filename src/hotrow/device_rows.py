@@ -56,6 +56,7 @@ from hotrow.tables import WidthGroup
 from hotrow.writeback import PACKETS, WriteBack
 from hotrow.writer import why_not
 
+_SPARE_UNIQUES = 1.25  # times as many different rows as the first batch has
 _WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
@@ -69,6 +70,7 @@ class DeviceRows(RowGroup):
     unwritten: start.Unwritten | None = None  # rows that need not be read: the device knows them
     _notes_written = False
     _plans_at_once = 0  # plans that the budget has room for; 0: nobody has counted
+    _unique_part = 1.0  # of a batch's lookups, that may be of different rows
     planner: DevicePlanner  # type: ignore[assignment]
     pad: DeviceScratchpad  # type: ignore[assignment]
     uncollected: list[DeviceWork]  # type: ignore[assignment]
@@ -150,6 +152,7 @@ class DeviceRows(RowGroup):
             if self.fill_choice.form == "bulk" and by_bytes:
                 share = share.with_packets(PACKETS, 4 * self.width)
         self._share, self._most_slots, self._packets = share, share.slots, packets
+        self._may_be_dense = share.dense_map
         self._make_slots()
 
     def _make_slots(self) -> None:
@@ -201,7 +204,15 @@ class DeviceRows(RowGroup):
 
     def plan_bytes(self, lookups: int, plans: int) -> int:
         """What plans take."""
-        return plans * plan_bytes(lookups, self.pad.id_type)
+        return plans * plan_bytes(lookups, self._uniques(lookups), self.pad.id_type)
+
+    def expect_uniques(self, distinct: int, lookups: int) -> None:
+        """Batches of so many lookups have about so many different rows, and padding."""
+        self._unique_part = min(1.0, _SPARE_UNIQUES * (distinct + 1) / max(1, lookups))
+
+    def _uniques(self, lookups: int) -> int:
+        """The different rows that a plan of so many lookups gets room for."""
+        return min(lookups, 1 + int(self._unique_part * lookups))
 
     @property
     def least_slots(self) -> int:
@@ -214,9 +225,14 @@ class DeviceRows(RowGroup):
         state = 4 * self.width + 10 + self.pad.id_type.itemsize
         return state + (8 if self.pad.map.hashed else 0)
 
+    def restore_slots(self) -> None:
+        """All that the budget gave, as if no room had been made for plans."""
+        if self.pad.num_slots < self._most_slots:
+            self.set_slots(self._most_slots)
+
     def set_slots(self, count: int) -> None:
-        """Fewer slots, before any row has one; in the lane that they were made in."""
-        dense = self._share.dense_map and choose_map(count, self.layout.num_rows)
+        """Another number of slots, before any row has one; in the lane that they were made in."""
+        dense = self._may_be_dense and choose_map(count, self.layout.num_rows)
         self._share = replace(self._share, slots=count, dense_map=dense)
         # The old ones go first: both at once might not fit.
         del self.pad, self.slots, self.buffer, self.planner
@@ -329,16 +345,35 @@ class DeviceRows(RowGroup):
         self._let_go()
         # In a berth all batches have one size; others may take whatever was there before.
         lookups = self.planner.capacity if work.berth is None else work.expected.lookups
+        lookups = max(lookups, 1)
         buffers = self._pool_of_buffers.take(
-            max(lookups, 1), self.pad.id_type, self.device, work.berth,
+            lookups, self._uniques(lookups), self.pad.id_type, self.device, work.berth,
             tells=self.staged is not None,
         )  # fmt: skip
         plan = self.planner.plan(work.expected, buffers)
         work.plan = plan
         self._planned.append(weakref.ref(work))
         self.uncollected.append(work)
-        weakref.finalize(plan, self._pool_of_buffers.give_back, buffers, work.berth)
+        self._give_back_later(work, buffers)
         return True
+
+    def _give_back_later(self, work: DeviceWork, buffers: PlanBuffers) -> None:
+        give_back = self._pool_of_buffers.give_back
+        work.gives_back = weakref.finalize(work.plan, give_back, buffers, work.berth)
+
+    def _larger(self, work: DeviceWork, plan: DevicePlan) -> PlanBuffers | None:
+        """Buffers for a batch with more different rows than it had room for; None if it had."""
+        unique, b = int(plan.buffers.status[words.UNIQUE]), plan.buffers
+        if unique <= b.uniques:
+            return None
+        self.expect_uniques(unique, plan.lookups)
+        larger = self._pool_of_buffers.make(
+            b.capacity, self._uniques(b.capacity), self.pad.id_type, self.device,
+            tells=self.staged is not None,
+        )  # fmt: skip
+        work.gives_back.detach()  # the smaller ones go
+        self._give_back_later(work, larger)
+        return larger
 
     def _let_go(self) -> None:
         """Plans whose rows may have left are of no use to who still has the batch: late gradients
@@ -403,7 +438,8 @@ class DeviceRows(RowGroup):
             # Its ids may have been overwritten by those of a batch that was announced since.
             expected = self._admit(work)
             retry = outcome == words.NO_ROOM and not self.everything
-            if self.planner.resume(expected, plan, retry=retry):
+            larger = self._larger(work, plan) if retry else None
+            if self.planner.resume(expected, plan, retry=retry, larger=larger):
                 self._count_moves(work, plan)
                 return False
         self._forget(work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class DeviceWork(Work):
         self.packet: Packet | None = None  # its rows on their way, between collect and insert
         self.collected = self.inserted = self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
+        self.gives_back: Any = None  # those, when the plan has gone
         self.is_fixed = False  # launches are to be the same for all batches of one shape
         self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
         # Of the plan: padding fills it up, so that plans of other batches are launched alike.
@@ -47,6 +48,15 @@ class DeviceWork(Work):
         if self.batch.offsets is None:
             return self.batch.num_samples * len(self.group.layout.features)
         return sum(high - low for low, high in self.spans)
+
+    def count_distinct(self) -> int:
+        """Different rows that are looked up, some twice if features share a table; may wait."""
+        values = self.batch.values
+        if self.batch.offsets is None:
+            parts = [values[:, feature.column] for feature in self.group.layout.features]
+        else:
+            parts = [values[low:high] for low, high in self.spans]
+        return sum(each.unique().numel() for each in parts)
 
     @property
     def is_filled_up(self) -> bool:

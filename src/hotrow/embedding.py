@@ -355,7 +355,8 @@ class EmbeddingBagCollection(nn.Module):
         """Batches will have so many samples; `lookups` per sample of a feature, 1 if not named.
 
         Nobody has to say so: the first batch does. Before that, `num_slots` and `memory()` do not
-        know what plans will take of the budget on a GPU.
+        know what plans will take of the budget on a GPU. Where many lookups are of the same rows,
+        the first batch gives some of that back to slots.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 sample, not {batch_size}")
@@ -364,28 +365,32 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(
                 f"no feature {min(unknown)!r}; there are {', '.join(map(repr, self.features))}"
             )
-        sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
-        self._make_room_for([batch_size * size for size in sizes])
+        if self._budget_bytes and not self._has_begun():
+            sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
+            self._make_room_for([batch_size * size for size in sizes])
 
     def _make_room(self, first: Arrival) -> None:
-        if self._budget_bytes:
+        if self._budget_bytes and not self._has_begun():
+            works: Sequence[Any] = first.works
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             spare = 0.0 if first.batch.offsets is None else 1 / 3
-            sizes = [work.size for work in first.works]  # type: ignore[attr-defined]
-            self._make_room_for(sizes, spare=spare)
+            sizes = []
+            for work in works:
+                work.group.expect_uniques(work.count_distinct(), work.size)
+                told = work.group.planner.capacity  # by `reserve`
+                sizes.append(max(told, work.size) if told else int(work.size * (1 + spare)))
+            self._make_room_for(sizes)
 
-    def _make_room_for(self, lookups: Sequence[int], *, spare: float = 0.0) -> None:
+    def _has_begun(self) -> bool:
+        groups: Sequence[Any] = self.groups
+        if any(group.has_begun for group in groups):
+            self._budget_bytes = 0  # slots stay as they are
+        return not self._budget_bytes
+
+    def _make_room_for(self, lookups: Sequence[int]) -> None:
         """Give up slots for the plans of batches, before any row has a slot."""
         groups: Sequence[Any] = self.groups
-        if not self._budget_bytes:
-            return
-        if any(group.has_begun for group in groups):
-            self._budget_bytes = 0  # they stay as they are
-            return
-        known = [group.planner.capacity for group in groups]
-        if all(wanted <= there for wanted, there in zip(lookups, known, strict=True)):
-            return
-        sizes = [max(1, int(each * (1 + spare))) for each in lookups]
+        sizes = [max(1, each) for each in lookups]
         last = max(stage.cycle for stage in self.strategy.timed_stages)
         make_room(groups, sizes, self._budget_bytes, self.lanes, last_cycle=last)
 

@@ -14,32 +14,41 @@ from hotrow.lanes import Lanes, Mark
 
 
 class PlanBuffers:
-    """The tensors of one plan, for at most `capacity` lookups; used again and again."""
+    """The tensors of one plan, used again and again.
+
+    For at most `capacity` lookups of `uniques` different rows; a plan of more fails.
+    """
 
     _numbers = count()
 
     def __init__(
-        self, capacity: int, id_type: torch.dtype, device: torch.device, *, tells: bool = False
+        self,
+        capacity: int,
+        id_type: torch.dtype,
+        device: torch.device,
+        *,
+        uniques: int | None = None,
+        tells: bool = False,
     ) -> None:
         self.capacity = capacity
+        self.uniques = uniques = capacity if uniques is None else uniques
         # Unlike `id()`, never another's: what was captured for these is not replayed for others.
         self.number = next(self._numbers)
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        self.order, self.rank = ints(capacity), ints(capacity)
-        self.starts = ints(capacity + 1)
-        self.ids = ints(capacity, id_type)
-        self.row_slots, self.lookup_slots = ints(capacity), ints(capacity)
-        self.move_slots = ints(capacity)
-        self.leaving, self.entering = ints(capacity, id_type), ints(capacity, id_type)
+        self.order, self.rank, self.lookup_slots = (ints(capacity) for _ in range(3))
+        self.starts = ints(uniques + 1)
+        self.ids, self.row_slots = ints(uniques, id_type), ints(uniques)
+        self.move_slots = ints(uniques)
+        self.leaving, self.entering = ints(uniques, id_type), ints(uniques, id_type)
         self.counts = torch.zeros(words.COUNT_WORDS, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.status = torch.zeros(16, dtype=torch.int32, pin_memory=pinned)
         self.told: Tensor | None = None  # what enters, for a host that gathers it
         if tells:
-            self.told = torch.zeros(capacity, dtype=id_type, pin_memory=pinned)
+            self.told = torch.zeros(uniques, dtype=id_type, pin_memory=pinned)
 
     @property
     def num_bytes(self) -> int:
@@ -49,9 +58,9 @@ class PlanBuffers:
         return sum(each.nbytes for each in here if all(each is not other for other in hosts))
 
 
-def plan_bytes(capacity: int, id_type: torch.dtype) -> int:
+def plan_bytes(capacity: int, uniques: int, id_type: torch.dtype) -> int:
     """What `PlanBuffers` take of the device's memory."""
-    return capacity * (24 + 3 * id_type.itemsize) + 4 + 4 * words.COUNT_WORDS
+    return 12 * capacity + uniques * (12 + 3 * id_type.itemsize) + 4 + 4 * words.COUNT_WORDS
 
 
 class BufferPool:
@@ -88,6 +97,7 @@ class BufferPool:
     def take(
         self,
         capacity: int,
+        uniques: int,
         id_type: torch.dtype,
         device: torch.device,
         berth: int | None,
@@ -107,8 +117,20 @@ class BufferPool:
                 buffers, marks = free.popleft()
                 for mark in marks:  # also if they go: the next to have that memory is in this lane
                     self._lanes.after("plan", mark)
-                if buffers.capacity >= capacity:
+                if buffers.capacity >= capacity and buffers.uniques >= uniques:
                     return buffers
-        buffers = PlanBuffers(capacity, id_type, device, tells=tells)
+        return self.make(capacity, uniques, id_type, device, tells=tells)
+
+    def make(
+        self,
+        capacity: int,
+        uniques: int,
+        id_type: torch.dtype,
+        device: torch.device,
+        *,
+        tells: bool,
+    ) -> PlanBuffers:
+        """New ones."""
+        buffers = PlanBuffers(capacity, id_type, device, uniques=uniques, tells=tells)
         self._all.add(buffers)
         return buffers

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Whoever gives less tries things out: slots are kept, and plans may come on top.
 _SMALL_BUDGET, _ON_TOP = 256 << 20, 16 << 20
+_BESIDE_SLOT = 1  # bytes, in the ranking
+_WORTH_IT = 1 / 100  # slots more than before
 
 
 def make_room(
@@ -37,7 +39,17 @@ def make_room(
     # steps keep theirs, and a batch of another shape needs one more.
     plans = [max(last_cycle + 2, group.berths + 1) for group in groups]
     sizes = list(zip(groups, lookups, plans, strict=True))
+    with uninterrupted():
+        lanes.join()
+        for group in groups:
+            group.restore_slots()
+        lanes.join()
     excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
+    if excess < 0:
+        with uninterrupted():
+            lanes.join()
+            _take_more_slots(groups, -excess)
+            lanes.join()
     if budget_bytes < _SMALL_BUDGET:
         excess -= _ON_TOP
     if excess > 0:
@@ -59,6 +71,17 @@ def make_room(
     with lanes.on("plan"):
         for group, *size in sizes:
             group.reserve(*size)
+
+
+def _take_more_slots(groups: Sequence[DeviceRows], spare: int) -> None:
+    """Budgets are shared out with more bytes per slot than a device takes."""
+    growing = [group for group in groups if group.pad.num_slots < group.layout.num_rows]
+    bytes_of = {group: group.pad.num_slots * group.bytes_of_slot for group in growing}
+    for group in growing:
+        part = spare * bytes_of[group] / sum(bytes_of.values())
+        more = int(part / (group.bytes_of_slot + _BESIDE_SLOT))
+        if more > group.pad.num_slots * _WORTH_IT:
+            group.set_slots(min(group.pad.num_slots + more, group.layout.num_rows))
 
 
 def _give_up_slots(groups: Sequence[DeviceRows], excess: int) -> tuple[int, float]:

@@ -78,10 +78,13 @@ def _classify(
 @triton.jit
 def _segment(
     keys, order64, found, per_block, state, counts, order, rank, starts, ids, row_slots,
-    missing_rank, entering, leaving, move_slots, num_lookups, num_blocks, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    missing_rank, entering, leaving, move_slots, num_lookups, room, num_blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Number the unique rows and the missing ones, in the order of ids."""
+    """Number the unique rows and the missing ones, in the order of ids.
+
+    There is `room` for so many: a plan with more fails later, and writes no further here.
+    """
     program = tl.program_id(0)
     if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
         return
@@ -98,6 +101,7 @@ def _segment(
     tl.store(rank + place, my_rank, mask=inside)
     position = tl.load(order64 + place, mask=inside, other=0)
     tl.store(order + place, position.to(tl.int32), mask=inside)
+    is_first = is_first & (my_rank < room)
     tl.store(starts + my_rank, place, mask=is_first)
     tl.store(ids + my_rank, key, mask=is_first)
     missing = is_first & (code == -1)
@@ -109,11 +113,12 @@ def _segment(
     tl.store(row_slots + my_rank, slot, mask=is_first & ~missing)
     # Rows fetched anew stand behind the missing ones among the moves.
     move = num_missing + agains + tl.cumsum(again.to(tl.int32), axis=0) - 1
+    again = again & (move < room)
     tl.store(entering + move, key, mask=again)
     tl.store(leaving + move, key, mask=again)
     tl.store(move_slots + move, slot, mask=again)
     if program == 0:
-        tl.store(starts + num_unique, num_lookups)
+        tl.store(starts + tl.minimum(num_unique, room), num_lookups)
         tl.store(counts, num_unique)
         tl.store(counts + 1, num_missing)
         tl.store(counts + 2, num_again)
@@ -160,7 +165,7 @@ def _count_victims(
 @triton.jit
 def _take_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, move_slots,
-    leaving, new_head, spread, max_moves, spare_places, num_blocks, HASHED: tl.constexpr,
+    leaving, new_head, spread, max_moves, room, spare_places, num_blocks, HASHED: tl.constexpr,
     KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
@@ -176,7 +181,7 @@ def _take_victims(
         return
     num_moves = num_missing + tl.load(counts + 2)
     valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
-    fits = (num_valid >= num_missing) & (num_moves <= max_moves)
+    fits = (num_valid >= num_missing) & (num_moves <= max_moves) & (tl.load(counts) <= room)
     if HASHED:  # without an empty place in the map, a search would never end
         fits = fits & (tl.load(state + 6) + num_missing < spare_places)
     if program == 0:
@@ -288,15 +293,15 @@ def _resolve(
 def plan(
     ids: Tensor,  # [L], num_rows for padding
     segments: Segments,  # out
-    row_slots: Tensor,  # out: [L] int32
+    row_slots: Tensor,  # out: [R] int32, as are the segments' ids: room for so many unique rows
     lookup_slots: Tensor,  # out: [L] int32
-    moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= L] each
+    moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= R] each
     counts: Tensor,  # [8] int32, FIRST_BAD set; the others are written
     kept: Tensor,  # out: [8] int32: the counts, for whoever reads the plan
     status: Tensor,  # out: [16] int32, page-locked: counts, then most of the state
     scratch: Tensor,  # [words] int32
     *,
-    told: Tensor | None = None,  # out: [>= L], page-locked: what enters, for the host
+    told: Tensor | None = None,  # out: [>= R], page-locked: what enters, for the host
     state: Tensor,  # [8] int32
     slot_facts: tuple[Tensor, Tensor, Tensor],  # last use, next use int32; uses int16
     queue: Tensor,
@@ -328,7 +333,7 @@ def plan(
     _segment[(blocks,)](
         keys, order64, found, per_block, state, counts, segments.order, segments.rank,
         segments.starts, segments.ids, row_slots, missing_rank, entering, leaving, move_slots,
-        count, blocks, BLOCK=BLOCK, BLOCKS=widest,
+        count, segments.ids.numel(), blocks, BLOCK=BLOCK, BLOCKS=widest,
     )  # fmt: skip
     _count_victims[(victim_blocks,)](
         queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots, BLOCK,
@@ -336,7 +341,8 @@ def plan(
     )  # fmt: skip
     _take_victims[(victim_blocks,)](
         queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots,
-        move_slots, leaving, new_head, BLOCK, max_moves, row_map.size - num_slots, victim_blocks,
+        move_slots, leaving, new_head, BLOCK, max_moves, segments.ids.numel(),
+        row_map.size - num_slots, victim_blocks,
         HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
     move_blocks = max(1, triton.cdiv(count, LANES))
@@ -418,7 +424,7 @@ def plan_everything(
     _segment[(blocks,)](
         keys, order64, found, per_block, state, counts, segments.order, segments.rank,
         segments.starts, segments.ids, row_slots, missing_rank, entering, leaving, move_slots,
-        count, blocks, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks),
+        count, segments.ids.numel(), blocks, BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks),
     )  # fmt: skip
     _nothing_moves[(1,)](state, counts, new_head)
     _resolve[(blocks,)](

@@ -47,15 +47,15 @@ def sum_by_row(
     segments: Segments,
     padding: int | None = None,
 ) -> Tensor:
-    """The gradient of each unique row, [L, dim] float32; only the first U are written.
+    """The gradient of each unique row, [R, dim] float32; only the first U are written.
 
     The id `padding` has none: its lookups may lie behind those that have a bag.
     """
-    num_lookups, dim = segments.order.numel(), grads.shape[1]
-    out = torch.empty(num_lookups, dim, dtype=torch.float32, device=grads.device)
+    most, dim = segments.ids.numel(), grads.shape[1]
+    out = torch.empty(most, dim, dtype=torch.float32, device=grads.device)
     place = None
     if padding is not None:
-        place = torch.arange(num_lookups, dtype=torch.int32, device=grads.device)
+        place = torch.arange(most, dtype=torch.int32, device=grads.device)
         place = torch.where(segments.ids == padding, -1, place)
     _reduce(out, place, segments, (grads, bag_of, weights, divisor), _NO_STEP, -1, dim)
     return out
