@@ -730,15 +730,15 @@ class DeviceRows(RowGroup):
         values = self.optimizer.table_scalars(self._scalar_names)
         if values is self._scalar_values:
             return
-        self._scalar_values = values
         self.scalars_alike = all(each == values[0] for each in values)
         there = torch.tensor(values, dtype=torch.float32)
         if self._scalars_there is None:
             self._scalars_there = there.to(self.device)
-            return
-        if self.device.type == "cuda":
-            there = there.pin_memory()
-        self._scalars_there.copy_(there, non_blocking=True)
+        else:
+            if self.device.type == "cuda":
+                there = there.pin_memory()
+            self._scalars_there.copy_(there, non_blocking=True)
+        self._scalar_values = values  # now that they are there
 
     # -- the direct way ----------------------------------------------------------------
 

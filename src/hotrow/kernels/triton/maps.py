@@ -118,7 +118,10 @@ def insert(ids, slots, mask, table, spare, size, bits, HASHED: tl.constexpr):
         lane = tl.arange(0, ids.shape[0])
         looking = mask
         while tl.max(looking.to(tl.int32), axis=0) > 0:
-            here = tl.load(table + _places(bucket), mask=looking[:, None], other=0)
+            # Not from the multiprocessor's own cache: others write at the same time.
+            here = tl.load(
+                table + _places(bucket), mask=looking[:, None], other=0, cache_modifier=".cg"
+            )
             free = tl.min(tl.where(here < 0, turn, PLACES), axis=1)
             want = looking & (free < PLACES)
             there = tl.max(tl.where(turn == free[:, None], here, -3), axis=1)
