@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.device_rows
+import hotrow.device_memory
 import hotrow.fills
 import hotrow.pinned
 import hotrow.staged
@@ -114,7 +114,7 @@ def test_whatever_is_late_is_waited_for(
 def test_packets_that_are_too_small_and_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", 5)
+    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", 5)
     for name in ("lookahead", "scratchpipe"):
         found = train(tight("one-hot", "adam", name, "staged"), CASES["one-hot"].batches(STEPS))
         assert found.same_bits(all_fast("one-hot", "adam"))
@@ -124,7 +124,7 @@ def test_packets_that_are_too_small_and_those_that_are_not(
 def test_a_store_that_the_system_does_not_lock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hotrow.pinned, "_cuda_register", lambda address, size: "not today")
     for most in (5, 1 << 16):
-        monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", most)
+        monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", most)
         with pytest.warns(UserWarning, match="refused to page-lock the rows: not today"):
             embedding = tight("one-hot", "adam", name, "staged")
         choice = embedding.fills()[4]

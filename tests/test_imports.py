@@ -67,7 +67,9 @@ LAYERS = [
     {"writeback", "everything", "device_work"},
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},
-    {"step", "device_rows", "plan_room"},
+    {"step", "device_memory"},
+    {"device_fill"},
+    {"device_rows", "plan_room"},
     {"hybrid"},
     {"embedding"},
     {"ahead"},
@@ -190,8 +192,8 @@ def imported() -> set[str]:
 ENGINE = {
     f"hotrow.{name}"
     for name in (
-        "device_planner", "device_rows", "device_start", "device_work", "everything", "fills",
-        "plan_buffers", "staged", "writeback",
+        "device_fill", "device_memory", "device_planner", "device_rows", "device_start",
+        "device_work", "everything", "fills", "plan_buffers", "staged", "writeback",
     )
 }  # fmt: skip
 

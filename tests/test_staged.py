@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.device_rows
+import hotrow.device_memory
 import hotrow.embedding
 import hotrow.fills
 import hotrow.staged
@@ -235,7 +235,7 @@ def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
 def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", 5)
+    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", 5)
     whole: list[int] = []
     real = DeviceRows.fill
 
@@ -262,7 +262,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
 ) -> None:
     """The device must not touch the store at all."""
     monkeypatch.setattr(DeviceRows, "zero_copy", False)
-    monkeypatch.setattr(hotrow.device_rows, "MOST_PACKED", most)
+    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", most)
     for kernel in ("fill", "gather", "scatter"):
         monkeypatch.delattr(kernels, kernel)
     embedding = tight(ONE_HOT, name=name)
@@ -589,7 +589,7 @@ def test_bulk_is_tried_where_a_strategy_can_use_it(
         asked.append(bulk)
         return FillChoice("zero-copy", "a test")
 
-    monkeypatch.setattr(hotrow.device_rows, "choose", chosen)
+    monkeypatch.setattr(hotrow.device_memory, "choose", chosen)
     group = build(ONE_HOT, "sgd", strategy, budget=4_000, fill="zero-copy").groups[0]
     group.fill_form, group.device = "auto", torch.device("cuda")
     group._choose_fill()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
+import hotrow.device_memory
 import hotrow.device_planner
-import hotrow.device_rows
 import hotrow.embedding
 import hotrow.writeback
 from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
@@ -141,7 +141,7 @@ def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
 def test_fills_of_every_size_take_turns_with_the_same_bits(
     fill: str, late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.device_rows, "Effort", Restless)
+    monkeypatch.setattr(hotrow.device_memory, "Effort", Restless)
     embedding = tight("one-hot", "adam", "random", fill=fill)
     found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
     assert found.same_bits(all_fast("one-hot", "adam"))

@@ -6,11 +6,7 @@ is rare. Which lane a stage runs in is the schedule's business.
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,65 +21,26 @@ from hotrow.batch import (
     is_pooled,
     lookups_of,
 )
-from hotrow.budget import MOST_PACKED, Share, choose_map
-from hotrow.device_planner import (
-    DevicePlan,
-    DevicePlanner,
-    DeviceScratchpad,
-    Expected,
-)
-from hotrow.device_start import initialise_on_gpu, unwritten_rows
+from hotrow.device_fill import DeviceFills
+from hotrow.device_planner import DevicePlan, Expected
 from hotrow.device_work import DeviceWork
-from hotrow.everything import AllPlanner, AllSlots
-from hotrow.fills import FULL, LEVELS, Effort, FillChoice, Level, choose
-from hotrow.interrupt import uninterrupted
-from hotrow.kernels.reference import Moves
-from hotrow.kernels.triton import fill, lookup, start, update, words
-from hotrow.kernels.triton.plan import count_traffic
+from hotrow.kernels.triton import lookup, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
-from hotrow.lanes import Mark, Name
-from hotrow.pinned import locked_rows
-from hotrow.plan_buffers import BufferPool, PlanBuffers, plan_bytes
-from hotrow.progress import bytes_bar
-from hotrow.rows import RowGroup
+from hotrow.lanes import Mark
+from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
-from hotrow.staged import Staged
-from hotrow.stages import SPLIT, Work, in_transit_of
-from hotrow.store import Store
-from hotrow.strategy import Strategy
+from hotrow.stages import Work
 from hotrow.tables import WidthGroup
-from hotrow.writeback import PACKETS, WriteBack
-from hotrow.writer import why_not
-
-_SPARE_UNIQUES = 1.25  # times as many different rows as the first batch has
-_WRITTEN_PART = 1 / 16  # of the slots' bytes, at most, for a bit per row of the tables
 
 
-class DeviceRows(RowGroup):
+class DeviceRows(DeviceFills):
     """Rows of one width."""
-
-    plans_later = can_be_captured = True
-    zero_copy = True  # the device reads and writes the store by itself
-    staged: Staged | None = None  # or the copy engine and the CPU move rows
-    back: WriteBack | None = None  # or only those that leave
-    unwritten: start.Unwritten | None = None  # rows that need not be read: the device knows them
-    _notes_written = False
-    _plans_at_once = 0  # plans that the budget has room for; 0: nobody has counted
-    _unique_part = 1.0  # of a batch's lookups, that may be of different rows
-    planner: DevicePlanner  # type: ignore[assignment]
-    pad: DeviceScratchpad  # type: ignore[assignment]
-    uncollected: list[DeviceWork]  # type: ignore[assignment]
 
     def __init__(self, layout: WidthGroup, **options: Any) -> None:
         """As RowGroup's."""
         super().__init__(layout, **options)
         device = self.device
-        if self.everything:
-            self.pad = AllSlots(self.slots)  # type: ignore[assignment]
-            self.planner = AllPlanner(self.pad)
-            self._past = 0
-        self.bases = torch.tensor([*layout.bases, layout.num_rows], device=device)
         columns = [
             (layout.bases[f.table], table.num_embeddings, table.padding_idx, f.column)
             for f in layout.features
@@ -92,177 +49,14 @@ class DeviceRows(RowGroup):
         self.features = torch.tensor(
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
-        self._count_plans()
-        self._pool_of_buffers = BufferPool(self.lanes)
         self._planned: list[weakref.ref[DeviceWork]] = []
         self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
         self._scalars_there: Tensor | None = None
-        self._started = False
         self.is_pooled, self.room = is_pooled(layout), Room()
         self._columns: dict[tuple[str, ...], Columns] = {}
         self._spans_now: Any = None
         self._spans_there = torch.zeros(2, len(layout.features), dtype=torch.int64, device=device)
-
-    # -- memory ------------------------------------------------------------------------
-
-    def _make_rows(self, share: Share | None) -> None:
-        layout, device = self.layout, self.device
-        if share is None:
-            rows = torch.zeros(layout.num_rows + 1, self.width, device=device)
-            self.slots, self.store = rows, Store(rows[:-1])
-            return
-        if device.type != "cuda":
-            super()._make_rows(share)
-            return
-        with bytes_bar("page-locking rows") as advance:
-            found = locked_rows(layout.num_rows, self.width, progress=advance)
-        self.zero_copy, self.store = found.locked, Store(found.rows)
-        if not found.locked:
-            warnings.warn(found.reason, stacklevel=5)
-        self._make_scratchpad(share)
-
-    def _initialise(self, state: list[float], seed: int) -> None:
-        on_gpu = self.device.type == "cuda" and self.zero_copy
-        if on_gpu:
-            initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
-        else:
-            super()._initialise(state, seed)
-        if self._notes_written:
-            self.unwritten = unwritten_rows(self.layout, state, seed, self.device, on_gpu=on_gpu)
-
-    def _make_scratchpad(self, share: Share) -> None:
-        self.fill_choice = self._choose_fill()
-        # Where training waits for rows anyhow, there is nothing beside them.
-        self.effort = Effort() if self.strategy.overlapped else Effort(FULL, is_fixed=True)
-        packets = 0
-        if self.fill_choice.form == "staged":
-            if not self.strategy.staged:
-                self.strategy = replace(self.strategy, stages=SPLIT)
-            # One more than may be in transit, so that nobody waits for its last row to be written.
-            packets = 1 + in_transit_of(self.strategy.timed_stages)
-            if share.slots < self.layout.num_rows:
-                share = share.with_packets(packets, 4 * self.width)
-        else:
-            bits = self.layout.num_rows // 8
-            self._notes_written = bits <= _WRITTEN_PART * share.slots * self.width * 4
-            by_bytes = share.packet_rows > 0  # slots given by hand are as many as were asked for
-            if self._notes_written and by_bytes and share.slots < self.layout.num_rows:
-                share = share.with_room(bits, 4 * self.width)
-            if self.fill_choice.form == "bulk" and by_bytes:
-                share = share.with_packets(PACKETS, 4 * self.width)
-        self._share, self._most_slots, self._packets = share, share.slots, packets
-        self._may_be_dense = share.dense_map
-        self._make_slots()
-
-    def _make_slots(self) -> None:
-        share, packets = self._share, self._packets
-        self.pad = DeviceScratchpad(
-            share.slots, self.width, self.layout.num_rows, self.device, dense_map=share.dense_map
-        )
-        self.slots = self.pad.slots
-        self.buffer = torch.zeros(share.buffer_rows + 1, self.width, device=self.device)
-        self._past = self.strategy.hold.past
-        if self.fill_choice.form == "bulk":
-            most = share.packet_rows or min(share.slots, MOST_PACKED)
-            self.back = WriteBack(
-                self.store,
-                self.slots,
-                most=max(1, most),
-                lanes=self.lanes,
-            )
-        if packets:
-            self.staged = Staged(
-                self.store, self.slots, most=share.packet_rows or min(share.slots, MOST_PACKED),
-                packets=packets, id_type=self.pad.id_type, lanes=self.lanes,
-            )  # fmt: skip
-        self.planner = DevicePlanner(
-            self.pad,
-            hold=self.strategy.hold,
-            eviction=self.strategy.eviction,
-            refetch=self.strategy.refetch,
-            pins=self._pins() if self.strategy.pinned_part else None,
-            window_bytes=self.window_bytes,
-        )
-
-    def _count_plans(self) -> None:
-        # Not a method of this object, which would then be known to its own planner.
-        self.planner.on_plan = partial(_count_plan, self.bases, self.traffic)
-
-    # -- room for plans ----------------------------------------------------------------
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether rows may have slots, or batches wait for them: then slots stay as they are."""
-        return self._started or bool(self.planner.window)
-
-    def bytes_with(self, lookups: int, plans: int) -> int:
-        """All of its fast memory, with so many plans for so many lookups at once."""
-        later = ("look-ahead ids", "planning", "plans")
-        now = sum(size for name, size in self.memory().items() if name not in later)
-        return now + self.planner.bytes_for(lookups) + self.plan_bytes(lookups, plans)
-
-    def plan_bytes(self, lookups: int, plans: int) -> int:
-        """What plans take."""
-        return plans * plan_bytes(lookups, self._uniques(lookups), self.pad.id_type)
-
-    def expect_uniques(self, distinct: int, lookups: int) -> None:
-        """Batches of so many lookups have about so many different rows, and padding."""
-        self._unique_part = min(1.0, _SPARE_UNIQUES * (distinct + 1) / max(1, lookups))
-
-    def _uniques(self, lookups: int) -> int:
-        """The different rows that a plan of so many lookups gets room for."""
-        return min(lookups, 1 + int(self._unique_part * lookups))
-
-    @property
-    def least_slots(self) -> int:
-        """As many as plans must leave."""
-        return -(-self._most_slots // 2)
-
-    @property
-    def bytes_of_slot(self) -> int:
-        """What a slot gives back: its row, its state, and its part of a hashed map."""
-        state = 4 * self.width + 10 + self.pad.id_type.itemsize
-        return state + (8 if self.pad.map.hashed else 0)
-
-    def restore_slots(self) -> None:
-        """All that the budget gave, as if no room had been made for plans."""
-        if self.pad.num_slots < self._most_slots:
-            self.set_slots(self._most_slots)
-
-    def set_slots(self, count: int) -> None:
-        """Another number of slots, before any row has one; in the lane that they were made in."""
-        dense = self._may_be_dense and choose_map(count, self.layout.num_rows)
-        self._share = replace(self._share, slots=count, dense_map=dense)
-        # The old ones go first: both at once might not fit.
-        del self.pad, self.slots, self.buffer, self.planner
-        self.back = self.staged = None
-        self._make_slots()
-        self._count_plans()
-
-    def reserve(self, lookups: int, plans: int) -> None:
-        """Make room for batches, of which so many may have plans at once; in the lane of plans."""
-        self._plans_at_once = plans
-        self.planner.reserve(lookups)
-        beside = self.planner.bytes_for(lookups) - self.planner.window_ids[:-1].nbytes
-        self.planner.lookup_bytes = -(-(self.plan_bytes(lookups, plans) + beside) // lookups)
-
-    def _choose_fill(self) -> FillChoice:
-        strategy, wanted = self.strategy, self.fill_form
-        if not self.zero_copy:
-            return FillChoice("staged", "the store is not page-locked")
-        if wanted == "bulk" and (reason := _why_not_bulk(strategy)):
-            return FillChoice("zero-copy", reason)
-        if wanted != "auto":
-            return FillChoice(wanted, "asked for")
-        if strategy.staged:
-            return FillChoice("staged", f"{strategy.name} moves rows in stages")
-        if not strategy.overlapped:
-            return FillChoice("zero-copy", f"{strategy.name} waits for its rows")
-        if self.device.type != "cuda":
-            return FillChoice("zero-copy", "one memory serves both")
-        bulk = not _why_not_bulk(strategy)
-        return choose(self.store, self.device, self.lanes, bulk=bulk)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -476,156 +270,6 @@ class DeviceRows(RowGroup):
         if work in self.uncollected:
             self.uncollected.remove(work)
 
-    def collect(self, work: DeviceWork) -> None:  # type: ignore[override]
-        """Rows set out; where the device moves them by itself, that waits until `insert`."""
-        if self.staged is None:
-            return
-        if not work.announced:
-            self._insert_all()  # batches before it were planned without knowing what it needs
-        assert work.plan is not None
-        b, count = work.plan.buffers, work.plan.num_moves
-        if count > self.staged.most:
-            self.fill(work)
-            return
-        if count:
-            assert b.told is not None
-            work.packet = self.staged.collect(
-                Moves(b.move_slots, b.leaving, b.entering), _moves_in(b), b.told[:count],
-                evicts=work.plan.num_evicted > 0, replay=partial(self._replay, b),
-            )  # fmt: skip
-            self.in_transit.append(work)
-        self._mark_collected(work)
-        work.inserted = not count
-
-    def exchange(self, work: DeviceWork) -> None:  # type: ignore[override]
-        assert self.staged is not None
-        assert work.packet is not None
-        self.staged.depart(work.packet)
-        self.staged.arrive(work.packet)
-
-    def write_back(self, work: DeviceWork) -> None:  # type: ignore[override]
-        assert self.staged is not None
-        assert work.packet is not None
-        self.staged.write(work.packet)
-
-    def insert(self, work: DeviceWork) -> None:  # type: ignore[override]
-        if not work.collected:
-            self.fill(work)
-            return
-        assert self.staged is not None
-        assert work.packet is not None
-        assert work.plan is not None
-        self.staged.insert(work.packet, partial(self._replay, work.plan.buffers))
-        work.packet = None
-        work.inserted = True
-        self.in_transit.remove(work)
-
-    def _insert_all(self) -> None:
-        with uninterrupted(), self.lanes.on("rows"):
-            for work in list(self.in_transit):
-                self.insert(work)  # type: ignore[arg-type]
-
-    def fill(self, work: DeviceWork) -> None:  # type: ignore[override]
-        """All at once: whoever trains this batch may be next."""
-        assert work.plan is not None
-        if self.everything:
-            return
-        if self.staged is not None:
-            self.staged.wait()  # a row on its way back may be fetched again
-        level = self.effort.level if work.announced else LEVELS[FULL]
-        if self.back is not None:
-            self._fill_and_keep(work, self.back, level)
-        elif self.zero_copy:
-            self._move(work.plan.buffers, level)
-            self._store_changed("rows")
-        else:
-            self._fill_by_host(work)
-        self._mark_collected(work)
-        work.inserted = True
-
-    def note_wait(self, share: float) -> None:
-        if not self.everything:
-            self.effort.note(share)
-
-    def _fill_and_keep(self, work: DeviceWork, back: WriteBack, level: Level) -> None:
-        """Read entering rows; leaving ones are kept for a while, and go back with others."""
-        plan = work.plan
-        assert plan is not None
-        b, moves, new = plan.buffers, _moves_in(plan.buffers), self.unwritten
-        if work.announced:
-            back.let_read(plan.number)
-        else:
-            back.wait()  # nobody has looked ahead to it
-        if not level.in_bulk or (
-            plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number)
-        ):
-            self._move(b, level)
-            return
-        packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
-
-        def launch() -> None:
-            if packet is not None:
-                back.pack(packet, b.move_slots, b.leaving, moves, new)
-            fill.fill(
-                self.slots, self.store.rows, b.move_slots, None, b.entering, moves,
-                level.read_blocks, written=None if new is None else new.written,
-            )  # fmt: skip
-            if new is not None:
-                start.start_moves(self.slots, b.move_slots, b.entering, moves, new)
-
-        place = -1 if packet is None else packet.number
-        self._replay(b, ("bulk", level.read_blocks), place, launch)
-
-    def _fill_by_host(self, work: DeviceWork) -> None:
-        """Where the device cannot reach the store: the host waits, gathers and copies."""
-        moves = zip(*(each.split(self.chunk_rows) for each in self._moves_of(work)), strict=True)
-        for slots, leaving, entering in moves:
-            goes, comes = leaving >= 0, (entering >= 0) & (entering != leaving)
-            self._write_store(leaving[goes], self.slots.index_select(0, slots[goes]))
-            rows = torch.empty(int(comes.sum()), self.width, device=self.device)
-            self._read_store(entering[comes], rows)
-            self.slots.index_copy_(0, slots[comes], rows)
-
-    def _read_store(self, ids: Tensor, out: Tensor) -> None:
-        """Rows of the store; -1: nothing is read."""
-        if self.zero_copy:
-            fill.gather(self.store.rows, ids, out)
-            return
-        there = ids >= 0
-        out[there] = self.store.rows[ids[there].cpu()].to(self.device)
-
-    def _write_store(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace rows of the store; -1: nothing is written."""
-        if self.unwritten is not None:
-            self.unwritten.note(ids)
-        if self.zero_copy:
-            fill.scatter(self.store.rows, ids, rows.contiguous())
-            self._store_changed("train")
-            return
-        there = ids >= 0
-        self.store.write(ids[there].cpu(), rows[there].cpu())
-
-    def _store_changed(self, lane: Name) -> None:
-        """The device has written to the store by itself."""
-        if self.staged is not None:
-            self.staged.changed(self.lanes.mark(lane))
-
-    def _replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
-        self.planner.recorder.run((kind, self.width, place, b.number), launch)
-
-    def _move(self, b: PlanBuffers, level: Level) -> None:
-        new = self.unwritten
-
-        def launch() -> None:
-            fill.fill(
-                self.slots, self.store.rows, b.move_slots, b.leaving, b.entering, _moves_in(b),
-                level.fill_blocks, written=None if new is None else new.written,
-            )  # fmt: skip
-            if new is not None:
-                start.start_moves(self.slots, b.move_slots, b.entering, _moves_in(b), new)
-
-        self._replay(b, "fill", level.fill_blocks, launch)
-
     def slots_hold(self, work: Work) -> bool:
         if self.everything:
             return work.plan is not None
@@ -815,43 +459,3 @@ class DeviceRows(RowGroup):
             torch.cuda.synchronize(self.device)
 
     # ----------------------------------------------------------------------------------
-
-    def made_rows(self) -> int:
-        return 0 if self.unwritten is None else int(self.unwritten.made)
-
-    def memory(self) -> dict[str, int]:
-        if self.everything:
-            return {"rows": self.slots.numel() * 4}
-        new = self.unwritten
-        return {
-            "slots": self.slots.numel() * 4,
-            **self.planner.num_bytes,
-            "row-to-slot map": self.pad.map.num_bytes,
-            "plans": max(
-                self._pool_of_buffers.num_bytes,
-                self.plan_bytes(self.planner.capacity, self._plans_at_once),
-            ),
-            "buffer": self.buffer.numel() * 4,
-            "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
-            "which rows were written": 0 if new is None else new.written.numel() * 4,
-        }
-
-
-def _why_not_bulk(strategy: Strategy) -> str:
-    if not (strategy.eviction.looks_ahead and strategy.overlapped):
-        return f"{strategy.name} does not know which rows come again"
-    if strategy.refetch:
-        # Rows that are fetched anew leave and enter the same slot: one kernel keeps them apart.
-        return f"{strategy.name} fetches rows that are there"
-    reason = why_not()
-    return f"no thread of C can write rows: {reason}" if reason else ""
-
-
-def _moves_in(b: PlanBuffers) -> Tensor:
-    return b.counts[words.MOVES : words.MOVES + 1]
-
-
-def _count_plan(bases: Tensor, traffic: Tensor, plan: DevicePlan) -> None:
-    b = plan.buffers
-    moves = (b.move_slots, b.leaving, b.entering)
-    count_traffic(bases, plan.segments(), moves, b.counts, traffic)
