@@ -46,7 +46,8 @@ How the figures are taken:
   work has been launched: what overlaps with training costs nothing, what delays it counts. Shown is
   the median, with the 20th and 80th percentile; samples per second are from the mean. Steps are
   timed in three windows with pauses between them, of which the fastest counts, for every system
-  alike: a core of the measured machine runs at half its speed for seconds at a time.
+  alike: a core of the measured machine runs at half its speed for seconds at a time. (Results of
+  8ee48c0 are older, and of one window.)
 - Batches come from page-locked host memory and none occurs twice. Caches are full before timing
   starts, so that every row that arrives makes another leave.
 - Every system trains the same dense part on the same batches: bfloat16 weights with float32

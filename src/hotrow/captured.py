@@ -190,9 +190,8 @@ class CapturedStep:
                 if not self._forget(oldest):
                     return None
             shape = self._shapes[form.key] = _Shape()
-        for key in list(self._shapes):
-            # One that changes its size grows out of it, and does not come again.
-            if form.room and key[1] and key != form.key:
+        if form.room:  # one that changes its size grows out of it, and does not come again
+            for key in [each for each in self._shapes if each[1] and each != form.key]:
                 self._forget(key)
         return shape
 

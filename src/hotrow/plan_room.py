@@ -39,35 +39,29 @@ def make_room(
     # steps keep theirs, and a batch of another shape needs one more.
     plans = [max(last_cycle + 2, group.berths + 1) for group in groups]
     sizes = list(zip(groups, lookups, plans, strict=True))
+    missing, part = 0, 0.0
     with uninterrupted():
         lanes.join()
         for group in groups:
             group.restore_slots()
-        lanes.join()
-    excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
-    if excess < 0:
-        with uninterrupted():
-            lanes.join()
+        excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
+        on_top = _ON_TOP if budget_bytes < _SMALL_BUDGET else 0
+        if excess < 0:
             _take_more_slots(groups, -excess)
-            lanes.join()
-    if budget_bytes < _SMALL_BUDGET:
-        excess -= _ON_TOP
-    if excess > 0:
-        with uninterrupted():
-            lanes.join()
-            missing, part = _give_up_slots(groups, excess)
-            lanes.join()
-        if missing > 0:
-            taken = sum(group.plan_bytes(*size) for group, *size in sizes)
-            slots = sum(group.pad.num_slots for group in groups)
-            warnings.warn(
-                f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
-                f"{sum(lookups):,} lookups take {show_bytes(taken)}, and more than half of the "
-                f"slots would have to give way. {slots:,} slots are kept, and "
-                f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
-                "times as large would hold all, or batches that are so many times smaller",
-                stacklevel=2,
-            )
+        elif excess > on_top:
+            missing, part = _give_up_slots(groups, excess - on_top)
+        lanes.join()
+    if missing > 0:
+        taken = sum(group.plan_bytes(*size) for group, *size in sizes)
+        slots = sum(group.pad.num_slots for group in groups)
+        warnings.warn(
+            f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
+            f"{sum(lookups):,} lookups take {show_bytes(taken)}, and more than half of the "
+            f"slots would have to give way. {slots:,} slots are kept, and "
+            f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
+            "times as large would hold all, or batches that are so many times smaller",
+            stacklevel=2,
+        )
     with lanes.on("plan"):
         for group, *size in sizes:
             group.reserve(*size)
