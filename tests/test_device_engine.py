@@ -637,7 +637,7 @@ def test_a_jagged_index_is_read_from_its_own_table(count: int) -> None:
 
 def test_where_features_lie_is_uploaded_again_after_a_failure() -> None:
     class Full:
-        def copy_(self, *_: Any, **__: Any) -> None:
+        def send(self, _: Any) -> None:
             raise MemoryError("no page-locked memory is left")
 
     tables = [hotrow.EmbeddingBagConfig(name, 9, 2, [name]) for name in ("a", "b")]

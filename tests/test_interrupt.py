@@ -38,7 +38,7 @@ class PressAt:
 def train_until_pressed(embedding: Any, batches: list[Any], place: int) -> int:
     """Steps whose backward pass has ended when the interrupt is heard."""
     press = PressAt(place)
-    before = int(embedding.optimizer.steps.max())
+    before = max(embedding.optimizer.steps)
     sys.settrace(press)
     try:
         for batch in hotrow.ahead(batches, embedding):
@@ -47,7 +47,7 @@ def train_until_pressed(embedding: Any, batches: list[Any], place: int) -> int:
         pass
     finally:
         sys.settrace(None)
-    return int(embedding.optimizer.steps.max()) - before
+    return max(embedding.optimizer.steps) - before
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "fused", "five-shuffled"])

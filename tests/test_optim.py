@@ -370,15 +370,11 @@ def test_state_without_one_of_the_tables_is_refused() -> None:
 def updated(rule: RowRule, rows: Tensor, grads: Tensor, tables: int = 1) -> Tensor:
     """Rows after one update, as a collection does it: in one tensor, with their state."""
     rows, dim = rows.clone(), grads.shape[1]
-    values = {
-        f"{field.name}.{i}" if isinstance(value, tuple) else field.name: torch.tensor(
-            [each] * tables, dtype=torch.float64
-        )
-        for field in fields(rule)
-        for value in [getattr(rule, field.name)]
-        for i, each in enumerate(value if isinstance(value, tuple) else [value])
+    setting = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    scalars = {
+        name: torch.full((tables,), value, dtype=torch.float64)
+        for name, value in rule.scalars(setting, 3).items()
     }
-    scalars = rule.scalars(values, torch.full((tables,), 3))
     owner = None if tables == 1 else torch.arange(len(rows)) % tables
     state = [rows[:, place] for place in rule.state_columns(dim).values()]
     rule.update(rows[:, :dim], grads.clone(), state, per_row(scalars, owner))
@@ -424,3 +420,39 @@ def test_rules_are_frozen() -> None:
     with pytest.raises(AttributeError):
         hotrow.SGD().lr = 0.5
     assert replace(hotrow.SGD(), lr=0.5).lr == 0.5
+
+
+# -- the numbers of an update --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_are_new_when_a_setting_or_a_step_is_and_only_then(rule: str) -> None:
+    each = RULES[rule]
+    optimizer = collection(each).optimizer
+    names = tuple(optimizer.names)
+
+    def numbers() -> list[tuple[float, ...]]:
+        found = optimizer.table_scalars(names)
+        assert found is optimizer.table_scalars(names)
+        columns = optimizer.scalars(names).values()
+        assert torch.stack(list(columns), 1).tolist() == [list(line) for line in found]
+        return found
+
+    first = numbers()  # before any update: those of the first one
+    optimizer.count_step()
+    assert numbers() == first
+    optimizer.count_step()
+    assert (numbers() != first) == each.uses_step
+    now = numbers()
+    optimizer.param_groups[1]["lr"] *= 2
+    assert [i for i, line in enumerate(numbers()) if line != now[i]] == [1]
+    rate = torch.tensor(0.25)
+    optimizer.param_groups[1]["lr"] = rate
+    now = numbers()
+    rate.mul_(2)  # as torch's schedules do
+    assert [i for i, line in enumerate(numbers()) if line != now[i]] == [1]
+    if "betas" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["betas"] = [0.5, 0.75]
+        now = numbers()
+        optimizer.param_groups[0]["betas"][0] = 0.25
+        assert [i for i, line in enumerate(numbers()) if line != now[i]] == [0]

@@ -17,7 +17,7 @@ from hotrow.kernels.triton import update
 from hotrow.kernels.triton.lookup import pool, weight_grads
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.update import NUM_SCALARS, sum_by_row, update_rows, update_slots
-from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad, per_row
+from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 
 NUM_ROWS = 1000  # ids are below; padding is this id
 BASES = [0, 10, 400, 777]  # first ids of four tables
@@ -328,11 +328,13 @@ def test_gradients_may_be_a_view(device: torch.device) -> None:
 
 def scalars_of(rule: RowRule, tables: int, device: torch.device) -> Tensor:
     """Different settings for each table, [T, K] float32."""
-    names = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-3, "betas.0": 0.8, "betas.1": 0.9}
-    spread = torch.arange(tables, dtype=torch.float64) / (2 * tables)
-    setting = {name: value * (1 - spread) for name, value in names.items()}
-    values = rule.scalars(setting, torch.arange(3, 3 + tables)).values()
-    return torch.stack(list(values), dim=1).float().to(device)
+    lines = []
+    for table in range(tables):
+        less = 1 - table / (2 * tables)
+        setting = {"lr": 0.1 * less, "weight_decay": 0.2 * less, "eps": 1e-3 * less}
+        betas = {"betas": (0.8 * less, 0.9 * less)}
+        lines.append(list(rule.scalars({**setting, **betas}, 3 + table).values()))
+    return torch.tensor(lines, device=device)
 
 
 @pytest.fixture
@@ -344,15 +346,15 @@ def _nearest_sqrt(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None
 
 def apply(rule: RowRule, rows: Tensor, grads: Tensor, scalars: Tensor, dim: int) -> None:
     """optim.py's own update of all `rows`, each with its own line of `scalars`."""
-    names = list(rule.scalars(_any_setting(), torch.ones(1)))
+    names = _scalar_names(rule)
     settings = {name: scalars[:, [i]] for i, name in enumerate(names)}
     state = [rows[:, columns] for columns in rule.state_columns(dim).values()]
     rule.update(rows[:, :dim], grads, state, settings)
 
 
-def _any_setting() -> dict[str, Tensor]:
-    names = ("lr", "weight_decay", "eps", "betas.0", "betas.1")
-    return {name: torch.full((1,), 0.5, dtype=torch.float64) for name in names}
+def _scalar_names(rule: RowRule) -> list[str]:
+    setting = {"lr": 0.5, "weight_decay": 0.5, "eps": 0.5, "betas": (0.5, 0.5)}
+    return list(rule.scalars(setting, 1))
 
 
 def table_of(ids: Tensor) -> Tensor:
@@ -446,12 +448,11 @@ def test_a_step_from_a_summed_gradient_has_the_bits_of_the_rule_s_own(
 
 @each_rule
 def test_the_order_of_the_scalars_is_the_rule_s(rule: RowRule) -> None:
-    names = list(rule.scalars(_any_setting(), torch.ones(1)))
+    names = _scalar_names(rule)
     adam = ["keep1", "keep2", "size", "eps"]
     known = {"SGD": ["lr", "decay"], "Adam": adam, "AdamW": [*adam, "shrink"]}
     assert names == known.get(type(rule).__name__, ["lr", "eps"])
     assert len(names) == NUM_SCALARS[type(rule).__name__]
-    assert list(per_row(rule.scalars(_any_setting(), torch.ones(1)), None)) == names
 
 
 # Each kind once and each rule at least once: all pairs would take long.

@@ -267,12 +267,12 @@ class CapturedStep:
     def _try(self, berth: _Berth) -> Tensor:
         """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
         with padding shows."""
-        updates = [embedding.optimizer.steps.tolist() for embedding, _ in berth.arrivals]
+        updates = [embedding.optimizer.steps for embedding, _ in berth.arrivals]
         try:
             with berth.as_it_lies():
                 loss = self._run_eagerly(berth.batch)
         except Exception as error:
-            if updates != [embedding.optimizer.steps.tolist() for embedding, _ in berth.arrivals]:
+            if updates != [embedding.optimizer.steps for embedding, _ in berth.arrivals]:
                 raise  # the rows have been updated, and must not be twice
             loss = self._run_eagerly(berth.handed)  # raises again what is no matter of padding
             self._refuse(f"padding behind the lookups leads to {_short(error)}")

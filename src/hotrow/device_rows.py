@@ -32,6 +32,7 @@ from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
 from hotrow.stages import Work
 from hotrow.tables import WidthGroup
+from hotrow.uploads import Upload
 
 
 class DeviceRows(DeviceFills):
@@ -52,11 +53,11 @@ class DeviceRows(DeviceFills):
         self._planned: list[weakref.ref[DeviceWork]] = []
         self._scalar_names = tuple(table.name for table in layout.tables)
         self._scalar_values: Any = None
-        self._scalars_there: Tensor | None = None
+        self._scalars_there: Upload | None = None
         self.is_pooled, self.room = is_pooled(layout), Room()
         self._columns: dict[tuple[str, ...], Columns] = {}
         self._spans_now: Any = None
-        self._spans_there = torch.zeros(2, len(layout.features), dtype=torch.int64, device=device)
+        self._spans_there = Upload((2, len(layout.features)), torch.int64, self.lanes)
 
     # -- the planned way ---------------------------------------------------------------
 
@@ -115,19 +116,16 @@ class DeviceRows(DeviceFills):
         if work.batch.offsets is None:
             return None
         if work.spans == self._spans_now:
-            return self._spans_there
+            return self._spans_there.there
         self._spans_now = None  # what fails below must not count as uploaded
         ends, shifts, end = [], [], 0
         for low, high in work.spans:
             shifts.append(low - end)
             end += high - low
             ends.append(end)
-        spans = torch.tensor([ends, shifts])
-        if self.device.type == "cuda":
-            spans = spans.pin_memory()  # or the host might wait for the lane
-        self._spans_there.copy_(spans, non_blocking=True)
+        there = self._spans_there.send((ends, shifts))
         self._spans_now = work.spans
-        return self._spans_there
+        return there
 
     def plan(self, work: DeviceWork) -> bool:  # type: ignore[override]
         """Launch a plan; what became of it is known at `confirm`."""
@@ -368,20 +366,16 @@ class DeviceRows(DeviceFills):
         else:
             self.push_scalars()
         assert self._scalars_there is not None
-        return self._scalars_there, None if self.scalars_alike else self.bases[:-1]
+        return self._scalars_there.there, None if self.scalars_alike else self.bases[:-1]
 
     def push_scalars(self) -> None:
         values = self.optimizer.table_scalars(self._scalar_names)
         if values is self._scalar_values:
             return
         self.scalars_alike = all(each == values[0] for each in values)
-        there = torch.tensor(values, dtype=torch.float32)
         if self._scalars_there is None:
-            self._scalars_there = there.to(self.device)
-        else:
-            if self.device.type == "cuda":
-                there = there.pin_memory()
-            self._scalars_there.copy_(there, non_blocking=True)
+            self._scalars_there = Upload((len(values), len(values[0])), torch.float32, self.lanes)
+        self._scalars_there.send(values[0] if self.scalars_alike else values)
         self._scalar_values = values  # now that they are there
 
     # -- the direct way ----------------------------------------------------------------

@@ -120,12 +120,15 @@ class Lanes:
         To ask torch for it costs the host more than a launch, so it is asked once a turn.
         """
         if self._streams and self.inside is None and not self._has_turn:
-            self._has_turn, stream = True, self._trained_on
-            # As a number it costs a tenth; mostly it is the same.
-            current = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if stream is None or stream.cuda_stream != current:
-                stream = torch.cuda.current_stream(self.device.index)
-            self.outside = self._trained_on = stream
+            self._has_turn = True
+            self.outside = self._trained_on = self._current(self._trained_on)
+
+    def _current(self, likely: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        # As a number it costs a tenth; mostly it is the same.
+        current = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if likely is None or likely.cuda_stream != current:
+            return torch.cuda.current_stream(self.device.index)
+        return likely
 
     def give_turn(self) -> None:
         """From now on others may choose streams, and train."""
@@ -144,6 +147,12 @@ class Lanes:
         if self._trained_on is None:
             return self.mark("train")
         return _Event(self._trained_on)
+
+    def mark_here(self) -> Mark:
+        """A mark in the current stream, that nobody else hears of."""
+        if not self._streams:
+            return _Passed()
+        return _Event(self._current(self.inside or self._trained_on))
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""

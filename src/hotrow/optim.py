@@ -7,8 +7,9 @@ correctly rounded operations are used: see kernels/reference.py for why.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from hotrow.kernels.reference import row_sum
 from hotrow.tables import EmbeddingBagConfig
 
+Setting = Mapping[str, Any]  # a rule's fields, for one table
 Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
 
 
@@ -61,8 +63,8 @@ class RowRule:
     def start_of_state(self) -> float:
         return 0.0
 
-    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
-        """What the update needs per table, computed in float64 from settings and step, [T]."""
+    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
+        """What the update of a table needs. Plain numbers: tensors of them take far longer."""
         raise NotImplementedError
 
     def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
@@ -77,7 +79,7 @@ class SGD(RowRule):
     lr: float = 1e-3
     weight_decay: float = 0.0
 
-    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
         return {"lr": setting["lr"], "decay": setting["weight_decay"]}
 
     def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
@@ -96,7 +98,7 @@ class Adagrad(RowRule):
     def start_of_state(self) -> float:
         return self.initial_accumulator_value
 
-    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
+    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
         return {"lr": setting["lr"], "eps": setting["eps"]}
 
     def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
@@ -135,9 +137,9 @@ class Adam(RowRule):
                 f"{type(self).__name__}: betas must be two numbers below 1, not {self.betas}"
             )
 
-    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
-        beta1, beta2 = setting["betas.0"], setting["betas.1"]
-        root = (1 - beta2**step).sqrt()
+    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
+        beta1, beta2 = setting["betas"]
+        root = math.sqrt(1 - beta2**step)
         return {
             "keep1": 1 - beta1,
             "keep2": 1 - beta2,
@@ -158,8 +160,8 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    def scalars(self, setting: Scalars, step: Tensor) -> Scalars:
-        root = (1 - setting["betas.1"] ** step).sqrt()
+    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
+        root = math.sqrt(1 - setting["betas"][1] ** step)
         return {
             **super().scalars(setting, step),
             # torch.optim.AdamW corrects the second moment before eps is added, SparseAdam after:
@@ -187,12 +189,12 @@ class RowOptimizer(torch.optim.Optimizer):
         self.rule = rule
         self.names = [table.name for table in tables]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._setting_names = [field.name for field in fields(rule)]
-        self._has_tensors = False
-        # Updates so far. On the host, which counts them: no device has to be asked.
-        self._steps = torch.zeros(len(tables), dtype=torch.int64)
+        self._settings = [field.name for field in fields(rule)]
+        self._scalar_names = list(rule.scalars(defaults, 1))
+        self._may_change = False  # settings may, in place: a tensor or a list is among them
+        self._steps = [0] * len(tables)
         self._uncounted = 0  # of them, for every table
-        self._last_scalars: dict[tuple[str, ...], tuple[Any, list[tuple[float, ...]]]] = {}
+        self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
 
@@ -208,58 +210,52 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def scalars(self, names: Sequence[str]) -> Scalars:
         """What the rule needs for an update of some tables, [T] float64 each."""
-        places = [self._places[name] for name in names]
-        table: dict[str, list[float]] = {}
-        for group in (self.param_groups[place] for place in places):
-            for field in fields(self.rule):
-                value = group[field.name]
-                parts = value if isinstance(value, tuple | list) else [value]
-                for i, each in enumerate(parts):
-                    key = f"{field.name}.{i}" if len(parts) > 1 else field.name
-                    table.setdefault(key, []).append(float(each))
-        setting = {key: torch.tensor(values, dtype=torch.float64) for key, values in table.items()}
-        return self.rule.scalars(setting, self.steps[places])
+        values = torch.tensor(self.table_scalars(tuple(names)), dtype=torch.float64)
+        return dict(zip(self._scalar_names, values.unbind(1), strict=True))
 
     def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
-        """`scalars` as rows of numbers, one row per table; the same list while nothing changes."""
-        settings = self._setting_names
-        key: list[Any] = [group[name] for group in self.param_groups for name in settings]
-        if self._has_tensors:
-            key = list(map(_number, key))  # a schedule changes a tensor in place
-        if self.rule.uses_step:
-            key.append(self.steps.tolist())
-        found, rows = self._last_scalars.get(names, (None, []))
-        if found != key:
-            self._has_tensors = any(
-                isinstance(group[name], Tensor) for group in self.param_groups for name in settings
-            )
-            # Tables with the same settings have the same numbers, and most have.
-            alike: dict[Any, str] = {}
-            facts = [self._facts(name) for name in names]
-            for name, fact in zip(names, facts, strict=True):
-                alike.setdefault(fact, name)
-            columns = [values.tolist() for values in self.scalars(tuple(alike.values())).values()]
-            found_rows = dict(zip(alike, zip(*columns, strict=True), strict=True))
-            rows = [found_rows[fact] for fact in facts]
-            self._last_scalars[names] = list(map(_number, key)), rows
+        """`scalars` as rows of numbers, one row per table; the same list while nothing changes.
+
+        Asked several times a step, and new in each with Adam or a schedule.
+        """
+        key: list[Any] = [group[name] for group in self.param_groups for name in self._settings]
+        if self._may_change:
+            key = list(map(_fixed, key))
+        steps = tuple(self.steps) if self.rule.uses_step else None
+        found, found_steps, rows = self._last_scalars.get(names, (None, None, []))
+        if found == key and found_steps == steps:
+            return rows
+        if not self._may_change and any(isinstance(value, Tensor | list) for value in key):
+            self._may_change = True
+            key = list(map(_fixed, key))
+        places = [self._places[name] for name in names]
+        many = len(self._settings)
+        if key == key[:many] * len(self.names) and (steps is None or len(set(steps)) == 1):
+            rows = [self._numbers(key, steps, places[0])] * len(names)  # most often
+        else:
+            rows = [self._numbers(key, steps, place) for place in places]
+        self._last_scalars[names] = key, steps, rows
         return rows
 
-    def _facts(self, name: str) -> tuple[Any, ...]:
-        place = self._places[name]
-        group = self.param_groups[place]
-        return (int(self.steps[place]), *(_number(group[each]) for each in self._setting_names))
+    def _numbers(
+        self, key: list[Any], steps: tuple[int, ...] | None, place: int
+    ) -> tuple[float, ...]:
+        many = len(self._settings)
+        setting = dict(zip(self._settings, key[place * many : (place + 1) * many], strict=True))
+        step = 1 if steps is None else max(steps[place], 1)  # asked before the first update
+        return tuple(map(float, self.rule.scalars(setting, step).values()))
 
     @property
-    def steps(self) -> Tensor:
-        """The updates of each table so far."""
+    def steps(self) -> list[int]:
+        """The updates of each table so far. Counted by the host: no device has to be asked."""
         if self._uncounted:
-            self._steps += self._uncounted
+            self._steps = [step + self._uncounted for step in self._steps]
             self._uncounted = 0
         return self._steps
 
     def count_step(self) -> None:
         """One more update, for every table alike, also those without a lookup."""
-        self._uncounted += 1  # a tensor would take longer than all else here
+        self._uncounted += 1
         self._opt_called = True  # what torch's schedulers look for before they move
 
     def step(self, closure: Any = None) -> Any:
@@ -273,7 +269,7 @@ class RowOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         state = {
-            name: {"step": int(step), **self.rows.copy_state(name)}
+            name: {"step": step, **self.rows.copy_state(name)}
             for name, step in zip(self.names, self.steps, strict=True)
         }
         return {"state": state, "param_groups": groups}
@@ -292,7 +288,8 @@ class RowOptimizer(torch.optim.Optimizer):
             self.rows.load_state(name, state_dict["state"][name])
 
 
-def _number(value: Any) -> Any:
+def _fixed(value: Any) -> Any:
+    """A setting that nobody changes in place, as torch's schedules change tensors."""
     if isinstance(value, Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value

@@ -217,7 +217,7 @@ class PendingStep:
                 bad = int((~finite).any(dim=1).int().argmax())
                 value = float(grads[bad][~finite[bad]][0])
                 raise FloatingPointError(
-                    f"update {int(self._optimizer.steps.max()) + 1}: the gradient of "
+                    f"update {max(self._optimizer.steps) + 1}: the gradient of "
                     f"{group.layout.describe(int(ids[bad]))} holds {value}; no row was changed. "
                     "on_nonfinite='skip' leaves such updates out"
                 )
