@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cores import on_fast_cores
 
 # Exact runs need it, cuBLAS reads it once, and all systems shall have the same.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,8 +121,7 @@ def time_steps(
 ) -> Timing:
     """Take `warmup` steps, then time `timed`; an early deadline leaves as many as there were.
 
-    In windows, of which the fastest counts: a core of a shared host may run at half its speed for
-    some time, and a pause lets the system choose another.
+    In windows, of which the fastest counts, each on cores that are fast at its start: see cores.py.
     """
     said = time.monotonic()
     for done in range(warmup):
@@ -137,7 +137,8 @@ def time_steps(
             if deadline.minutes_left <= 0:
                 break
             time.sleep(PAUSE)
-        windows.append(_time_window(steps, size, device, deadline))
+        with on_fast_cores():
+            windows.append(_time_window(steps, size, device, deadline))
     return Timing.best_of(windows)
 
 

@@ -32,7 +32,7 @@ from hotrow.optim import RowRule
 
 GIB = 2**30
 MISSES = 8_000  # of a batch at the target's budget
-FILL_BLOCKS = 2  # beside training
+FILL_BLOCKS, MOST_FILL_BLOCKS = 2, 16  # beside training, and while it waits
 PLANNED_BATCHES = 300
 START_GIB = 4
 HOTNESS = 10
@@ -298,6 +298,15 @@ def evict_rows(shape: Shape) -> Case:
 
 def fill(shape: Shape) -> Case:
     """Rows of a batch's moves out and in, with the few blocks that training can spare."""
+    return _fill(shape, FILL_BLOCKS)
+
+
+def fill_alone(shape: Shape) -> Case:
+    """The same with as many blocks as it gets while training waits for rows."""
+    return _fill(shape, MOST_FILL_BLOCKS)
+
+
+def _fill(shape: Shape, blocks: int) -> Case:
     from hotrow.kernels.triton.fill import fill as kernel
 
     leaving, entering = shape.store_ids()
@@ -305,7 +314,7 @@ def fill(shape: Shape) -> Case:
     slots = torch.randperm(shape.num_slots, device=shape.device)[: shape.misses].int()
     count = torch.tensor([shape.misses], dtype=torch.int32, device=shape.device)
     return Case(
-        lambda: kernel(rows, shape.store, slots, leaving, entering, count, FILL_BLOCKS),
+        lambda: kernel(rows, shape.store, slots, leaving, entering, count, blocks),
         4 * shape.dim * shape.misses,  # each way, and both ways run at once
         over_link=True,
     )
@@ -329,6 +338,7 @@ KERNELS: dict[str, Callable[[Shape], Case]] = {
     "fetch-rows": fetch_rows,
     "evict-rows": evict_rows,
     "fill": fill,
+    "fill-alone": fill_alone,
     "start-rows": start_rows,
 }
 
