@@ -46,8 +46,9 @@ How the figures are taken:
   work has been launched: what overlaps with training costs nothing, what delays it counts. Shown is
   the median, with the 20th and 80th percentile; samples per second are from the mean. Steps are
   timed in three windows with pauses between them, of which the fastest counts, for every system
-  alike: a core of the measured machine runs at half its speed for seconds at a time. (Results of
-  8ee48c0 are older, and of one window.)
+  alike: a core of the measured machine runs at half its speed for seconds or minutes, and then
+  whoever launches kernels from Python is held up. From CORES_SINCE on, threads that launch use
+  cores that were fast at the window's start ([cores.py](cores.py)).
 - Batches come from page-locked host memory and none occurs twice. Caches are full before timing
   starts, so that every row that arrives makes another leave.
 - Every system trains the same dense part on the same batches: bfloat16 weights with float32
@@ -56,8 +57,10 @@ How the figures are taken:
 - FBGEMM's cached forms get the same bytes of HBM as hotrow, everything counted: 4 bytes per row for
   its index, 16 per slot, row-wise state. `cached-rows` gets as many slots as the budget is of the
   rows, which is more bytes. Its rows lie in page-locked host memory, and it does not check ids.
-- The link's floor is the time the machine needs at best to read and write the rows that cross, by
-  the rate measured for rows of that size. For `hybrid` it is the sum of its parts, each measured
+- `random rows` is the time the machine needs to read and write as many rows of that size at random
+  places of 48 GiB, by the rate measured. Rows in the order of their ids, and those of smaller
+  tables, cross faster, because the machine translates fewer addresses: so a step may take less. For
+  `hybrid` it is the sum of its parts, each measured
   alone: rows read and written by all cores, both copies, the dense part.
 """
 
@@ -90,6 +93,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def step(line: Line) -> str:
     ms = line["step_ms"]
     return f"{ms['p50']:.3g} ({ms['p20']:.3g}-{ms['p80']:.3g})"
+
+
+def median(line: Line) -> float:
+    return float(line["step_ms"]["p50"])
 
 
 def environments(lines: Iterable[Line]) -> str:
@@ -147,13 +154,13 @@ def comparison(suite: str, lines: list[Line], rates: dict[int, float]) -> str:
                     line["system"],
                     step(line),
                     f"{rate / 1e6:.3g}",
-                    "-" if best is None else f"{rate / best['samples_per_second']:.2f}",
+                    "-" if best is None else f"{median(best) / median(line):.2f}",
                     f"{line['hbm_bytes']['tables'] / GIB:.2f} GiB",
                     "-" if hits is None else f"{hits:.1%}",
                     link_floor(line, rates),
                 )
             )
-    body = table((*head, "link's floor, ms"), rows)
+    body = table((*head, "random rows, ms"), rows)
     return f"## {title}\n\n{about}\n\n{body}\n{environments(lines)}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 COLOURS = {
     "blue": ("#2f6db5", "#6aa7ec"),
     "orange": ("#d9730d", "#f5a04c"),
+    "yellow": ("#c9a800", "#e8d36a"),
     "green": ("#3b8a3e", "#7cc47f"),
     "purple": ("#7d4fa8", "#b892dd"),
     "red": ("#bb3b3b", "#ee8080"),

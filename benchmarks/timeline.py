@@ -23,7 +23,7 @@ from typing import Any
 from svg import Drawing
 
 HERE = Path(__file__).parent
-STEPS = 3
+STEPS, RECORDED = 3, 60
 LANES = ("plan", "rows", "back", "train")
 SUBTITLES = {
     "plan": "which slots, which moves",
@@ -34,7 +34,7 @@ SUBTITLES = {
 # What a kernel does, by its name; the first that matches. Then its colour and its lane, where the
 # name alone tells.
 KINDS = (
-    ("rows over the link", "orange", "rows", r"^_(fill|copy|pack)\b"),
+    ("rows over the link", "orange", "rows", r"^_(fill|copy|pack|pack_more|take|start_moves)\b"),
     (
         "plan",
         "blue",
@@ -45,6 +45,7 @@ KINDS = (
     ("lookup", "green", "train", r"^_(gather|pool_bags)\b"),
     ("update of rows", "purple", "train", r"^_(chunks|long_rows|short_rows|update_rows)\b"),
     ("matrix products", "red", "train", r"gemm|cutlass|nvjet|cublas|wgmma|_(forward|backward)_ker"),
+    ("copies", "yellow", None, r"Memcpy (HtoD|DtoH)"),
     ("sort", "blue", None, r"[sS]ort|[rR]adix|Onesweep|topk|TopK"),
     ("other", "grey", None, r""),
 )
@@ -130,12 +131,13 @@ def busy(spans: Iterable[Span], start: float, end: float) -> float:
 
 
 def draw(spans: Sequence[Span], *, steps: int = STEPS, note: str = "") -> Drawing:
-    """The last steps but one of a trace: it may have been cut off in the last."""
+    """The shortest steps in a row: a profiler slows the host down, and the GPU waits for it."""
     lanes = lanes_of(spans)
     edges = step_edges(spans, lanes)
     if len(edges) < steps + 1:
         raise SystemExit(f"the trace has {len(edges)} steps; {steps + 1} are needed at least")
-    edges = edges[-steps - 1 :]
+    first = min(range(len(edges) - steps), key=lambda at: edges[at + steps] - edges[at])
+    edges = edges[first : first + steps + 1]
     start, end = edges[0], edges[-1]
     scale = (WIDTH - LEFT - 20) / (end - start)
     shown = [span for span in spans if span.end > start and span.start < end]
@@ -201,7 +203,7 @@ def _draw_axis(drawing: Drawing, top: float, length: float, scale: float) -> Non
 
 
 def _draw_legend(drawing: Drawing, kinds: set[int], y: float) -> None:
-    x = float(LEFT)
+    x = 100.0
     names = {KINDS[kind][1]: KINDS[kind][0] for kind in sorted(kinds, reverse=True)}
     for colour, name in reversed(names.items()):
         drawing.box(x, y - 11, 14, 14, colour)
@@ -213,24 +215,31 @@ def _draw_legend(drawing: Drawing, kinds: set[int], y: float) -> None:
 
 
 def record(path: Path, arguments: argparse.Namespace) -> None:
-    """Train terabyte.py's target until caches are full, then profile a few steps."""
+    """Train a setting of terabyte.py until caches are full, then profile some steps."""
     import torch
+    from cores import on_fast_cores
     from suite import bench_for
     from systems import SYSTEMS
     from terabyte import SETTINGS
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    bench = bench_for(SETTINGS[0], arguments)
+    settings = {setting.name: setting for setting in SETTINGS}
+    if arguments.setting not in settings:
+        raise SystemExit(f"no setting {arguments.setting!r}; there are {', '.join(settings)}")
+    bench = bench_for(settings[arguments.setting], arguments)
     on_gpu = bench.device.type == "cuda"
     steps = SYSTEMS[arguments.system].build(bench).steps(bench.trace.batches(0, bench.trace.steps))
     for _ in range(bench.warmup):
         next(steps)
-    warm, active = 5, 2 * STEPS + 2
-    with profile(
-        activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU],
-        schedule=schedule(wait=0, warmup=warm, active=active),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-    ) as profiler:
+    warm, active = 5, RECORDED if on_gpu else STEPS + 2
+    with (
+        on_fast_cores(),
+        profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU],
+            schedule=schedule(wait=0, warmup=warm, active=active),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler,
+    ):
         for _ in range(warm + active):
             next(steps)
             profiler.step()
@@ -247,6 +256,7 @@ def main() -> None:
     made = parser(__doc__.split("\n")[0])
     made.add_argument("trace", type=Path, nargs="?", help="as exported for Chrome, or .gz of it")
     made.add_argument("--record", type=Path, metavar="FILE", help="make a trace first; needs a GPU")
+    made.add_argument("--setting", default="target", help="of terabyte.py, that is recorded")
     made.add_argument("--system", default="hotrow-lookahead", help="what is recorded")
     made.add_argument("--steps", type=int, default=STEPS, help="that are drawn")
     made.add_argument("--note", default="", help="one line below the drawing: machine, setting")

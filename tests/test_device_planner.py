@@ -56,7 +56,6 @@ class Run:
     dense_map: bool = True
     refetch: bool = False
     depth: int = 2  # batches known ahead
-    max_moves: int | None = None
     pins: Pins | None = None
     rows: int = ROWS
 
@@ -67,7 +66,6 @@ class Run:
             hold=self.hold,
             eviction=EVICTIONS[self.order],
             refetch=self.refetch,
-            max_moves=self.max_moves,
             pins=self.pins,
             window_bytes=1 << 12,
         )
@@ -185,13 +183,12 @@ def check(step: Step) -> None:
     run, b = step.run, step.plan.buffers
     resident_held = {row for row in step.before.values() if row in step.held}
     room = run.slots - len(resident_held)
-    most = run.slots if run.max_moves is None else run.max_moves
     if step.outcome == words.NO_ROOM:
-        assert len(step.missing) > min(room, most), "it would have fitted"
+        assert len(step.missing) > room, "it would have fitted"
         assert step.after == step.before
         return
     assert step.outcome == words.PLANNED
-    assert len(step.missing) <= min(room, most), "it does not fit"
+    assert len(step.missing) <= room, "it does not fit"
     # Ids: sorted, each once, padding last, and every lookup finds its own.
     segments = step.plan.segments()
     unique = sorted(step.ids) + [run.rows] * (PADDING in step.lookups)
@@ -304,11 +301,6 @@ def test_a_batch_without_lookups_is_planned() -> None:
     for batches in ([[1, 2], [], [2, 3]], [[], [1, 2]]):
         seen = checked(Run(batches, slots=6))
         assert all(step.outcome == words.PLANNED for step in seen)
-
-
-def test_a_plan_may_move_no_more_rows_than_its_buffer_holds() -> None:
-    seen = checked(Run([[1, 2, 3], [4, 5, 6, 7], [1, 8]], slots=12, max_moves=3))
-    assert [step.outcome for step in seen] == [words.PLANNED, words.NO_ROOM, words.PLANNED]
 
 
 batch_lists = st.lists(

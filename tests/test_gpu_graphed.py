@@ -400,3 +400,18 @@ def test_gradients_may_be_clipped_inside_the_step() -> None:
     run.graphed(batches())
     assert run.num_graphs > 1
     assert same_bits(run.found(), twin.by_hand(batches()).found())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_updates_are_counted_only_where_there_are_any(frozen: bool) -> None:
+    class Frozen(Model):
+        def forward(self, batch: ClickBatch) -> Tensor:
+            vectors = self.embedding(batch.sparse).values().detach()
+            logits: Tensor = self.top(torch.cat([vectors, batch.dense], dim=1)).squeeze(1)
+            return logits
+
+    run = Run(rule="adam", strategy="lookahead", budget="30%")
+    if frozen:
+        run.model.__class__ = Frozen
+    run.graphed(batches())
+    assert run.embedding.optimizer.steps == [0 if frozen else STEPS] * 2

@@ -154,6 +154,7 @@ class Replays:
 
     def __init__(self) -> None:
         self.captures = self.replays = self.strange = 0
+        self.updates = True  # the step updates rows
 
 
 class StandIn:
@@ -200,6 +201,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
         return real(self, berth)
 
     def capture(launch: Callable[[], None], pool: Any, priority: int) -> StandIn:
+        ((embedding, _),) = berths[0].arrivals
+        embedding.optimizer.is_in_graph = found.updates  # a real capture runs the backward pass
         return StandIn(launch, berths[0], found)
 
     monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
@@ -209,6 +212,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
     monkeypatch.setattr(hotrow.captured, "_BERTHS", 4)
     monkeypatch.setattr(hotrow.captured, "_EAGER_FIRST", 1)
     return found
+
+
+def test_a_step_that_updates_no_rows_counts_no_update(seen: Replays) -> None:
+    class Frozen(Model):
+        def forward(self, batch: Any) -> Tensor:
+            return readout(self.embedding(batch["ids"])).detach() * self.scale
+
+    seen.updates = False
+    model = make("sum", "adam")
+    model.__class__ = Frozen
+    run(model, batches_of("sum", 12))
+    assert seen.replays > 3
+    assert model.embedding.optimizer.steps == [0, 0]
 
 
 # -- fixed places ----------------------------------------------------------------------------

@@ -44,7 +44,6 @@ class Run:
     refetch: bool = False
     in_bulk: bool = True
     depth: int = 2  # batches known ahead
-    max_moves: int | None = None
     bulk_part: int = 8
     last_number: int = 2**30
     pins: dict[int, tuple[str, int]] = field(default_factory=dict)  # before which batch, how many
@@ -132,8 +131,7 @@ def _play(run: Run) -> Iterator[Step]:
     torch.manual_seed(0)
     pad = Scratchpad(run.slots, 1, ROWS, torch.device("cpu"), dense_map=run.dense_map)
     planner = Planner(
-        pad, hold=run.hold, eviction=run.eviction, refetch=run.refetch, max_moves=run.max_moves,
-        pins=run.hot,
+        pad, hold=run.hold, eviction=run.eviction, refetch=run.refetch, pins=run.hot,
     )  # fmt: skip
     batches = [sort_ids(torch.tensor(ids, dtype=torch.int64), ROWS) for ids in run.batches]
     sets = [set(batch.ids.tolist()) for batch in batches]
@@ -363,15 +361,6 @@ def state_of(planner: Planner) -> list[Tensor]:
     slots = planner.pad.map.lookup(torch.arange(ROWS))
     last_use, uses = planner.last_use.clone(), planner.uses.clone()
     return [planner.pad.row_of_slot.clone(), slots, last_use, uses]
-
-
-@few
-@given(runs(refetch=False, max_moves=3))
-def test_no_plan_moves_more_rows_than_may_travel_at_once(run: Run) -> None:
-    for step in play(run):
-        assert len(step.moves) <= 3
-        if len(step.missing) > 3:
-            assert step.plan is None
 
 
 def test_pins_give_way_to_batches_that_do_not_fit() -> None:

@@ -1063,3 +1063,52 @@ def test_a_list_of_ids_that_gets_another_tensor_is_looked_up_anew() -> None:
         plain([torch.tensor([i + 20, i + 21]), offsets]).values().sum().backward()
     one, other = (torch.cat([r.clone() for _, r in each.rows("a")]) for each in (ahead_of, plain))
     assert torch.equal(one, other)
+
+
+# -- ids that the model builds itself ----------------------------------------------------
+
+
+@pytest.mark.parametrize("pulled", [1, 2, 4])
+def test_ids_built_anew_are_recognised_however_many_batches_were_pulled(pulled: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(5000, (64, 1), generator=generator) for _ in range(8)]
+    found = []
+    for ids in (lambda batch: batch, torch.clone):
+        embedding = hotrow.EmbeddingBagCollection(
+            [hotrow.EmbeddingBagConfig("a", 5000, 8, ["a"])], hotrow.SGD(0.1), "100KiB"
+        )
+        stream = hotrow.ahead(batches, embedding, ids=ids)
+        for first in stream:
+            for batch in (first, *itertools.islice(stream, pulled - 1)):
+                embedding(ids(batch)).values().sum().backward()
+        found.append(
+            (embedding.traffic().lookups, embedding.state_dict()["embedding_bags.a.weight"])
+        )
+    (lookups, weights), (lookups_anew, weights_anew) = found
+    assert lookups == lookups_anew == 8 * 64
+    assert torch.equal(weights, weights_anew)
+
+
+# -- more rows than travel at once -------------------------------------------------------
+
+
+def test_a_staged_batch_larger_than_the_buffer_fills_the_slots_all_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.rand(200, 1, generator=generator) ** 3 * 2000).long() for _ in range(30)]
+    weights = []
+    for strategy in ("scratchpipe", "all-fast"):
+        embedding = hotrow.EmbeddingBagCollection(
+            [hotrow.EmbeddingBagConfig("a", 2000, 8, ["a"])],
+            hotrow.Adam(0.1),
+            hotrow.Budget((hotrow.Share(1400, 60, True),), window_bytes=1 << 14),
+            strategy=strategy,
+        )
+        for batch in hotrow.ahead(batches, embedding, ids=lambda batch: batch):
+            embedding(batch).values().square().sum().backward()
+        if strategy == "scratchpipe":
+            assert len(batches[0].unique()) > 60
+            assert embedding.traffic().chunked_batches == 0
+            assert embedding.traffic().hit_rate > 0.5
+            embedding.check()
+        weights.append(embedding.state_dict()["embedding_bags.a.weight"])
+    assert torch.equal(*weights)

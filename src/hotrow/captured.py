@@ -236,7 +236,7 @@ class CapturedStep:
         elif (graph := self._graph_for(berth)) is None:
             loss = self._run_eagerly(batch)
         else:
-            for embedding, _ in berth.arrivals:
+            for embedding in graph.updated:  # not one that is frozen, or without a part in the loss
                 embedding.optimizer.count_step()
                 if embedding.optimizer.rule.uses_step:
                     for group in embedding.groups:
@@ -313,6 +313,9 @@ class CapturedStep:
             self._loss.copy_(self._run_eagerly(berth.batch))
             berth.loss.copy_(self._loss, non_blocking=True)
 
+        embeddings = [embedding for embedding, _ in berth.arrivals]
+        for embedding in embeddings:
+            embedding.optimizer.is_in_graph = False
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
         with berth.as_it_lies():
@@ -329,7 +332,8 @@ class CapturedStep:
                     each.copy_(was)
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.works]
-        return _Graph(graph, [each for each, _ in counted], buffers)
+        updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
+        return _Graph(graph, [each for each, _ in counted], buffers, updated)
 
     def drop(self) -> None:
         """The step is another one now."""
@@ -486,8 +490,10 @@ class _Berth:
 class _Graph:
     """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
 
-    def __init__(self, graph: Any, counted: list[Tensor], kept: Any) -> None:
+    def __init__(self, graph: Any, counted: list[Tensor], kept: Any, updated: list[Any]) -> None:
+        """`updated`: the collections whose rows it updates."""
         self._graph, self._counted, self._kept = graph, counted, kept
+        self.updated = updated
 
     def replay(self) -> None:
         if self._counted:

@@ -25,6 +25,7 @@ from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import OLDEST, Hold, Pins
 
 _LAST_NUMBER = 2**30
+_MOST_SLOTS = 2**31 - 2
 _BULK_PART = 8
 _RELEARN = 512
 _EARLY_RELEARN = (16, 32, 64, 128, 256)
@@ -40,12 +41,23 @@ def id_type_of(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows < 2**31 - 1 else torch.int64
 
 
+def refuse_too_many(slots: int) -> None:
+    """Slots are numbered by 32 bits, of which the kernels need a number more."""
+    if slots > _MOST_SLOTS:
+        raise ValueError(
+            f"{slots:,} rows of one width are to be in fast memory at once, and there can be "
+            f"{_MOST_SLOTS:,}; give a smaller budget, another strategy than all-fast, or split the "
+            "tables over two collections"
+        )
+
+
 class DeviceScratchpad:
     """Slots on the device, and one more that always reads zero."""
 
     def __init__(
         self, num_slots: int, width: int, num_rows: int, device: torch.device, *, dense_map: bool
     ) -> None:
+        refuse_too_many(num_slots)
         self.num_slots, self.num_rows = num_slots, num_rows
         self.slots = torch.zeros(num_slots + 1, width, device=device)
         self.id_type = id_type_of(num_rows)
@@ -118,14 +130,12 @@ class DevicePlanner:
         hold: Hold,
         eviction: Eviction,
         refetch: bool = False,
-        max_moves: int | None = None,
         pins: Pins | None = None,
         window_bytes: int = 0,
         tracks_slots: bool = True,
     ) -> None:
         self.pad, self.hold, self.eviction = pad, hold, eviction
         self.refetch, self.pins, self.window_bytes = refetch, pins, window_bytes
-        self.max_moves = pad.num_slots if max_moves is None else max_moves
         self.number = 0  # of the next batch to be planned, as far as the host knows
         self._origin = 0
         device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
@@ -357,7 +367,6 @@ class DevicePlanner:
             row_map=self.pad.map,
             num_rows=self.pad.num_rows,
             past=self.hold.past,
-            max_moves=self.max_moves,
             refetch=self.refetch,
             known_use=self._known_use,
         )
@@ -414,15 +423,19 @@ class DevicePlanner:
         ranking that may still leave. All that can be mended before it is given up.
         """
         self.clear_halt()
-        if retry:
+        is_rebuilt = False
+        while retry:
             status = plan.buffers.status.tolist()
             taken = status[words.COUNT_WORDS + words.TOMBSTONES] + status[words.MISSING]
+            is_full = self.pad.map.hashed and taken >= self.pad.map.size - self.pad.num_slots
             if larger is not None:
-                plan.buffers = larger
-            elif self.pad.map.hashed and taken >= self.pad.map.size - self.pad.num_slots:
+                plan.buffers, larger = larger, None
+            elif is_full and not is_rebuilt:
                 self._rebuild()
+                is_rebuilt = True
             else:
                 self._may_keep_last = False  # there were too few that no known batch uses
+                retry = False
             self._rank(announced=False)
             plan.outcome, plan.number = None, self._origin + self.number
             plan.ranking, plan.rebuild = self._rankings, self._rebuilds
@@ -600,12 +613,12 @@ class DevicePlanner:
         plan = sum(each.nbytes for each in here)
         return {"slot state": state, "look-ahead ids": self.window_ids.nbytes, "planning": plan}
 
-    def check(self) -> None:
+    def check(self, *, may_halt: bool = False) -> None:
         """Prove the state consistent; for tests and long runs."""
         self.pad.check()
         free = self.pad.row_of_slot == FREE
         assert bool((self.last_use[free] == OLDEST).all()), "a free slot was used"
-        assert int(self.state[words.HALT]) == 0, "planning has halted"
+        assert may_halt or int(self.state[words.HALT]) == 0, "planning has halted"
 
 
 def _is_done(plan: DevicePlan) -> bool:

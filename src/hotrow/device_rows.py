@@ -378,6 +378,12 @@ class DeviceRows(DeviceFills):
         self._scalars_there.send(values[0] if self.scalars_alike else values)
         self._scalar_values = values  # now that they are there
 
+    def check(self) -> None:
+        # Between a plan that failed and its confirmation planning has halted, and rightly so.
+        plans = [work.plan for work in self.uncollected]
+        failed = any(plan is not None and plan.outcome != words.PLANNED for plan in plans)
+        self.planner.check(may_halt=failed)
+
     # -- the direct way ----------------------------------------------------------------
 
     def settle(self) -> None:

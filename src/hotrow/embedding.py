@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +51,7 @@ ON_NONFINITE = ("propagate", "error", "skip")
 # ways so. "auto" measures.
 FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
+_RECENT = 8  # batches among which ids that were built anew are looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +218,7 @@ class EmbeddingBagCollection(nn.Module):
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         # Plans on a device keep their buffers for as long as they can be found.
-        self._arrivals: deque[Arrival] = deque(maxlen=8 if self._plans_later else 64)
+        self._arrivals: deque[Arrival] = deque(maxlen=_RECENT if self._plans_later else 64)
         self._places: dict[Any, Tensor] = {}
         self._place_of_values: Tensor | None = None
         self._room = Room()
@@ -311,8 +313,10 @@ class EmbeddingBagCollection(nn.Module):
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
         _refuse_replicas()
         arrival = self.prepare(features, self.device)
-        if self._arrivals and arrival.reads_like(self._arrivals[-1]):
-            return self._arrivals[-1]  # the model has built the same ids anew
+        # The model may have built the same ids anew; a loop may have pulled several batches.
+        for recent in islice(reversed(self._arrivals), _RECENT):
+            if arrival.reads_like(recent):
+                return recent
         running = self._ahead is not None and self._ahead() is not None
         if running and not self._warned:
             self._warned = True
@@ -445,6 +449,7 @@ class EmbeddingBagCollection(nn.Module):
         with self.lanes.on("plan"):
             for group in self.groups:
                 group.forget_window()
+        self.lanes.join()  # or whoever gets the memory of a collection that is gone meets this
 
     def useful_depth(self) -> int:
         """How many batches ahead are worth knowing, within the budget's bytes for ids."""

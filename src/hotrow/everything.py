@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.device_planner import DevicePlan, DevicePlanner, Expected
+from hotrow.device_planner import DevicePlan, DevicePlanner, Expected, refuse_too_many
 from hotrow.evict import EVICTIONS
 from hotrow.kernels.triton import plan as planning
 from hotrow.planner import Hold
@@ -19,6 +19,7 @@ class AllSlots:
     """Stands for a scratchpad where every row is its own slot."""
 
     def __init__(self, slots: Tensor) -> None:
+        refuse_too_many(slots.shape[0] - 1)
         self.slots = slots
         self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
         self.id_type = torch.int32
@@ -56,5 +57,5 @@ class AllPlanner(DevicePlanner):
             state=self.state,
         )
 
-    def check(self) -> None:
+    def check(self, *, may_halt: bool = False) -> None:
         self.pad.check()

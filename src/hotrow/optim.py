@@ -194,6 +194,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._may_change = False  # settings may, in place: a tensor or a list is among them
         self._steps = [0] * len(tables)
         self._uncounted = 0  # of them, for every table
+        self.is_in_graph = False  # the step captured last has an update
         self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None

@@ -66,13 +66,11 @@ class Planner:
         hold: Hold,
         eviction: Eviction,
         refetch: bool = False,
-        max_moves: int | None = None,
         pins: Pins | None = None,
     ) -> None:
         """`refetch`: a row that is neither pinned nor held is fetched for every batch anew."""
         self.pad, self.hold, self.eviction = pad, hold, eviction
         self.refetch, self.pins = refetch, pins
-        self.max_moves = pad.num_slots if max_moves is None else max_moves
         self.number = 0  # of the next batch to be planned, counted from the last renumbering
         self._origin = 0
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
@@ -154,8 +152,6 @@ class Planner:
         return [each[each != FREE] for each in slots]
 
     def _take_victims(self, count: int) -> Tensor | None:
-        if count > self.max_moves:
-            return None
         if not self.eviction.in_bulk:
             self._drop(self._queue.numel())
         victims = self._pop(count)

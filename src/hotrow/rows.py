@@ -101,8 +101,6 @@ class RowGroup:
             hold=hold,
             eviction=self.strategy.eviction,
             refetch=self.strategy.refetch,
-            # Staged rows travel through the buffer: half of it for each direction.
-            max_moves=share.buffer_rows // 2 if self.strategy.staged else None,
             pins=self._pins() if self.strategy.pinned_part else None,
         )
 
@@ -185,6 +183,11 @@ class RowGroup:
     def collect(self, work: Work) -> None:
         assert work.plan is not None
         moves = work.plan.moves
+        # Rows travel through the buffer, half of it for each direction. More than it holds, as in
+        # a first batch, move at once: whatever a batch collects may leave and enter by then.
+        if moves.slots.numel() > self.chunk_rows // 2:
+            self.fill(work)
+            return
         leaving = moves.leaving >= 0
         work.outgoing = self.slots.index_select(0, moves.slots[leaving])
         entering = torch.empty(moves.entering.numel(), self.width)

@@ -34,23 +34,26 @@ class Ticket:
 
     def run(self, stage: Stage, lanes: Lanes) -> None:
         with uninterrupted(), lanes.on(stage.lane):
-            for work in self.works:
-                stage.run(work)
-            self.mark = lanes.mark(stage.lane)
-            if not self.planned:  # the first stage is the plan
-                self.planned = True
+            try:
                 for work in self.works:
-                    work.group.mark_planned(work, self.mark)
+                    stage.run(work)
+            finally:  # where one fails, those before it have been launched
+                self.mark = lanes.mark(stage.lane)
+                if not self.planned:  # the first stage is the plan
+                    self.planned = True
+                    for work in self.works:
+                        work.group.mark_planned(work, self.mark)
 
     def confirm(self) -> bool:
         """Learn what became of the plans; False if plans behind them were halted."""
         with uninterrupted():
-            try:
-                went_well = [work.group.confirm(work) for work in self.works]
-            except Exception as error:
-                self.error = error
-                return False
-            self.confirmed = all(went_well)
+            self.confirmed = True
+            for work in self.works:  # all of them, since the others' maps have changed
+                try:
+                    self.confirmed &= work.group.confirm(work)
+                except Exception as error:
+                    self.error = self.error or error
+                    self.confirmed = False
             return self.confirmed
 
     def take_back(self) -> None:
@@ -174,11 +177,14 @@ def run(
 def at_once(works: Sequence[Work], lanes: Lanes) -> None:
     """Plan a batch that nobody announced, and fetch its rows; training waits for them."""
     ticket = Ticket(None, works)
-    lanes.join()
-    ticket.run(FUSED[0], lanes)
-    ticket.confirm()
+    with uninterrupted():
+        lanes.join()
+        try:
+            ticket.run(FUSED[0], lanes)
+        finally:  # whatever was planned is fetched: the maps already count on it
+            ticket.confirm()
+            lanes.join()
+            ticket.run(FUSED[1], lanes)
+            lanes.join()
     if ticket.error is not None:
         raise ticket.error
-    lanes.join()
-    ticket.run(FUSED[1], lanes)
-    lanes.join()

@@ -177,7 +177,9 @@ class PendingStep:
         ]
         if self._at_once:
             with uninterrupted():
-                if not _capturing():  # a replay counts by itself
+                if _capturing():  # nothing has run yet; a replay counts
+                    self._optimizer.is_in_graph = True
+                else:
                     self._optimizer.count_step()
                 for group, mine in by_group:
                     only = mine[0]

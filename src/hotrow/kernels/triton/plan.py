@@ -165,7 +165,7 @@ def _count_victims(
 @triton.jit
 def _take_victims(
     queue, state, counts, last_use, next_use, per_block, row_of_slot, num_slots, move_slots,
-    leaving, new_head, spread, max_moves, room, spare_places, num_blocks, HASHED: tl.constexpr,
+    leaving, new_head, spread, room, spare_places, num_blocks, HASHED: tl.constexpr,
     KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
@@ -181,7 +181,7 @@ def _take_victims(
         return
     num_moves = num_missing + tl.load(counts + 2)
     valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
-    fits = (num_valid >= num_missing) & (num_moves <= max_moves) & (tl.load(counts) <= room)
+    fits = (num_valid >= num_missing) & (tl.load(counts) <= room)
     if HASHED:  # without an empty place in the map, a search would never end
         fits = fits & (tl.load(state + 6) + num_missing < spare_places)
     if program == 0:
@@ -308,7 +308,6 @@ def plan(
     row_map: DeviceMap,
     num_rows: int,
     past: int,
-    max_moves: int,
     refetch: bool,
     known_use: int,
 ) -> None:
@@ -341,7 +340,7 @@ def plan(
     )  # fmt: skip
     _take_victims[(victim_blocks,)](
         queue, state, counts, last_use, next_use, per_block, row_map.row_of_slot, num_slots,
-        move_slots, leaving, new_head, BLOCK, max_moves, segments.ids.numel(),
+        move_slots, leaving, new_head, BLOCK, segments.ids.numel(),
         row_map.size - num_slots, victim_blocks,
         HASHED=row_map.hashed, KNOWN_USE=known_use, BLOCK=BLOCK, BLOCKS=widest_victims,
     )  # fmt: skip
