@@ -47,8 +47,9 @@ How the figures are taken:
   the median, with the 20th and 80th percentile; samples per second are from the mean. Steps are
   timed in three windows with pauses between them, of which the fastest counts, for every system
   alike: a core of the measured machine runs at half its speed for seconds or minutes, and then
-  whoever launches kernels from Python is held up. From CORES_SINCE on, threads that launch use
-  cores that were fast at the window's start ([cores.py](cores.py)).
+  whoever launches kernels from Python is held up. So threads that launch use cores that were
+  fast at the window's start ([cores.py](cores.py)); results of 3510a81 are from before that, and
+  of whatever cores the system chose.
 - Batches come from page-locked host memory and none occurs twice. Caches are full before timing
   starts, so that every row that arrives makes another leave.
 - Every system trains the same dense part on the same batches: bfloat16 weights with float32
