@@ -182,7 +182,7 @@ class StandIn:
             work.arrive(arrival.batch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding, "_find", lambda features: arrival)
-            patch.setattr(hotrow.step, "_capturing", lambda: True)
+            patch.setattr(hotrow.step, "capturing", lambda: True)
             for group in embedding.groups:
                 patch.setattr(group, "slots_hold", lambda work: True)
             self._launch()

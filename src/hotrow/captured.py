@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hotrow.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.interrupt import uninterrupted
 from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
 from hotrow.watch import Watch
 
@@ -147,8 +148,8 @@ class CapturedStep:
 
     def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
         """How a batch is to lie in a berth; None if it cannot."""
-        if not all(work.group.can_be_captured for work in _works(arrivals)):
-            return None  # the host takes part in its steps
+        if not all(_can_land(embedding, arrival) for embedding, arrival in arrivals):
+            return None
         tensors = only_tensors_in(batch)
         if not tensors:
             return None  # what is no tensor may change, and a graph would not see it
@@ -229,26 +230,36 @@ class CapturedStep:
                 )
             return self._run_eagerly(batch)
         graph = None
-        if self._refused or not all(work.group.slots_hold(work) for work in berth.works):
+        if self._refused or not all(work.group.slots_hold(work) for work in berth.captured):
             loss = self._run_eagerly(batch)
         elif berth.taken and not self._shapes[berth.key].is_tried:
             loss = self._try(berth)
         elif (graph := self._graph_for(berth)) is None:
             loss = self._run_eagerly(batch)
         else:
-            for embedding in graph.updated:  # not one that is frozen, or without a part in the loss
-                embedding.optimizer.count_step()
-                if embedding.optimizer.rule.uses_step:
-                    for group in embedding.groups:
-                        group.push_scalars()
-            if berth.late is not None:
-                berth.late()  # its place is taken now
-            graph.replay()
+            self._replay(graph, berth)
             loss = self._loss
         self._leave(berth)
         if graph is not None:
             self.late = berth.late = Late(berth.loss, self._lanes)
         return loss
+
+    def _replay(self, graph: _Graph, berth: _Berth) -> None:
+        if berth.late is not None:
+            berth.late()  # its place is taken now
+        cuts = list(zip(berth.cut, graph.cuts, strict=True))
+        for work, cut in cuts:
+            work.group.bring(work, cut)
+        with uninterrupted():  # or rows might miss an update that the dense part has had
+            for embedding in graph.updated:  # not one that is frozen, or has no part in the loss
+                embedding.optimizer.count_step()
+                if embedding.optimizer.rule.uses_step:
+                    for group in embedding.groups:
+                        if group.can_be_captured:
+                            group.push_scalars()
+            graph.replay()
+            for work, cut in cuts:
+                work.group.take_home(work, cut)
 
     def _leave(self, trained: _Berth) -> None:
         """Its place is free again, as are those of batches before it that nobody trained."""
@@ -284,7 +295,7 @@ class CapturedStep:
         self._drop_if_stale(berth.arrivals)
         if self._refused:
             return None
-        key = tuple(id(work.plan.buffers) for work in berth.works)
+        key = tuple(id(work.plan.buffers) for work in berth.captured)
         if key not in berth.graphs:
             try:
                 graph = self._capture(berth)
@@ -316,6 +327,7 @@ class CapturedStep:
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
             embedding.optimizer.is_in_graph = False
+        cuts = [work.group.cut(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
         with berth.as_it_lies():
@@ -331,9 +343,9 @@ class CapturedStep:
                 for each, was in counted:
                     each.copy_(was)
         self._pool = graph.pool()
-        buffers = [work.plan.buffers for work in berth.works]
+        buffers = [work.plan.buffers for work in berth.captured]
         updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
-        return _Graph(graph, [each for each, _ in counted], buffers, updated)
+        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts)
 
     def drop(self) -> None:
         """The step is another one now."""
@@ -341,7 +353,8 @@ class CapturedStep:
 
     def _drop_if_stale(self, arrivals: Arrivals) -> None:
         """A graph knows the settings as they were, but for those that are tensors."""
-        groups = [group for each, _ in arrivals for group in each.groups]
+        every = [group for each, _ in arrivals for group in each.groups]
+        groups = [group for group in every if group.can_be_captured]
         for group in groups:
             group.push_scalars()
         settings = (
@@ -398,6 +411,17 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def _can_land(embedding: EmbeddingBagCollection, arrival: Arrival) -> bool:
+    """Whether graphs may read a batch; where the host does the lookup, all but that."""
+    if all(work.group.can_be_captured for work in arrival.works):
+        return True
+    return (
+        all(work.group.can_be_cut for work in arrival.works)
+        and arrival.batch.offsets is None
+        and embedding.updates_at_once
+    )
+
+
 def _works(arrivals: Arrivals) -> list[Any]:
     return [work for _, each in arrivals for work in each.works]
 
@@ -435,6 +459,16 @@ class _Berth:
     @property
     def works(self) -> list[Any]:
         return _works(self.arrivals)
+
+    @property
+    def captured(self) -> list[Any]:
+        """Works whose lookup and update are part of the graph."""
+        return [work for work in self.works if work.group.can_be_captured]
+
+    @property
+    def cut(self) -> list[Any]:
+        """Works whose lookup and update the host does, around the graph."""
+        return [work for work in self.works if not work.group.can_be_captured]
 
     def take(self, form: _Form, landed: int) -> None:
         whole = [place for place in range(len(self.tensors)) if place not in form.room]
@@ -490,10 +524,12 @@ class _Berth:
 class _Graph:
     """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
 
-    def __init__(self, graph: Any, counted: list[Tensor], kept: Any, updated: list[Any]) -> None:
-        """`updated`: the collections whose rows it updates."""
+    def __init__(
+        self, graph: Any, counted: list[Tensor], kept: Any, updated: list[Any], cuts: list[Any]
+    ) -> None:
+        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in."""
         self._graph, self._counted, self._kept = graph, counted, kept
-        self.updated = updated
+        self.updated, self.cuts = updated, cuts
 
     def replay(self) -> None:
         if self._counted:

@@ -428,6 +428,11 @@ class EmbeddingBagCollection(nn.Module):
         """The batch that `forward` will see next."""
         self._arrivals.append(arrival)
 
+    @property
+    def updates_at_once(self) -> bool:
+        """Nobody looks at gradients between backward and update."""
+        return self._step.at_once
+
     def done_with(self, arrival: Arrival) -> None:
         """`forward` will not see it again."""
         if arrival in self._arrivals:

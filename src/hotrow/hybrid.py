@@ -27,6 +27,7 @@ from hotrow.optim import SGD, Scalars, per_row
 from hotrow.pinned import locked_rows
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
+from hotrow.step import capturing
 from hotrow.store import Store, host_rows
 from hotrow.tables import WidthGroup
 
@@ -80,6 +81,14 @@ class HostPlan:
         return [self.keys, self.inverse, s.order, s.rank, s.starts, s.ids, s.count]
 
 
+class Cut:
+    """Where a captured step is cut: vectors come from the host's rows, gradients go there."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors = vectors  # [bags, dim], read by the graph
+        self.grads: Tensor | None = None  # likewise, written by it; None: it has no update
+
+
 @dataclass(frozen=True)
 class _HostSide:
     """What the host needs to pool bags, and to sum their gradients, by itself."""
@@ -94,6 +103,7 @@ class HostWork(Work):
     """One batch's lookups in one width group; how many are unique, only the device knows."""
 
     group: HostRows
+    berth: int  # where a captured step reads it
     plan: HostPlan | None  # type: ignore[assignment]
 
     def __init__(self, group: HostRows, batch: Batch) -> None:
@@ -137,7 +147,7 @@ class HostWork(Work):
 class HostRows(RowGroup):
     """Rows of one width."""
 
-    plans_later = True
+    plans_later = can_be_cut = True
 
     def __init__(self, layout: WidthGroup, **options: Any) -> None:
         """As RowGroup's; there is no share of a budget."""
@@ -176,6 +186,7 @@ class HostRows(RowGroup):
         self._updates = 0
         self._owed: Callable[[], None] | None = None  # an update whose gradients are on their way
         self._largest: dict[str, int] = {}
+        self._cuts: dict[int, Cut] = {}  # of the newest graph, by the berth of its batch
 
     def _make_rows(self, share: Share | None) -> None:
         assert share is None
@@ -268,7 +279,33 @@ class HostRows(RowGroup):
     # -- lookup ------------------------------------------------------------------------
 
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:  # type: ignore[override]
+        if capturing():
+            return self._cuts[work.berth].vectors.detach()  # a tensor of its own for autograd
         return self._vectors(self._planned(work), x)
+
+    # -- captured steps, cut at the lookup ---------------------------------------------
+
+    def cut(self, work: HostWork) -> Cut:
+        """Where a step of this batch will be cut, made anew: it is about to be captured."""
+        shape = (work.lookups.num_bags, self.dim)
+        vectors = torch.zeros(shape, dtype=self.output_dtype, device=self.device)
+        self._cuts[work.berth] = Cut(vectors)
+        every = [each.vectors for each in self._cuts.values()]
+        size = sum(each.numel() * each.element_size() for each in every)
+        self._largest["vectors of captured steps"] = size
+        return self._cuts[work.berth]
+
+    def bring(self, work: HostWork, cut: Cut) -> None:
+        """Vectors to where the graph reads them."""
+        cut.vectors.copy_(self.lookup(work, work.lookups))
+
+    def take_home(self, work: HostWork, cut: Cut) -> None:
+        """Gradients from where the graph has put them, if it has."""
+        if cut.grads is not None:
+            self.update_at_once(work, work.lookups, cut.grads)
+
+    def free_berth(self, berth: int) -> None:
+        self._cuts.pop(berth, None)
 
     def read(self, x: Lookups) -> Tensor:
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
@@ -379,6 +416,7 @@ class HostRows(RowGroup):
 
     def row_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         """The gradient of each unique row, [U, dim], on the device."""
+        _refuse_capture()
         plan = self._planned(work)
         if self.device.type == "cpu" and not plan.rows_cross:
             return self._sum_here(plan, x, grads, x.weights)
@@ -399,6 +437,9 @@ class HostRows(RowGroup):
     def update_at_once(  # type: ignore[override]
         self, work: HostWork, x: Lookups, grads: Tensor
     ) -> bool:
+        if capturing():
+            self._cuts[work.berth].grads = grads
+            return True
         plan = self._planned(work)
         if plan.rows_cross:
             self.update(plan.ids, self.row_grads(work, x, grads), work)
@@ -420,6 +461,7 @@ class HostRows(RowGroup):
 
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         """One optimizer step on unique rows, when their gradients have come to the host."""
+        _refuse_capture()
         self.settle()
         settings = self._settings_now()
         plan = work.plan if isinstance(work, HostWork) else None
@@ -632,3 +674,8 @@ def _in_any_order() -> Iterator[None]:
     finally:
         if mode:
             torch.set_deterministic_debug_mode(mode)
+
+
+def _refuse_capture() -> None:
+    if capturing():
+        raise RuntimeError("rows are updated by the CPU, by the gradients of one lookup alone")

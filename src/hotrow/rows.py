@@ -36,6 +36,7 @@ class RowGroup:
 
     plans_later = False  # what became of a plan is known when it was launched
     can_be_captured = False  # a step without the host
+    can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
 

@@ -122,7 +122,7 @@ class PendingStep:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._promise(current)
         mine = _RowGrads(call, work, x, grads, None, current)
-        if self._accumulating or not self._at_once:
+        if self._accumulating or not self.at_once:
             mine.summed()  # it may wait for long, and bags' gradients are larger
         self._waiting.append(mine)
 
@@ -175,9 +175,9 @@ class PendingStep:
             for group in self._groups
             if (mine := [each for each in waiting if each.work.group is group])
         ]
-        if self._at_once:
+        if self.at_once:
             with uninterrupted():
-                if _capturing():  # nothing has run yet; a replay counts
+                if capturing():  # nothing has run yet; a replay counts
                     self._optimizer.is_in_graph = True
                 else:
                     self._optimizer.count_step()
@@ -202,7 +202,7 @@ class PendingStep:
                 group.update(ids, grads, work)
 
     @property
-    def _at_once(self) -> bool:
+    def at_once(self) -> bool:
         """Whether nobody looks at the sums between backward and update."""
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 
@@ -227,7 +227,7 @@ class PendingStep:
         return False
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,0 +1,153 @@
+"""Steps of `hybrid` as graphs that are cut at the lookup: the same bits as eager ones.
+
+Without a GPU a stand-in for a CUDA graph runs the dense part again, from the vectors and to the
+gradients at which it was cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotrow
+import hotrow.captured
+import hotrow.hybrid
+import hotrow.step
+from hotrow.data import ClickBatch
+from hotrow.graphed import GraphedStep
+from hotrow.lanes import lanes_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS, SIZE = 14, 32
+Table = hotrow.EmbeddingBagConfig
+RULES = {"sgd": hotrow.SGD(lr=0.1), "adagrad": hotrow.Adagrad(lr=0.1), "adam": hotrow.Adam(lr=0.05)}
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class Model(nn.Module):
+    def __init__(self, rule: str, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = hotrow.EmbeddingBagCollection(
+            [Table("a", 300, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
+            RULES[rule],
+            strategy="hybrid",
+            device=DEVICE,
+            seed=3,
+        )
+        torch.manual_seed(0)
+        self.top = nn.Sequential(nn.Linear(14 + 3, 8), nn.ReLU(), nn.Linear(8, 1)).to(DEVICE)
+        self.frozen = frozen
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        vectors = self.embedding(batch.sparse).values()
+        if self.frozen:
+            vectors = vectors.detach()
+        logits: Tensor = self.top(torch.cat([vectors, batch.dense], dim=1)).squeeze(1)
+        return logits
+
+
+def batches() -> Iterator[ClickBatch]:
+    """The last is short."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        size = SIZE // 3 if step == STEPS - 1 else SIZE
+        columns = [
+            (torch.rand(size, generator=generator) ** 3 * rows).long() for rows in (300, 50, 300)
+        ]
+        yield ClickBatch(
+            dense=torch.rand(size, 3, generator=generator),
+            sparse=torch.stack([columns[0], columns[2], columns[1]], dim=1),
+            label=torch.randint(0, 2, (size,), generator=generator).float(),
+        )
+
+
+class StandIn:
+    def __init__(self, launch: Callable[[], None], model: Model, replays: list[int]) -> None:
+        self._launch, self._model, self._replays = launch, model, replays
+        state = deepcopy(model.top.state_dict())
+        self._run()  # a capture runs no kernel, only the host's part
+        model.top.load_state_dict(state)
+        replays.append(0)
+
+    def _run(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hotrow.step, "capturing", lambda: True)
+            patch.setattr(hotrow.hybrid, "capturing", lambda: True)
+            self._launch()
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self._replays[-1] += 1
+        embedding = self._model.embedding
+        arrival = embedding._arrivals[-1]  # of the batch in training
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedding, "_find", lambda features: arrival)
+            self._run()
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, rule: str, *, captured: bool, frozen: bool = False
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Losses, all weights, and how often graphs were replayed."""
+    model, replays = Model(rule, frozen=frozen), list[int]()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(
+            hotrow.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
+        )
+    else:
+        real = hotrow.captured._Graph.replay
+
+        def replay(self: Any) -> None:
+            replays.append(1)
+            real(self)
+
+        monkeypatch.setattr(hotrow.captured._Graph, "replay", replay)
+    rate = torch.tensor(0.1, device=DEVICE) if DEVICE.type == "cuda" else 0.1
+    optimizer = torch.optim.SGD(model.top.parameters(), lr=rate)
+    step = GraphedStep(
+        model,
+        F.binary_cross_entropy_with_logits,
+        optimizer,
+        labels=lambda batch: batch.label,
+        lanes=lanes_of(DEVICE) if captured else None,
+    )
+    losses = [
+        step(batch)
+        for batch in hotrow.ahead(batches(), model, ids=lambda batch: batch.sparse, step=step)
+    ]
+    model.embedding.check()
+    weights = [*model.embedding.state_dict().values(), *model.top.state_dict().values()]
+    state = model.embedding.optimizer.state_dict()["state"]
+    weights += [each for one in state.values() for each in one.values() if isinstance(each, Tensor)]
+    return losses, weights, (sum(replays), model.embedding.optimizer.steps)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_cut_at_the_lookup_gives_the_bits_of_an_eager_one(
+    monkeypatch: pytest.MonkeyPatch, rule: str, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    losses, weights, (replays, steps) = run(monkeypatch, rule, captured=False)
+    assert replays == 0
+    found, found_weights, (replays, found_steps) = run(monkeypatch, rule, captured=True)
+    assert replays >= STEPS - 8
+    assert steps == found_steps == [STEPS] * 2
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
+
+
+def test_rows_without_a_gradient_are_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, (replays, steps) = run(monkeypatch, "adam", captured=True, frozen=True)
+    assert replays
+    assert steps == [0, 0]
