@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import Clicks, DotInteraction, mlp
+from hotrow.models.layers import Clicks, DotInteraction, mlp, refuse_other_than_one_logit
 
 
 class DLRM(nn.Module):
@@ -46,8 +46,7 @@ class DLRM(nn.Module):
         pad_to: int = 1,
     ) -> None:
         super().__init__()
-        if top[-1] != 1:
-            raise ValueError(f"the top of a DLRM ends in one logit, not in {top[-1]}")
+        refuse_other_than_one_logit("top of a DLRM", top)
         self.embedding = embedding
         self.dim = bottom[-1]
         self.num_features = num_features or len(embedding.features)  # type: ignore[arg-type]

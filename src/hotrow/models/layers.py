@@ -24,6 +24,22 @@ class Clicks(Protocol):
     def sparse(self) -> Any: ...
 
 
+def width_of(embedding: nn.Module) -> int:
+    """The numbers per sample that a collection gives; other embeddings do not tell."""
+    tables: Any = embedding.tables
+    return sum(table.embedding_dim * len(table.feature_names) for table in tables)
+
+
+def refuse_other_than_one_logit(part: str, widths: Sequence[int]) -> None:
+    if widths[-1] != 1:
+        raise ValueError(f"the {part} ends in one logit, not in {widths[-1]}")
+
+
+def at_least_float32(numbers: Tensor) -> Tensor:
+    """Half-precision numbers with room for the digits of a sum."""
+    return numbers.float() if numbers.dtype.itemsize < 4 else numbers
+
+
 class DotInteraction(nn.Module):
     """Dense vector and all dot products of two different vectors, [B, D + F (F + 1) / 2].
 
@@ -111,14 +127,19 @@ def mlp(
     """Linear layers with ReLU between them; the first one's input padded."""
     layers: list[nn.Module] = []
     for number, (width_in, width_out) in enumerate(pairwise(widths), start=2):
-        is_logit = number == len(widths) and not ends_in_relu
+        is_logit = number == len(widths) and width_out == 1 and not ends_in_relu
         kind = Logit if is_logit else PaddedLinear
         linear = kind(width_in, width_out, pad_to=1 if layers else pad_to)
-        std = math.sqrt(2 / (width_in + width_out))
-        # Apart from the padding, because torch draws other numbers into rows that lie apart.
-        values = linear.weight.detach()[:, :width_in]
-        drawn = torch.empty_like(values, memory_format=torch.contiguous_format)
-        values.copy_(nn.init.normal_(drawn, std=std, generator=generator))
+        draw(linear, generator)
         nn.init.normal_(linear.bias, std=math.sqrt(1 / width_out), generator=generator)
         layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers if ends_in_relu else layers[:-1])
+
+
+def draw(linear: nn.Linear, generator: torch.Generator | None) -> None:
+    """Start a layer's weight as the DLRM reference does, and as Xavier's normal form is."""
+    std = math.sqrt(2 / (linear.in_features + linear.out_features))
+    # Apart from the padding, because torch draws other numbers into rows that lie apart.
+    values = linear.weight.detach()[:, : linear.in_features]
+    drawn = torch.empty_like(values, memory_format=torch.contiguous_format)
+    values.copy_(nn.init.normal_(drawn, std=std, generator=generator))
