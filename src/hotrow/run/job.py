@@ -92,7 +92,7 @@ def differences(left: Job, right: Job) -> list[str]:
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equality of what is stored: a NaN equals itself, and 0.0 is not -0.0."""
     return left.shape == right.shape and torch.equal(
-        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+        left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)
     )
 
 
