@@ -17,7 +17,7 @@ from hotrow.models import DLRM, TBSM, DCNv2, DeepFM
 
 Bag, Config = hotrow.EmbeddingBagConfig, hotrow.EmbeddingConfig
 NUM_DENSE, NUM_STEPS, DIM = 5, 6, 8
-ROWS = (300, 40, 90)
+ROWS = (3000, 40, 900)
 STEP_FEATURES = ("user", "item", "category")
 
 
@@ -209,7 +209,8 @@ class ModelCase:
         return self.make(embedding or self.embedding(), **options)
 
     def twin_of(self, model: nn.Module) -> Twin:
-        return self.twin(dict(model.state_dict()), self.tables)
+        state = {key: each.cpu() for key, each in model.state_dict().items()}
+        return self.twin(state, self.tables)
 
 
 def tables(*dims: int) -> list[Bag]:

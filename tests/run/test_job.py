@@ -8,7 +8,7 @@ import torch
 from hotrow.ahead import tensors_in
 from hotrow.models import MODELS
 from hotrow.run.config import CLICK_MODELS, RunConfig, load
-from hotrow.run.job import Job, all_fast, build, differences
+from hotrow.run.job import Job, all_fast, build, differences, same_bits
 
 SMALL = (
     "data.rows=[400, 60, 5]",
@@ -81,6 +81,15 @@ def test_rows_and_weights_that_one_model_lacks_are_told() -> None:
     right.model.register_parameter("more", torch.nn.Parameter(torch.zeros(2)))
     assert "more" in differences(left, right)
     assert "more" in differences(right, left)
+
+
+def test_bits_are_compared_however_numbers_lie() -> None:
+    apart = torch.zeros(4, 8)[:, :1]
+    assert same_bits(apart, apart.clone())
+    assert same_bits(torch.tensor(1.5), torch.tensor(1.5))
+    assert same_bits(torch.tensor(torch.nan), torch.tensor(torch.nan))
+    assert not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
 
 
 def test_settings_reach_the_model() -> None:

@@ -98,9 +98,11 @@ def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equality of what is stored: a NaN equals itself, and 0.0 is not -0.0."""
-    return left.shape == right.shape and torch.equal(
-        left.flatten().view(torch.uint8), right.flatten().view(torch.uint8)
-    )
+    return left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _rows(job: Job, table: str) -> Tensor:
