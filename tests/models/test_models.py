@@ -288,6 +288,39 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(
     assert all(same_bits(found[key], state[key]) for key in state)
 
 
+def test_evaluation_between_steps_changes_no_bit(case: ModelCase) -> None:
+    batches = case.batches(8)
+    reference = case.build()
+    train(reference, batches)
+    model = case.build(case.embedding(strategy="lookahead", budget="8%"))
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        model,
+        loss_fn,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch.sparse,
+    )
+    for _ in trainer.run(batches):
+        assert 0 < trainer.evaluate(batches[:2]).auc < 1
+    state = reference.state_dict()
+    assert all(same_bits(each, state[key]) for key, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("dlrm", {"num_dense": 3}, "features.*num_features="),
+        ("dcnv2", {"num_dense": 3}, "tables.*embedding_width="),
+        ("deepfm", {"num_dense": 3, "dim": 4}, "features.*num_features="),
+        ("tbsm", {}, "features.*features="),
+    ],
+)
+def test_an_embedding_that_does_not_tell_is_asked_for(
+    name: str, options: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ValueError, match=f"Identity does not tell its {told}"):
+        MODELS[name](nn.Identity(), **options)
+
+
 def test_an_embedding_of_another_width_is_named_in_the_error(case: ModelCase) -> None:
     wrong = [
         type(each)(each.name, each.num_embeddings, 3, each.feature_names) for each in case.tables

@@ -155,6 +155,41 @@ def test_steps_whose_vector_is_zero_have_finite_gradients() -> None:
     assert not model.bottom[0].weight.grad.any()
 
 
+def visits(generator: torch.Generator, size: int = 128) -> SequenceBatch:
+    """Clicked is what was seen before."""
+    label = torch.rand(size, generator=generator).round()
+    seen = torch.randint(1, 9, (size, 1), generator=generator).expand(-1, NUM_STEPS + 1).clone()
+    other = 1 + (seen[:, -1] + torch.randint(7, (size,), generator=generator)) % 8
+    seen[:, -1] = torch.where(label == 1, seen[:, -1], other)
+    lengths = torch.randint(1, NUM_STEPS + 1, (size,), generator=generator)
+    is_padding = torch.arange(NUM_STEPS + 1) < NUM_STEPS - lengths[:, None]
+    ids = dict.fromkeys(STEP_FEATURES, seen.masked_fill(is_padding, 0))
+    return SequenceBatch.from_ids(torch.ones(size, NUM_STEPS + 1, 1), ids, label, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_training_finds_that_the_target_was_seen_before(seed: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = [hotrow.EmbeddingConfig(n, 10, 16, [n], padding_idx=0) for n in STEP_FEATURES]
+    embedding = hotrow.EmbeddingCollection(
+        tables, hotrow.Adagrad(lr=0.05), strategy="all-fast", seed=seed
+    )
+    model = TBSM(embedding, 1, NUM_STEPS, generator=torch.Generator().manual_seed(seed))
+    trainer: hotrow.Trainer[SequenceBatch] = hotrow.Trainer(
+        model,
+        nn.functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.Adagrad(model.parameters(), lr=0.05),
+        ids=lambda batch: batch.sparse,
+    )
+    for _ in trainer.run(visits(generator) for _ in range(300)):
+        pass
+    held_out = [visits(generator) for _ in range(8)]
+    forgotten = [replace(batch, lengths=torch.zeros_like(batch.lengths)) for batch in held_out]
+    assert trainer.evaluate(held_out).auc > 0.7
+    assert trainer.evaluate(forgotten).auc < 0.6
+
+
 def test_features_are_taken_by_name() -> None:
     model = CASE.build()
     (batch,) = CASE.batches(1)

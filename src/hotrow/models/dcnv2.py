@@ -57,7 +57,7 @@ class DCNv2(nn.Module):
         if cross_layers < 1:
             raise ValueError(f"a DCNv2 has 1 cross layer or more, not {cross_layers}")
         self.embedding = embedding
-        self.embedding_width = embedding_width or width_of(embedding)
+        self.embedding_width = embedding_width or width_of(embedding, otherwise="embedding_width")
         width = bottom[-1] + self.embedding_width
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)

@@ -22,7 +22,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import Clicks, at_least_float32, mlp, refuse_other_than_one_logit
+from hotrow.models.layers import (
+    Clicks,
+    at_least_float32,
+    features_of,
+    mlp,
+    refuse_other_than_one_logit,
+)
 
 
 class DeepFM(nn.Module):
@@ -62,7 +68,7 @@ class DeepFM(nn.Module):
         super().__init__()
         refuse_other_than_one_logit("deep part of a DeepFM", deep)
         self.embedding, self.dim = embedding, dim
-        self.num_features = num_features or len(embedding.features)  # type: ignore[arg-type]
+        self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
         rows = torch.empty(num_dense, dim + 1)
         self.dense_rows = nn.Parameter(nn.init.normal_(rows, std=0.01, generator=generator))
         self.bias = nn.Parameter(torch.zeros(()))

@@ -19,7 +19,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import Clicks, DotInteraction, mlp, refuse_other_than_one_logit
+from hotrow.models.layers import (
+    Clicks,
+    DotInteraction,
+    features_of,
+    mlp,
+    refuse_other_than_one_logit,
+)
 
 
 class DLRM(nn.Module):
@@ -49,7 +55,7 @@ class DLRM(nn.Module):
         refuse_other_than_one_logit("top of a DLRM", top)
         self.embedding = embedding
         self.dim = bottom[-1]
-        self.num_features = num_features or len(embedding.features)  # type: ignore[arg-type]
+        self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
         self.interact = DotInteraction(self.num_features, self.dim, pad_to=pad_to)
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)

@@ -24,10 +24,24 @@ class Clicks(Protocol):
     def sparse(self) -> Any: ...
 
 
-def width_of(embedding: nn.Module) -> int:
+def features_of(embedding: nn.Module, *, otherwise: str) -> tuple[str, ...]:
+    """The features that a collection looks up; other embeddings do not tell."""
+    return tuple(_told_by(embedding, "features", otherwise))
+
+
+def width_of(embedding: nn.Module, *, otherwise: str) -> int:
     """The numbers per sample that a collection gives; other embeddings do not tell."""
-    tables: Any = embedding.tables
+    tables = _told_by(embedding, "tables", otherwise)
     return sum(table.embedding_dim * len(table.feature_names) for table in tables)
+
+
+def _told_by(embedding: nn.Module, fact: str, otherwise: str) -> Any:
+    if not hasattr(embedding, fact):
+        raise ValueError(
+            f"{type(embedding).__name__} does not tell its {fact}, as hotrow's collections do: "
+            f"give {otherwise}="
+        )
+    return getattr(embedding, fact)
 
 
 def refuse_other_than_one_logit(part: str, widths: Sequence[int]) -> None:

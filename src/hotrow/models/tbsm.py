@@ -34,6 +34,7 @@ from torch.nn import functional
 from hotrow.models.layers import (
     DotInteraction,
     at_least_float32,
+    features_of,
     mlp,
     refuse_other_than_one_logit,
 )
@@ -77,9 +78,10 @@ class TBSM(nn.Module):
       fetched nor touched; without, its rows are, by gradients of zero.
     - One context alone (`tsl_num_heads` 1), and neither of the other model types.
 
-    Weights are drawn from `generator` or else torch's own. With half-precision weights logits are
-    float32. `pad_to` rounds the inputs of bottom, top, sequence and final up to its multiples; no
-    state dict shows padding.
+    Weights are drawn from `generator` or else torch's own. Some starts get stuck early, as the
+    reference says, which goes on with the best of five seeds. With half-precision weights logits
+    are float32. `pad_to` rounds the inputs of bottom, top, sequence and final up to its multiples;
+    no state dict shows padding.
     """
 
     places: Tensor
@@ -103,7 +105,7 @@ class TBSM(nn.Module):
         if num_steps < 1:
             raise ValueError(f"a TBSM looks back 1 step or more, not {num_steps}")
         self.embedding, self.num_steps, self.dim = embedding, num_steps, bottom[-1]
-        self.features: tuple[str, ...] = tuple(features or embedding.features)  # type: ignore[arg-type]
+        self.features = tuple(features or features_of(embedding, otherwise="features"))
         self.register_buffer("places", torch.arange(num_steps), persistent=False)
         self.bottom = mlp(
             [num_dense, *bottom], ends_in_relu=True, generator=generator, pad_to=pad_to
