@@ -38,8 +38,9 @@ class DeepFM(nn.Module):
     The last number of a row is its id's first-order weight, the others are its vector. In a table
     of its own that weight would be planned, mapped and fetched once more for every id, and small
     rows cost a link by their number, not by their bytes. `dim` = 15 or 63 makes rows of 16 or 64
-    numbers, which begin at even addresses. A weight starts like the rest of its row; a table's
-    `init` may be a function that says otherwise.
+    numbers, which begin at even addresses. A weight starts like the rest of its row, unless a
+    table's `init` is a function that says otherwise, and with row-wise Adagrad it shares the
+    row's state.
 
     A dense feature is a field, too, as in the paper: it has a learnt row of the same form, which
     is multiplied by its value, so that it has a linear term, meets all other fields, and is seen
