@@ -25,7 +25,7 @@ every_type = pytest.mark.parametrize("types", TYPES, ids=["float32", "half", "ha
 
 
 def plain(dense: Tensor, vectors: Tensor, width: int) -> Tensor:
-    """What models/dlrm.py says, padded; in double precision."""
+    """What models/layers.py says, padded; in double precision."""
     dense, vectors = dense.double(), vectors.to(dense.dtype).double()
     stacked = torch.cat([dense, vectors], dim=1).view(len(dense), -1, dense.shape[1])
     products = stacked @ stacked.transpose(1, 2)

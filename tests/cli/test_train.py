@@ -13,6 +13,7 @@ import hotrow.cli.train
 from hotrow import STRATEGIES
 from hotrow.cli import make_app
 from hotrow.records import StepRecord
+from hotrow.run.config import CLICK_MODELS
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job
 from hotrow.trainer import Trainer
@@ -90,6 +91,20 @@ def test_every_strategy_equals_all_fast(strategy: str) -> None:
     result = train("run.toml", "--set", f"embedding.strategy={strategy}", "--json")
     assert result.exit_code == 0, result.output
     assert events(result)[-1]["summary"]["equal_to_all_fast"] is True
+
+
+@pytest.mark.parametrize("kind", CLICK_MODELS)
+def test_every_kind_of_model_is_trained(kind: str) -> None:
+    settings = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    Path("run.toml").write_text(settings)
+    result = train("run.toml")
+    assert result.exit_code == 0, result.output
+    assert f"{kind}, 3 tables" in result.stdout
+    assert "yes, to the bit" in result.stdout
+    trained = read_run("runs/small").settings["model"]
+    assert trained["kind"] == kind
+    for name, default in CLICK_MODELS[kind].items():
+        assert trained[name] == (list(default) if isinstance(default, tuple) else default)
 
 
 def test_json_gives_the_same_facts_and_no_bar() -> None:

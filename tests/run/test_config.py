@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from hotrow.models import MODELS
 from hotrow.optim import AdamW
-from hotrow.run.config import RunConfig, load
+from hotrow.run.config import CLICK_MODELS, RunConfig, load
 
 
 @pytest.fixture
@@ -71,6 +72,14 @@ def test_a_file_sets_every_kind_of_value(file: Path) -> None:
     assert config.total_steps == 18  # nine whole batches in an epoch
 
 
+def test_a_model_has_the_defaults_of_its_kind() -> None:
+    for kind, defaults in CLICK_MODELS.items():
+        section = load(overrides=[f"model.kind={kind}"]).model
+        assert {name: getattr(section, name) for name in defaults} == defaults
+    assert load().model.cross_rank is None
+    assert CLICK_MODELS.keys() <= MODELS.keys()
+
+
 def test_steps_replace_epochs() -> None:
     assert load(overrides=["training.epochs=5", "training.steps=7"]).total_steps == 7
 
@@ -90,6 +99,9 @@ def test_overrides_win_over_the_file(file: Path) -> None:
         ("run.name=2026", lambda c: c.run.name == "2026"),
         ("run.name='quoted'", lambda c: c.run.name == "quoted"),
         ("data.rows=[10, 20]", lambda c: c.data.rows == (10, 20)),
+        ("model.kind=dcnv2", lambda c: c.model.kind == "dcnv2"),
+        ("model.top=[8]", lambda c: c.model.top == (8,)),
+        ("model.top=[]", lambda c: c.model.top == ()),
         ("data.skew=1", lambda c: c.data.skew == 1.0),
         ("training.check_equality=false", lambda c: not c.training.check_equality),
         ("embedding.optimizer.lr=1e-3", lambda c: c.embedding.optimizer.lr == 1e-3),
@@ -128,6 +140,28 @@ def test_an_override_is_read_as_its_key_asks(override: str, read: object) -> Non
         ("[data]\nsamples = 3", "[data] samples must fill one batch of 2,048 at least, got 3"),
         ("[data]\nkind = 'criteo'", "[data] kind must be one of synthetic, not 'criteo'"),
         ("[model]\nbottom = [64, 0]", "[model] bottom must be a number of at least 1, got 0"),
+        (
+            "[model]\nkind = 'dcnv3'",
+            "[model] kind must be one of dlrm, dcnv2, deepfm, not 'dcnv3'; did you mean 'dcnv2'?",
+        ),
+        ("[model]\nkind = 'tbsm'", "[model] kind must be one of dlrm, dcnv2, deepfm, not 'tbsm'"),
+        ("[model]\ncross_rank = 8", "[model] dlrm takes bottom, top, but not cross_rank"),
+        (
+            "[model]\nkind = 'deepfm'\nbottom = [8]",
+            "[model] deepfm takes deep, but not bottom",
+        ),
+        (
+            "[model]\nkind = 'dcnv2'\ncross_rank = 0",
+            "[model] cross_rank must be a number of at least 1, got 0",
+        ),
+        (
+            "[model]\nkind = 'dcnv2'\ncross_rank = 'all'",
+            "[model] cross_rank must be \"full\" or a number, not 'all'",
+        ),
+        (
+            "[model]\nkind = 'dcnv2'\ncross_layers = 0",
+            "[model] cross_layers must be a number of at least 1, got 0",
+        ),
         ("[embedding]\nbudget = '4 gigs'", "[embedding] cannot read '4 gigs' as a number of bytes"),
         (
             "[embedding]\nstrategy = 'lookahed'",

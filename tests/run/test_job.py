@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hotrow.ahead import tensors_in
-from hotrow.run.config import RunConfig, load
-from hotrow.run.job import all_fast, build, differences
+from hotrow.models import MODELS
+from hotrow.run.config import CLICK_MODELS, RunConfig, load
+from hotrow.run.job import Job, all_fast, build, differences, same_bits
 
 SMALL = (
     "data.rows=[400, 60, 5]",
@@ -42,6 +43,86 @@ def test_on_a_cpu_batches_are_left_as_they_are() -> None:
     assert not any(each.is_pinned() for each in tensors_in(next(job.batches())))
 
 
+def trained(settings: RunConfig) -> Job:
+    job = build(settings)
+    for _ in job.trainer.run(job.batches()):
+        pass
+    return job
+
+
+@pytest.mark.parametrize("kind", CLICK_MODELS)
+@pytest.mark.parametrize("lookups", ["1", "[3, 1, 2]"])
+def test_every_kind_of_model_has_the_bits_of_all_fast(kind: str, lookups: str) -> None:
+    settings = config(f"model.kind={kind}", f"data.lookups={lookups}", "training.steps=12")
+    left, right = trained(settings), trained(all_fast(settings))
+    assert type(left.model) is MODELS[kind]
+    assert left.embedding.traffic().evicted_rows > 0
+    assert differences(left, right) == []
+
+
+@pytest.mark.parametrize("kind", CLICK_MODELS)
+def test_every_dense_weight_is_compared(kind: str) -> None:
+    settings = config(f"model.kind={kind}")
+    left, right = build(settings), build(settings)
+    assert differences(left, right) == []
+    names = [name for name, _ in left.model.named_parameters()]
+    assert len(names) > 5
+    for name, parameter in right.model.named_parameters():
+        kept = parameter.detach().clone()
+        parameter.data.flatten()[-1] += 1.0  # its memory is one piece
+        assert differences(left, right) == [name]
+        parameter.data.copy_(kept)
+    assert differences(left, right) == []
+
+
+def test_rows_and_weights_that_one_model_lacks_are_told() -> None:
+    left, right = build(config()), build(config("run.seed=1"))
+    assert "rows of table cat_0" in differences(left, right)
+    right.model.register_parameter("more", torch.nn.Parameter(torch.zeros(2)))
+    assert "more" in differences(left, right)
+    assert "more" in differences(right, left)
+
+
+def test_bits_are_compared_however_numbers_lie() -> None:
+    apart = torch.zeros(4, 8)[:, :1]
+    assert same_bits(apart, apart.clone())
+    assert same_bits(torch.tensor(1.5), torch.tensor(1.5))
+    assert same_bits(torch.tensor(torch.nan), torch.tensor(torch.nan))
+    assert not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
+
+
+def test_settings_reach_the_model() -> None:
+    job = build(
+        config(
+            "model.kind=dcnv2", "model.cross_layers=2", "model.cross_rank=7", "model.bottom=[9]",
+            "model.top=[6, 5]",
+        )
+    )  # fmt: skip
+    shapes = {key: tuple(each.shape) for key, each in job.model.named_parameters()}
+    assert shapes["bottom.0.weight"] == (9, 13)
+    assert shapes["bottom.2.weight"] == (4, 9)
+    assert shapes["cross.1.down.weight"] == (7, 16)
+    assert "cross.2.down.weight" not in shapes
+    assert shapes["top.2.weight"] == (5, 6)
+    full = build(config("model.kind=dcnv2", "model.cross_rank=full"))
+    assert dict(full.model.named_parameters())["cross.2.up.weight"].shape == (16, 16)
+
+
+def test_a_deepfm_has_room_for_first_order_weights_in_its_rows() -> None:
+    job = build(config("model.kind=deepfm", "model.deep=[6]"))
+    assert {table.embedding_dim for table in job.embedding.tables} == {5}
+    assert dict(job.model.named_parameters())["deep.0.weight"].shape == (6, (13 + 3) * 4)
+
+
+@pytest.mark.parametrize("kind", CLICK_MODELS)
+def test_the_dense_weights_follow_the_seed(kind: str) -> None:
+    jobs = [build(config(f"model.kind={kind}", f"run.seed={seed}")) for seed in (1, 1, 2)]
+    assert differences(jobs[0], jobs[1]) == []
+    names = [name for name, each in jobs[0].model.named_parameters() if each.dim() > 1]
+    assert set(names) <= set(differences(jobs[0], jobs[2]))
+
+
 def test_triton_that_is_missing_is_said_in_the_users_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("rows on a GPU need Triton") from ImportError("no module")
@@ -70,6 +151,12 @@ class TestOnAGpu:
         losses = [list(job.trainer.run(job.batches())) for job in (left, right)]
         assert [x.loss for x in losses[0]] == [x.loss for x in losses[1]]
         assert differences(left, right) == []
+
+    @pytest.mark.parametrize("kind", CLICK_MODELS)
+    @pytest.mark.parametrize("lookups", ["1", "[3, 1, 2]"])
+    def test_every_kind_of_model_gives_the_bits_of_all_fast(self, kind: str, lookups: str) -> None:
+        settings = config("run.device=cuda", f"model.kind={kind}", f"data.lookups={lookups}")
+        assert differences(trained(settings), trained(all_fast(settings))) == []
 
     def test_batches_are_page_locked_and_the_model_is_on_the_device(self) -> None:
         job = build(config("run.device=cuda:0"))

@@ -51,6 +51,8 @@ def train(
 
     - `hotrow train --set run.device=cuda`
 
+    - `hotrow train --set model.kind=dcnv2`
+
     **run.toml**, every key optional:
 
     ```

@@ -13,23 +13,19 @@ dense [B, num_dense]          sparse ids
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-
-class Clicks(Protocol):
-    """What the model reads of a batch: dense [B, num_dense], and ids for the embedding."""
-
-    @property
-    def dense(self) -> Tensor: ...
-    @property
-    def sparse(self) -> Any: ...
+from hotrow.models.layers import (
+    Clicks,
+    DotInteraction,
+    features_of,
+    mlp,
+    refuse_other_than_one_logit,
+)
 
 
 class DLRM(nn.Module):
@@ -44,8 +40,6 @@ class DLRM(nn.Module):
     columns are zeros that meet zero weights, which get no gradient; no state dict shows them.
     """
 
-    pairs: Tensor
-
     def __init__(
         self,
         embedding: nn.Module,
@@ -58,19 +52,15 @@ class DLRM(nn.Module):
         pad_to: int = 1,
     ) -> None:
         super().__init__()
-        if top[-1] != 1:
-            raise ValueError(f"the top of a DLRM ends in one logit, not in {top[-1]}")
+        refuse_other_than_one_logit("top of a DLRM", top)
         self.embedding = embedding
         self.dim = bottom[-1]
-        self.num_features = num_features or len(embedding.features)  # type: ignore[arg-type]
-        num_vectors = self.num_features + 1
-        lower, left = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("pairs", lower * num_vectors + left, persistent=False)
+        self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
+        self.interact = DotInteraction(self.num_features, self.dim, pad_to=pad_to)
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)
-        widths = [self.dim + len(self.pairs), *top]
+        widths = [self.interact.width, *top]
         self.top = mlp(widths, ends_in_relu=False, generator=generator, pad_to=pad_to)
-        self.width = widths[0] + -widths[0] % pad_to  # of the interaction
 
     def forward(self, batch: Clicks) -> Tensor:
         """Log-odds of a click, [B]."""
@@ -79,89 +69,3 @@ class DLRM(nn.Module):
         vectors = self.embedding(batch.sparse).values()
         logits: Tensor = self.top(self.interact(dense, vectors))
         return logits.squeeze(1)
-
-    def interact(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """Dense vector and all dot products of two different vectors, [B, D + F (F + 1) / 2].
-
-        Padded columns follow where they cost nothing.
-        """
-        if vectors.shape[1] != self.num_features * self.dim:
-            raise ValueError(
-                f"the embedding gives {vectors.shape[1]} numbers per sample; {self.num_features} "
-                f"features as wide as the last layer of bottom, {self.dim}, would be "
-                f"{self.num_features * self.dim}"
-            )
-        if dense.is_cuda:
-            # Here, because only machines with a GPU need have Triton.
-            from hotrow.kernels.triton import interact
-
-            if interact.suits(self.num_features, dense):
-                joined: Tensor = interact.interact(dense, vectors, self.width)
-                return joined
-        stacked = torch.cat([dense, vectors.to(dense.dtype)], dim=1)
-        stacked = stacked.view(len(dense), -1, self.dim)
-        products = torch.bmm(stacked, stacked.transpose(1, 2)).flatten(1)
-        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
-
-
-class PaddedLinear(nn.Linear):
-    """A linear layer whose weight may have more columns than `in_features`, all of them zero."""
-
-    def __init__(self, in_features: int, out_features: int, *, pad_to: int) -> None:
-        super().__init__(in_features, out_features)
-        self.padding = -in_features % pad_to
-        self.weight = nn.Parameter(functional.pad(self.weight.detach(), (0, self.padding)))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Input may come padded or not."""
-        return functional.linear(self._widened(input), self.weight, self.bias)
-
-    def _widened(self, rows: Tensor) -> Tensor:
-        missing = self.in_features + self.padding - rows.shape[1]
-        return functional.pad(rows, (0, missing)) if missing else rows
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.padding:
-            destination[prefix + "weight"] = destination[prefix + "weight"][:, : self.in_features]
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        given = state_dict.get(prefix + "weight")
-        if given is not None and given.shape[1:] == (self.in_features,):
-            state_dict = {**state_dict, prefix + "weight": self._widened(given)}
-        super()._load_from_state_dict(state_dict, prefix, *others)
-
-
-class Logit(PaddedLinear):
-    """The last layer: one number per sample."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Of half-precision weights a float32 sum: a loss wants all of its digits, and a matrix
-        product of one column would waste the tensor cores."""
-        if self.weight.dtype.itemsize > 2:
-            return super().forward(input)
-        products = self._widened(input).float() * self.weight.float()
-        return products.sum(1, keepdim=True) + self.bias.float()
-
-
-def mlp(
-    widths: Sequence[int],
-    *,
-    ends_in_relu: bool,
-    generator: torch.Generator | None = None,
-    pad_to: int = 1,
-) -> nn.Sequential:
-    """Linear layers with ReLU between them; the first one's input padded."""
-    layers: list[nn.Module] = []
-    for number, (width_in, width_out) in enumerate(pairwise(widths), start=2):
-        is_logit = number == len(widths) and not ends_in_relu
-        kind = Logit if is_logit else PaddedLinear
-        linear = kind(width_in, width_out, pad_to=1 if layers else pad_to)
-        std = math.sqrt(2 / (width_in + width_out))
-        # Apart from the padding, because torch draws other numbers into rows that lie apart.
-        values = linear.weight.detach()[:, :width_in]
-        drawn = torch.empty_like(values, memory_format=torch.contiguous_format)
-        values.copy_(nn.init.normal_(drawn, std=std, generator=generator))
-        nn.init.normal_(linear.bias, std=math.sqrt(1 / width_out), generator=generator)
-        layers += [linear, nn.ReLU()]
-    return nn.Sequential(*layers if ends_in_relu else layers[:-1])

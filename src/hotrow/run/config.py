@@ -39,6 +39,13 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 
+# The models that learn from clicks, as hotrow.models.MODELS names them, with the settings that each
+# takes and their defaults. One that learns from sequences belongs beside its data set.
+CLICK_MODELS: dict[str, dict[str, Any]] = {
+    "dlrm": {"bottom": (64,), "top": (64, 32)},
+    "dcnv2": {"bottom": (64,), "top": (64, 32), "cross_layers": 3, "cross_rank": 32},
+    "deepfm": {"deep": (64, 32)},
+}
 
 # What the job without a file adds to the defaults: a proof at the end, an AUC on the way, and one
 # thread, so that neither its time nor its bits depend on what else the machine has to do.
@@ -101,19 +108,55 @@ class DataSection(SyntheticConfig):
 
 @dataclass(frozen=True)
 class ModelSection:
-    """`[model]`: the hidden widths of the dense layers below and above the interaction."""
+    """`[model]`: which one, how wide vectors are, and the hidden widths of its dense layers. What
+    is left out has the kind's default, sized for generated data."""
 
     kind: str = "dlrm"
     embedding_dim: int = 16
-    bottom: tuple[int, ...] = (64,)
-    top: tuple[int, ...] = (64, 32)
+    bottom: tuple[int, ...] | None = None  # of dense features, below the interaction
+    top: tuple[int, ...] | None = None  # above it
+    deep: tuple[int, ...] | None = None  # beside it
+    cross_layers: int | None = None
+    cross_rank: int | str | None = None  # or "full"
 
     def __post_init__(self) -> None:
-        _one_of(("dlrm",), kind=self.kind)
-        _at_least(1, embedding_dim=self.embedding_dim)
-        for name in ("bottom", "top"):
-            for width in getattr(self, name):
+        _one_of(CLICK_MODELS, kind=self.kind)
+        _at_least(1, embedding_dim=self.embedding_dim, cross_layers=self.cross_layers)
+        if isinstance(self.cross_rank, int):
+            _at_least(1, cross_rank=self.cross_rank)
+        elif self.cross_rank not in (None, "full"):
+            raise ValueError(f'cross_rank must be "full" or a number, not {self.cross_rank!r}')
+        for name in ("bottom", "top", "deep"):
+            for width in getattr(self, name) or ():
                 _at_least(1, **{name: width})
+        self._fill()
+
+    def _fill(self) -> None:
+        """Put in what was left out, so that a run's record says what was trained."""
+        takes = CLICK_MODELS[self.kind]
+        for name in (each.name for each in fields(self) if each.default is None):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, takes.get(name))
+            elif name not in takes:
+                raise ValueError(f"{self.kind} takes {', '.join(takes)}, but not {name}")
+
+    @property
+    def row_width(self) -> int:
+        """Weights in a row: a DeepFM keeps first-order weights in them, too."""
+        return self.embedding_dim + (self.kind == "deepfm")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model's class is called with, beside its embedding and what the data decide."""
+        found = {name: getattr(self, name) for name in CLICK_MODELS[self.kind]}
+        for name, last in (("bottom", self.embedding_dim), ("top", 1), ("deep", 1)):
+            if name in found:
+                found[name] = (*found[name], last)
+        if self.kind == "deepfm":
+            found["dim"] = self.embedding_dim
+        if self.cross_rank == "full":
+            found["cross_rank"] = None
+        return found
 
 
 @dataclass(frozen=True)

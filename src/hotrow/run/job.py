@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotrow.ahead import map_tensors
 from hotrow.data import ClickBatch, SyntheticClicks
 from hotrow.embedding import EmbeddingBagCollection
-from hotrow.models import DLRM
+from hotrow.models import MODELS
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.tables import EmbeddingBagConfig
 from hotrow.trainer import Trainer
@@ -27,7 +27,7 @@ class Job:
     config: RunConfig
     clicks: SyntheticClicks
     embedding: EmbeddingBagCollection
-    model: DLRM
+    model: nn.Module
     trainer: Trainer[ClickBatch]
 
     def batches(self) -> Iterator[ClickBatch]:
@@ -48,12 +48,10 @@ class Job:
 def build(config: RunConfig) -> Job:
     clicks = SyntheticClicks(config.data.clicks)
     embedding = _embedding(config)
-    model = DLRM(
+    model = MODELS[config.model.kind](
         embedding,
         config.data.num_dense,
-        bottom=(*config.model.bottom, config.model.embedding_dim),
-        top=(*config.model.top, 1),
-        num_features=len(config.data.rows),
+        **config.model.arguments,
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
     depth = config.embedding.depth
@@ -78,22 +76,33 @@ def all_fast(config: RunConfig) -> RunConfig:
 
 def differences(left: Job, right: Job) -> list[str]:
     """The weights, row states and dense weights whose bits differ; empty for equal jobs."""
-    found = []
-    for part in ("bottom", "top"):
-        mine = getattr(left.model, part).state_dict()
-        other = getattr(right.model, part).state_dict()
-        found += [f"{part}.{key}" for key in mine if not same_bits(mine[key], other[key])]
+    mine, other = _dense_weights(left.model), _dense_weights(right.model)
+    # Those that only one of them has differ, too.
+    found = [
+        key
+        for key in mine | other
+        if key not in mine or key not in other or not same_bits(mine[key], other[key])
+    ]
     for table in left.embedding.tables:
         if not same_bits(_rows(left, table.name), _rows(right, table.name)):
             found.append(f"rows of table {table.name}")
     return found
 
 
+def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name. Rows are neither: they would not fit a state dict."""
+    return {
+        name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equality of what is stored: a NaN equals itself, and 0.0 is not -0.0."""
-    return left.shape == right.shape and torch.equal(
-        left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
-    )
+    return left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _rows(job: Job, table: str) -> Tensor:
@@ -101,7 +110,7 @@ def _rows(job: Job, table: str) -> Tensor:
 
 
 def _dense_optimizer(
-    section: DenseOptimizerSection, model: DLRM, device: torch.device
+    section: DenseOptimizerSection, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
     # A captured step follows a learning rate that is a tensor; fused forms read it by themselves.
@@ -118,7 +127,7 @@ def _embedding(config: RunConfig) -> EmbeddingBagCollection:
     try:
         return EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name, num_rows, config.model.embedding_dim, [name])
+                EmbeddingBagConfig(name, num_rows, config.model.row_width, [name])
                 for name, num_rows in zip(names, config.data.rows, strict=True)
             ],
             optimizer=config.embedding.optimizer.rule(),

@@ -1,0 +1,339 @@
+"""What holds for every model: its twin in plain PyTorch, exact strategies, half precision,
+compilers, padding, captured steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotrow
+from builders import outcome
+from hotrow.ahead import tensors_in
+from hotrow.graphed import GraphedStep
+from hotrow.lanes import lanes_of
+from hotrow.masters import MasterWeights
+from hotrow.models import MODELS
+from hotrow.run.job import same_bits
+from model_cases import MODEL_CASES, STEP_FEATURES, ModelCase, Twin
+from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
+
+loss_fn = F.binary_cross_entropy_with_logits
+
+
+@pytest.fixture(params=MODEL_CASES)
+def case(request: pytest.FixtureRequest) -> ModelCase:
+    return MODEL_CASES[request.param]
+
+
+def train_plainly(model: nn.Module, batches: list[Any], lr: float = 0.1) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for batch in batches:
+        loss = loss_fn(model(batch), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(model: nn.Module, batches: list[Any], **options: Any) -> list[float]:
+    """With hotrow's trainer."""
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        model,
+        loss_fn,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch.sparse,
+        **options,
+    )
+    return [record.loss for record in trainer.run(batches)]
+
+
+def test_every_model_has_a_case() -> None:
+    assert {type(each.build()) for each in MODEL_CASES.values()} == set(MODELS.values())
+
+
+def test_a_model_says_what_its_twin_says(case: ModelCase) -> None:
+    model = case.build()
+    twin = case.twin_of(model)
+    for batch in case.batches(3):
+        found = model(batch)
+        assert found.shape == batch.label.shape
+        torch.testing.assert_close(found, twin(batch), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_learns_what_its_twin_learns(case: ModelCase) -> None:
+    model = case.build()
+    twin, start = case.twin_of(model), case.twin_of(model).state()
+    batches = case.batches(20)
+    losses = train(model, batches)
+    assert losses == pytest.approx(train_plainly(twin, batches), rel=1e-4)
+    found = model.state_dict()
+    for key, expected in twin.state().items():
+        mine = found[key]
+        if "embedding" in key and case.tables[0].padding_idx is not None:
+            mine, expected = mine[1:], expected[1:]  # nobody reads row 0
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5, msg=key)
+        assert not torch.equal(found[key], start[key]), f"{key} was not trained"
+
+
+class Plain(nn.Module):
+    """nn.EmbeddingBag or nn.Embedding per table, with the face of a collection."""
+
+    def __init__(self, twin: Twin) -> None:
+        super().__init__()
+        self.twin = [twin]  # a list, so that its dense part is not ours
+        self.rows = twin.rows
+
+    def forward(self, sparse: Any) -> Any:
+        (twin,) = self.twin
+        if twin.pooling == "sum":
+            joined = torch.cat(twin.pooled(sparse), dim=1)
+            return SimpleNamespace(values=lambda: joined)
+        ids = sparse.values().chunk(len(STEP_FEATURES))
+        pairs = zip(STEP_FEATURES, ids, strict=True)
+        return {name: self.rows[name](each) for name, each in pairs}
+
+
+def told(case: ModelCase) -> dict[str, Any]:
+    """What a collection would tell a model."""
+    kind = type(case.build()).__name__
+    if kind == "TBSM":
+        return {"features": STEP_FEATURES}
+    if kind == "DCNv2":
+        return {"embedding_width": sum(each.embedding_dim for each in case.tables)}
+    return {"num_features": len(case.tables)}
+
+
+def test_a_model_trains_on_modules_of_torch(case: ModelCase) -> None:
+    ours = case.build()
+    plain = case.build(Plain(case.twin_of(ours)), **told(case))
+    batches = case.batches(5)
+    assert train_plainly(plain, batches) == pytest.approx(train(ours, batches), rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [hotrow.SGD(lr=0.1), hotrow.RowWiseAdagrad(lr=0.05)], ids=repr)
+def test_a_tiny_budget_changes_no_bit(case: ModelCase, rule: Any) -> None:
+    batches = case.batches(20)
+    models = [
+        case.build(case.embedding(rule)),
+        case.build(case.embedding(rule, strategy="lookahead", budget="8%")),
+    ]
+    losses = [train(model, batches) for model in models]
+    assert losses[0] == losses[1]
+    embeddings = [model.embedding for model in models]
+    assert embeddings[1].traffic().evicted_rows > 0
+    left, right = (model.state_dict() for model in models)
+    assert all(same_bits(left[key], right[key]) for key in left)
+    states = [outcome(embedding, []).state for embedding in embeddings]
+    assert all(same_bits(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_generator_decides_the_start(case: ModelCase) -> None:
+    def weights(seed: int) -> Tensor:
+        torch.manual_seed(int(torch.randint(1000, ())))
+        model = case.build(generator=torch.Generator().manual_seed(seed))
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def scored(case: ModelCase, model: Any) -> tuple[Tensor, ...]:
+    """What the dense part of a model is given for a batch."""
+    (batch,) = case.batches(1)
+    found = model.embedding(batch.sparse)
+    if batch.dense.dim() == 2:
+        return batch.dense, found.values().detach()
+    vectors = torch.cat([found[name] for name in model.features], dim=1)
+    return batch.dense, vectors.detach(), batch.lengths
+
+
+def gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    logits.square().mean().backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+COMPILED = [name for name in MODEL_CASES if name not in ("dlrm", "deepfm-multi-hot")]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_dense_part_is_one_graph_for_a_compiler(name: str) -> None:
+    check_compiled(MODEL_CASES[name], "aot_eager")
+
+
+@pytest.mark.slow
+# torch's compiler uses what torch deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_compiler_makes_code_of_it() -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        check_compiled(MODEL_CASES["deepfm"], "inductor")
+    except Exception as error:
+        if isinstance(error, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(error):
+            pytest.skip("torch.compile finds no C++ compiler on this machine")
+        raise
+
+
+def check_compiled(case: ModelCase, backend: str) -> None:
+    torch.compiler.reset()
+    model: Any = case.build()
+    inputs = scored(case, model)
+    expected = model.score(*inputs)
+    wanted = gradients(model, expected)
+    found = torch.compile(model.score, fullgraph=True, backend=backend)(*inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(model, found), wanted, rtol=1e-3, atol=1e-5)
+
+
+# torch's compiler reads what it warns others of.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_compiled_model_trains_to_the_same_weights(case: ModelCase) -> None:
+    """Whole, the lookup being left out of the graphs."""
+    torch.compiler.reset()
+    models = [case.build(), case.build()]
+    batches = case.batches(4)
+    expected = train(models[0], batches)
+    models[1].compile(backend="aot_eager")
+    assert train(models[1], batches) == pytest.approx(expected, rel=1e-4)
+
+
+def test_half_weights_give_float32_logits(case: ModelCase) -> None:
+    (batch,) = case.batches(1)
+    expected, logits = case.build()(batch), case.build().bfloat16()(batch)
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())  # they have the digits, too
+    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+
+
+def test_half_weights_learn_with_masters(case: ModelCase) -> None:
+    batches = case.batches(20)
+    expected = train(case.build(), batches)
+    model = case.build()
+    optimizer = MasterWeights(model, lambda masters: torch.optim.SGD(masters, lr=0.1))
+    losses = []
+    for batch in hotrow.ahead(batches, model, ids=lambda batch: batch.sparse):
+        loss = loss_fn(model(batch), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert losses != expected
+
+
+def test_a_model_learns_under_autocast(case: ModelCase) -> None:
+    batches = case.batches(20)
+    expected = train(case.build(), batches)
+    losses = train(case.build(), batches, autocast=torch.bfloat16)
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert losses != expected
+
+
+def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> None:
+    plain, padded = case.build(), case.build(pad_to=24)
+    for name in case.padded:
+        first = getattr(padded, name)[0]
+        assert first.weight.shape[1] == first.in_features + first.padding
+        assert first.weight.shape[1] % 24 == 0
+    assert sum(getattr(padded, name)[0].padding for name in case.padded) > 0
+    torch.testing.assert_close(padded.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    batches = case.batches(10)
+    assert train(padded, batches) == pytest.approx(train(plain, batches), rel=1e-4)
+    other = case.build(pad_to=8)
+    other.load_state_dict(padded.state_dict())
+    torch.testing.assert_close(other.state_dict(), padded.state_dict(), rtol=0, atol=0)
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("name", "slots"), [("dcnv2-full", 240), ("deepfm-multi-hot", 460), ("tbsm", 440)]
+)
+def test_a_captured_step_gives_the_bits_of_eager_ones(
+    name: str,
+    slots: int,
+    seen: Replays,  # noqa: F811
+) -> None:
+    """On the device's engine, with stand-ins for graphs."""
+    case = MODEL_CASES[name]
+    # The largest first: its room is that of all others.
+    batches = sorted(case.batches(8), key=lambda batch: -len(tensors_in(batch.sparse)[0]))
+
+    def run(captured: bool, **options: Any) -> Any:
+        model = case.build(case.embedding(**options))
+        step = GraphedStep(
+            model,
+            loss_fn,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            labels=lambda batch: batch.label,
+            lanes=lanes_of(torch.device("cpu")) if captured else None,
+        )
+        stream = hotrow.ahead(batches, model, ids=lambda batch: batch.sparse, step=step)
+        losses = [float(step(batch)) for batch in stream]
+        return losses, model.state_dict(), model.embedding.traffic().evicted_rows
+
+    losses, state, _ = run(captured=False)
+    budget = hotrow.Budget((hotrow.Share(slots, 32, True),), window_bytes=1 << 14)
+    found_losses, found, evicted = run(captured=True, strategy="lookahead", budget=budget)
+    assert seen.replays > 2
+    assert evicted > 0
+    assert found_losses == losses
+    assert all(same_bits(found[key], state[key]) for key in state)
+
+
+def test_evaluation_between_steps_changes_no_bit(case: ModelCase) -> None:
+    batches = case.batches(8)
+    reference = case.build()
+    train(reference, batches)
+    model = case.build(case.embedding(strategy="lookahead", budget="8%"))
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        model,
+        loss_fn,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch.sparse,
+    )
+    for _ in trainer.run(batches):
+        assert 0 < trainer.evaluate(batches[:2]).auc < 1
+    state = reference.state_dict()
+    assert all(same_bits(each, state[key]) for key, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("dlrm", {"num_dense": 3}, "features.*num_features="),
+        ("dcnv2", {"num_dense": 3}, "tables.*embedding_width="),
+        ("deepfm", {"num_dense": 3, "dim": 4}, "features.*num_features="),
+        ("tbsm", {}, "features.*features="),
+    ],
+)
+def test_an_embedding_that_does_not_tell_is_asked_for(
+    name: str, options: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ValueError, match=f"Identity does not tell its {told}"):
+        MODELS[name](nn.Identity(), **options)
+
+
+def test_an_embedding_of_another_width_is_named_in_the_error(case: ModelCase) -> None:
+    wrong = [
+        type(each)(each.name, each.num_embeddings, 3, each.feature_names) for each in case.tables
+    ]
+    embedding = case.collection(wrong, hotrow.SGD(), strategy="all-fast")
+    model = case.build(embedding, **told(case))
+    with pytest.raises(ValueError, match=r"the embedding gives .* would be|cross layers are made"):
+        model(case.batches(1)[0])
+
+
+def test_a_part_that_does_not_end_in_one_logit_is_refused() -> None:
+    embedding = MODEL_CASES["dlrm"].embedding()
+    for name, part in (("dlrm", "top"), ("dcnv2", "top"), ("deepfm", "deep"), ("tbsm", "final")):
+        options = {"dim": 4} if name == "deepfm" else {}
+        with pytest.raises(ValueError, match=f"{part}.* of a .* ends in one logit, not in 2"):
+            MODELS[name](embedding, num_dense=3, **options, **{part: (4, 2)})
