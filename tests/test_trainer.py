@@ -1,5 +1,6 @@
 """The trainer's loop gives the bits of a loop written by hand, and evaluation changes none."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,3 +256,33 @@ def test_ctrl_c_leaves_every_finished_step_whole() -> None:
     trainer.model.embedding.check()
     run(reference, BATCHES[:7])
     assert all_equal(bits(trainer), bits(reference))
+
+
+def test_normalised_entropy_compares_with_whoever_knows_the_share_of_clicks() -> None:
+    rate = 0.25
+    labels = [1.0, 0.0, 0.0, 0.0]
+    known = quality([math.log(rate / (1 - rate))] * 4, labels)
+    assert known.normalised_entropy == pytest.approx(1.0)
+    better = quality([2.0, -2.0, -2.0, -2.0], labels)
+    assert better.normalised_entropy == pytest.approx(better.log_loss / known.log_loss)
+    assert math.isnan(quality([0.1, 0.4], [1.0, 1.0]).normalised_entropy)
+
+
+def test_dense_gradients_are_clipped_and_rows_are_not() -> None:
+    class Length(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            every = [each.grad for group in self.param_groups for each in group["params"]]
+            lengths.append(torch.cat([each.flatten() for each in every]).norm().item())
+            return super().step(closure)
+
+    lengths: list[float] = []
+    trainer = make_trainer(clip_norm=1e-3)
+    trainer.dense_optimizer = trainer._step._optimizer = Length(trainer.model.parameters(), lr=0.1)
+    before = bits(trainer)[-2:]
+    run(trainer)
+    assert len(lengths) == len(BATCHES)
+    assert max(lengths) == pytest.approx(1e-3, rel=1e-2)
+    moved = max((a - b).abs().max().item() for a, b in zip(before, bits(trainer)[-2:], strict=True))
+    assert moved > 0.01
+    with pytest.raises(ValueError, match="clip_norm must be a number above 0, got 0"):
+        make_trainer(clip_norm=0)

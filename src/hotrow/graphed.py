@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -23,6 +24,7 @@ def graphed(
     labels: Callable[[Any], Any] = attrgetter("label"),
     batch_size: int | None = None,
     max_lookups: int | None = None,
+    clip_norm: float | None = None,
 ) -> GraphedStep:
     """One step of a loop of your own, launched as a single CUDA graph.
 
@@ -35,7 +37,8 @@ def graphed(
 
     Batches of another size than `batch_size`, or with more than `max_lookups` ids, run eagerly,
     with the same bits. Without these, what comes often is captured, with room for the largest
-    batch seen. On a CPU every step runs eagerly.
+    batch seen. On a CPU every step runs eagerly. `clip_norm` is the most that the gradients of the
+    dense part may be long together.
     """
     if not callable(loss_fn) or not callable(labels):
         wrong = "loss_fn" if not callable(loss_fn) else "labels"
@@ -60,6 +63,7 @@ def graphed(
         labels=labels,
         batch_size=batch_size,
         max_lookups=max_lookups,
+        clip_norm=clip_norm,
         lanes=lanes if lanes.device.type == "cuda" else None,
     )
 
@@ -85,11 +89,15 @@ class GraphedStep:
         lanes: Lanes | None,  # None: every step runs eagerly
         batch_size: int | None = None,
         max_lookups: int | None = None,
+        clip_norm: float | None = None,
         compile: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,  # forward and backward
         in_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be a number above 0, got {clip_norm}")
         self._loss_fn, self._labels, self._optimizer = loss_fn, labels, optimizer
+        self._model, self._clip_norm = model, clip_norm
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
         self._around, self._in_forward = around, in_forward
@@ -133,6 +141,8 @@ class GraphedStep:
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
             loss.backward()
+            if self._clip_norm is not None:
+                nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
             if self._optimizer is not None:
                 self._optimizer.step()
         return loss.detach()

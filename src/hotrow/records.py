@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +46,14 @@ class LateStepRecord(StepRecord):
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """Quality on held-out samples. `auc` is NaN where all labels are alike."""
+    """Quality on held-out samples. NaN where all labels are alike: `auc`, and the normalised
+    entropy, which is the log-loss over that of whoever knows the share of clicks alone."""
 
     step: int
     samples: int
     auc: float
     log_loss: float
+    normalised_entropy: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ print(trainer.evaluate(test_loader).auc)
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -65,7 +66,9 @@ class Trainer(Generic[Batch]):
         graphs: bool = True,
         compile: bool = False,
         autocast: torch.dtype | None = None,
+        clip_norm: float | None = None,
     ) -> None:
+        """`clip_norm`: the most that the dense part's gradients may be long together."""
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
@@ -80,6 +83,7 @@ class Trainer(Generic[Batch]):
             labels=labels,
             lanes=None if lanes is None or lanes.device.type == "cpu" else lanes,
             compile=compile,
+            clip_norm=clip_norm,
             around=self._algorithms,
             in_forward=partial(
                 torch.autocast, self.device.type, autocast, enabled=autocast is not None
@@ -114,7 +118,7 @@ class Trainer(Generic[Batch]):
             source.close()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalRecord:
-        """AUC and log-loss of binary labels, taking predictions as logits.
+        """AUC, log-loss and normalised entropy of binary labels, taking predictions as logits.
 
         Changes no bit of the training, so it may be called between any two steps.
         """
@@ -227,10 +231,15 @@ def _quality(scores: Tensor, labels: Tensor, *, step: int) -> EvalRecord:
 
     # Of one class alone nothing can be ranked; torchmetrics would warn and say 0.
     is_mixed = bool((labels != labels[0]).any())
+    log_loss = float(F.binary_cross_entropy_with_logits(scores, labels))
+    rate = labels.mean()
     return EvalRecord(
         step=step,
         samples=len(labels),
         # In double precision, so that large logits do not all become 1.
-        auc=float(binary_auroc(scores.sigmoid(), labels.long())) if is_mixed else float("nan"),
-        log_loss=float(F.binary_cross_entropy_with_logits(scores, labels)),
+        auc=float(binary_auroc(scores.sigmoid(), labels.long())) if is_mixed else math.nan,
+        log_loss=log_loss,
+        normalised_entropy=(
+            log_loss / float(F.binary_cross_entropy(rate, rate)) if is_mixed else math.nan
+        ),
     )

@@ -1,6 +1,7 @@
 """`hotrow train` leaves records that are true, and says in one sentence what is wrong."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typer.testing import CliRunner, Result
 import hotrow.cli.train
 from hotrow import STRATEGIES
 from hotrow.cli import make_app
-from hotrow.records import StepRecord
+from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import CLICK_MODELS
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job
@@ -240,3 +241,36 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "not equal to all-fast: rows of table cat_0" in result.stdout
     assert read_run("runs/small").summary.equal_to_all_fast is False
+
+
+def test_a_run_ends_when_its_auc_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    aucs = iter([0.6, 0.7, float("nan"), 0.69, 0.71])
+    monkeypatch.setattr(
+        Trainer, "evaluate", lambda self, batches: EvalRecord(self.step, 64, next(aucs), 0.5)
+    )
+    result = train("run.toml", "--set", "training.eval_every=2", "--set", "training.patience=2")
+    assert result.exit_code == 0, result.output
+    found = read_run("runs/small")
+    assert found.outcome == "finished"
+    assert found.summary.steps == 8  # evaluations at 2, 4, 6 and 8; the second was the best
+    assert found.summary.equal_to_all_fast is True
+
+
+def test_learning_rates_of_a_run_follow_its_schedule() -> None:
+    def losses(*settings: str) -> list[float]:
+        arguments = [each for one in settings for each in ("--set", one)]
+        result = train("run.toml", *arguments)
+        assert result.exit_code == 0, result.output
+        (folder,) = Path("runs").glob("*")
+        found = [step.loss for step in read_steps(folder)]
+        shutil.rmtree("runs")
+        return found
+
+    plain = losses()
+    warm = losses("training.schedule.warmup_steps=1000000")
+    assert warm[0] == plain[0]
+    assert warm[-1] != plain[-1]
+    falling = losses("training.schedule.decay_start=5", "training.schedule.decay_steps=2")
+    assert falling[:5] == plain[:5]
+    assert falling[-1] != plain[-1]
+    assert losses("training.clip_norm=0.001")[1:] != plain[1:]

@@ -160,7 +160,7 @@ def _summary(record: RunRecord) -> dict[str, str]:
     return {
         "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
         "AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
-        "log-loss": "not evaluated" if math.isnan(found.log_loss) else f"{found.log_loss:.4f}",
+        "log-loss": _log_loss(record),
         "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
         "rows in fast memory": f"{found.fast_rows_share:.2%}",
         **chunked,
@@ -168,3 +168,12 @@ def _summary(record: RunRecord) -> dict[str, str]:
         "speed": f"{found.samples_per_second:,.0f} samples/s",
         "equal to all-fast": equality[found.equal_to_all_fast],
     }
+
+
+def _log_loss(record: RunRecord) -> str:
+    if not record.evaluations:
+        return "not evaluated"
+    last = record.evaluations[-1]
+    if math.isnan(last.normalised_entropy):
+        return f"{last.log_loss:.4f}"
+    return f"{last.log_loss:.4f}, normalised entropy {last.normalised_entropy:.4f}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -15,7 +17,7 @@ import typer
 from hotrow.cli._exits import INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show
 from hotrow.cli._tally import Tally
-from hotrow.records import RunRecord
+from hotrow.records import EvalRecord, RunRecord
 from hotrow.run.config import load
 from hotrow.run.files import RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences
@@ -131,7 +133,7 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
     outcome, is_equal = "failed", None
     try:
         _train(job, tally, run, show, stop)
-        outcome = "interrupted" if tally.steps < job.config.total_steps else "finished"
+        outcome = "interrupted" if stop.asked else "finished"
         if not stop.asked:
             tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
             if job.config.training.check_equality:
@@ -148,15 +150,23 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
 def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterStep) -> None:
     every, steps = job.config.training.eval_every, job.config.total_steps
     with show.progress("training", steps=steps) as advance:
-        for record in job.trainer.run(job.batches()):
+        for record in job.train():
             tally.add(record)
             run.step(record)
             if every and record.step % every == 0 and record.step < steps:
                 tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
             advance(tally)
-            if stop.asked:
+            if stop.asked or _has_settled(tally.evaluations, job.config.training.patience):
                 break
     tally.finish()
+
+
+def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
+    """Whether the last `patience` evaluations were no better than the best one before them."""
+    if patience is None or len(evaluations) <= patience:
+        return False
+    aucs = [-1.0 if math.isnan(each.auc) else each.auc for each in evaluations]
+    return not max(aucs[-patience:]) > max(aucs[:-patience])
 
 
 def _is_equal_to_all_fast(
@@ -165,11 +175,13 @@ def _is_equal_to_all_fast(
     """Trains the same job with every row in fast memory and compares all bits of both."""
     reference, tally = build(all_fast(job.config)), Tally()
     with show.progress("all-fast", steps=len(losses)) as advance:
-        for record in reference.trainer.run(reference.batches()):
+        for record in reference.train():
             tally.add(record)
             advance(tally)
             if stop.asked:
                 return None
+            if tally.steps == len(losses):
+                break
     tally.finish()
     # As text, in which a NaN equals a NaN and floats are written to their last bit.
     unlike = [] if repr(losses) == repr(tally.losses) else ["losses"]

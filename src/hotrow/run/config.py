@@ -23,6 +23,7 @@ from hotrow.data import SyntheticConfig
 from hotrow.embedding import FILLS
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run import toml
+from hotrow.run.rates import ScheduleSection
 from hotrow.strategy import find_strategy
 
 ROW_RULES: dict[str, type[RowRule]] = {
@@ -228,11 +229,21 @@ class TrainingSection:
     epochs: int = 1
     steps: int | None = None  # instead of whole epochs
     eval_every: int | None = None
+    patience: int | None = None  # evaluations without a better AUC that end the run
+    clip_norm: float | None = None  # the most that the dense gradients may be long together
     check_equality: bool = False
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
 
     def __post_init__(self) -> None:
         _at_least(1, steps=self.steps, epochs=self.epochs, eval_every=self.eval_every)
+        _at_least(1, patience=self.patience)
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be a number above 0, got {self.clip_norm}")
+        if self.patience is not None and self.eval_every is None:
+            raise ValueError(
+                "patience counts evaluations; say by eval_every how often there are any"
+            )
 
 
 @dataclass(frozen=True)

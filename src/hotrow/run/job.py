@@ -15,6 +15,7 @@ from hotrow.ahead import map_tensors
 from hotrow.data import ClickBatch, SyntheticClicks
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.models import MODELS
+from hotrow.records import StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.tables import EmbeddingBagConfig
 from hotrow.trainer import Trainer
@@ -29,6 +30,17 @@ class Job:
     embedding: EmbeddingBagCollection
     model: nn.Module
     trainer: Trainer[ClickBatch]
+
+    def train(self) -> Iterator[StepRecord]:
+        """The run's steps, with its learning rates."""
+        optimizers: list[torch.optim.Optimizer] = [self.embedding.optimizer]
+        if self.trainer.dense_optimizer is not None:
+            optimizers.append(self.trainer.dense_optimizer)
+        schedules = self.config.training.schedule.drive(optimizers)
+        for record in self.trainer.run(self.batches()):
+            for schedule in schedules:
+                schedule.step()
+            yield record
 
     def batches(self) -> Iterator[ClickBatch]:
         """The training batches, epoch after epoch; for a GPU in page-locked memory."""
@@ -62,6 +74,7 @@ def build(config: RunConfig) -> Job:
         ids=lambda batch: batch.sparse,
         device=embedding.device,
         depth=None if isinstance(depth, str) else depth,
+        clip_norm=config.training.clip_norm,
     )
     # What is told of its memory before the first batch is to be what it will be.
     lookups = dict(zip(embedding.features, config.data.clicks.lookups_per_table, strict=True))
