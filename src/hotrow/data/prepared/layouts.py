@@ -1,0 +1,129 @@
+"""What the public data sets look like, and how their lines become samples.
+
+A layout turns a piece of text into columns. It knows nothing of rows, splits or shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.fields import BadLine, Fields, Judge
+from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.vocabulary import Keys
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The good lines of a piece, as columns; ids are still keys."""
+
+    lines: NDArray[np.int64]  # [samples], counted from the start of the piece
+    label: NDArray[np.uint8]  # [samples]
+    dense: NDArray[np.float32]  # [samples, dense columns]
+    keys: dict[str, Keys]  # of each single feature, [samples]
+    bad: list[BadLine]
+
+
+class Layout(Protocol):
+    name: str
+    schema: Schema
+    key_dtype: str
+    header: bytes | None
+
+    def parse(self, text: bytes) -> Samples: ...
+
+
+def _no_label(found: str) -> str:
+    return f"the label is {found!r}, neither 0 nor 1"
+
+
+def _no_number(column: str, found: str) -> str:
+    return f"{column} is {found!r}, not a whole number"
+
+
+def _no_hex(column: str, found: str) -> str:
+    return f"{column} is {found!r}, not up to 8 hexadecimal digits"
+
+
+class Criteo:
+    """Criteo's Kaggle and Terabyte logs: label, 13 whole numbers, 26 hexadecimal categories.
+
+    As the DLRM reference treats them: a missing number is 0, a negative one becomes 0, then
+    log(x + 1); a missing category is the category 0.
+    """
+
+    name = "criteo"
+    key_dtype = "uint32"
+    header = None
+    dense = tuple(f"I{i}" for i in range(1, 14))
+    categories = tuple(f"C{i}" for i in range(1, 27))
+    schema = Schema("label", dense, tuple(Feature(name, name) for name in categories))
+
+    def parse(self, text: bytes) -> Samples:
+        fields = Fields(text, separator="\t", columns=40)
+        judge = Judge(fields)
+        label = _label(fields, judge, column=0)
+        dense = np.empty((len(fields), 13), np.float32)
+        for place, name in enumerate(self.dense):
+            values, _, wrong = fields.integers(1 + place)
+            judge.refuse(wrong, 1 + place, partial(_no_number, name))
+            dense[:, place] = np.maximum(values, 0)
+        np.log(dense + np.float32(1), out=dense)
+        keys: dict[str, Keys] = {}
+        for place, name in enumerate(self.categories):
+            keys[name], wrong = fields.hexadecimal(14 + place)
+            judge.refuse(wrong, 14 + place, partial(_no_hex, name))
+        return _samples(fields, judge, label, dense, keys)
+
+
+class Avazu:
+    """Avazu's log: a CSV file with a header, 21 categories, and the hour as the one number.
+
+    The hour is that of the day, as a part of it: 0, 1/24, ... 23/24. The column `id` names the
+    sample and is left out.
+    """
+
+    name = "avazu"
+    key_dtype = "uint64"
+    columns = (
+        "id", "click", "hour", "C1", "banner_pos", "site_id", "site_domain", "site_category",
+        "app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model",
+        "device_type", "device_conn_type", "C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21",
+    )  # fmt: skip
+    header: bytes | None = ",".join(columns).encode()
+    schema = Schema("click", ("hour",), tuple(Feature(name, name) for name in columns[3:]))
+
+    def parse(self, text: bytes) -> Samples:
+        fields = Fields(text, separator=",", columns=24)
+        judge = Judge(fields)
+        label = _label(fields, judge, column=1)
+        hours, empty, wrong = fields.integers(2)
+        wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
+        judge.refuse(wrong, 2, lambda found: f"hour is {found!r}, not YYMMDDHH")
+        dense = (hours % 100 / 24).astype(np.float32)[:, None]
+        keys = {name: fields.texts(3 + place) for place, name in enumerate(self.columns[3:])}
+        return _samples(fields, judge, label, dense, keys)
+
+
+LAYOUTS: dict[str, Layout] = {each.name: each for each in (Criteo(), Avazu())}
+
+
+def _label(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
+    values, empty, wrong = fields.integers(column)
+    judge.refuse(wrong | empty | (values < 0) | (values > 1), column, _no_label)
+    return values.astype(np.uint8)
+
+
+def _samples(
+    fields: Fields, judge: Judge, label: NDArray[Any], dense: NDArray[Any], keys: dict[str, Keys]
+) -> Samples:
+    lines, bad = fields.lines, fields.bad + judge.reasons
+    if judge.any_bad:
+        good = judge.good
+        lines, label, dense = lines[good], label[good], dense[good]
+        keys = {name: each[good] for name, each in keys.items()}
+    return Samples(lines, label, dense, keys, sorted(bad, key=lambda each: each.line))
