@@ -28,8 +28,14 @@ class Disk:
     def open(self, path: Path) -> IO[bytes]:
         return path.open("wb")
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
-        """Puts a file in place; what an error leaves behind is taken away."""
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool = True
+    ) -> FileRecord:
+        """Puts a file in place; what an error leaves behind is taken away.
+
+        One that need not be durable is not waited for: a lost machine may lose it, which its
+        checksum tells.
+        """
         path = self.folder / name
         beside = path.with_name(path.name + PARTIAL)
         digest, size = hashlib.sha256(), 0
@@ -41,31 +47,44 @@ class Disk:
                     digest.update(part)
                     size += len(part)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             beside.replace(path)
-            _sync_folder(path.parent)
+            if durable:
+                make_durable(path.parent)  # a rename is durable once its folder is
         except OSError as error:
             beside.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(
-                    error.errno,
-                    f"the disk is full: {path} was not written. What is finished is kept: make "
-                    "room and give the same command again to resume",
-                ) from error
-            raise
+            raise _in_plain_words(error, path) from error
         return FileRecord(name, size, digest.hexdigest())
 
     def append(self, name: str, line: str) -> None:
-        """Adds a line to a log; it is on the disk when this returns."""
+        """Adds a line to a log; it is on the disk when this returns.
+
+        It starts with an end of line, so that half a line before it spoils nothing.
+        """
         path = self.folder / name
-        with path.open("ab") as file:
-            file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with path.open("ab") as file:
+                file.write(b"\n" + line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _in_plain_words(error, path) from error
 
 
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)  # a rename is durable once its folder is
+def _in_plain_words(error: OSError, path: Path) -> OSError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    # Without a number, which would be printed before the words.
+    return OSError(
+        f"the disk is full: {path} was not written. What is finished is kept: make room and give "
+        "the same command again to resume"
+    )
+
+
+def make_durable(path: Path) -> None:
+    """A file that was not waited for is on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -43,7 +43,7 @@ class Fields:
     """The fields of a piece of text, without those lines that have too many or too few."""
 
     def __init__(self, text: bytes, *, separator: str, columns: int) -> None:
-        if not text.endswith(b"\n"):
+        if text and not text.endswith(b"\n"):
             text += b"\n"  # the last line of a file may lack it
         self._text = text
         self._bytes = np.zeros(len(text) + 2 * _PAD, np.uint8)
@@ -171,16 +171,32 @@ class Fields:
 
 
 def _from_hex(words: Words) -> tuple[NDArray[np.uint32], Mask]:
-    letter = (words >> np.uint64(6)) & _each_byte(1)
-    halves = (words & _each_byte(0x0F)) + letter * np.uint64(9)
-    # Written again, it must be the same: a digit is 0x30 to 0x39, a letter 0x61 to 0x66.
-    again = halves + _each_byte(0x30) + letter * np.uint64(0x27)
-    wrong = again != words
+    letter = words >> np.uint64(6)
+    letter &= _each_byte(1)
+    halves = words & _each_byte(0x0F)
+    halves += letter * np.uint64(9)
+    # Halves are 0 to 15, and written again as digits or letters they are what was read.
+    again = halves + _each_byte(6)
+    again >>= np.uint64(4)
+    again &= _each_byte(1)
+    again *= np.uint64(0x27)
+    again += halves
+    again += _each_byte(0x30)
+    again ^= words
+    again |= halves & _each_byte(0x10)
+    wrong = again != 0
     if wrong.any():
         wrong = _no_hex(words, wrong)
-    halves = ((halves << np.uint64(4)) | (halves >> _EIGHT)) & np.uint64(0x00FF00FF00FF00FF)
-    halves = (halves | (halves >> _EIGHT)) & np.uint64(0x0000FFFF0000FFFF)
-    return (halves | (halves >> np.uint64(16))).astype(np.uint32).byteswap(), wrong
+    np.right_shift(halves, _EIGHT, out=letter)
+    halves <<= np.uint64(4)
+    halves |= letter
+    halves &= np.uint64(0x00FF00FF00FF00FF)
+    np.right_shift(halves, _EIGHT, out=letter)
+    halves |= letter
+    halves &= np.uint64(0x0000FFFF0000FFFF)
+    np.right_shift(halves, np.uint64(16), out=letter)
+    halves |= letter
+    return halves.astype(np.uint32).byteswap(inplace=True), wrong
 
 
 _IS_HEX = np.zeros(256, np.bool_)

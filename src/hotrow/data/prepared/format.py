@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -155,6 +155,11 @@ def sections(schema: Schema, samples: int, values: Mapping[str, int]) -> dict[st
     for each in schema.jagged:
         wanted.append((f"{each.name}.offsets", "int64", (samples + 1,)))
         wanted.append((f"{each.name}.values", schema.id_dtype, (values[each.name],)))
+    return side_by_side(wanted)
+
+
+def side_by_side(wanted: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Section]:
+    """Places for arrays (name, dtype, shape) in one file, in that order."""
     found: dict[str, Section] = {}
     end = 0
     for name, dtype, shape in wanted:

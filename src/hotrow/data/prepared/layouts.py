@@ -5,8 +5,10 @@ A layout turns a piece of text into columns. It knows nothing of rows, splits or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared.fields import BadLine, Fields, Judge
 from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.text import Piece, Place, TextFiles
 from hotrow.data.prepared.vocabulary import Keys
 
 
@@ -24,8 +27,9 @@ class Samples:
     lines: NDArray[np.int64]  # [samples], counted from the start of the piece
     label: NDArray[np.uint8]  # [samples]
     dense: NDArray[np.float32]  # [samples, dense columns]
-    keys: dict[str, Keys]  # of each single feature, [samples]
+    keys: dict[str, Keys]  # of each feature: [samples], or of a jagged one all its values
     bad: list[BadLine]
+    lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
 
 
 class Layout(Protocol):
@@ -35,6 +39,37 @@ class Layout(Protocol):
     header: bytes | None
 
     def parse(self, text: bytes) -> Samples: ...
+
+
+class Source(Protocol):
+    """Files that become samples, piece by piece. Pieces depend on the files alone."""
+
+    name: str
+    schema: Schema
+    key_dtype: str
+    paths: list[Path]
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
+    def parse(self, piece: Piece) -> Samples: ...
+
+
+class TextSource:
+    """Files of lines in one of the layouts below."""
+
+    def __init__(self, layout: Layout, paths: Sequence[Path], *, piece_bytes: int) -> None:
+        self.name, self.schema, self.key_dtype = layout.name, layout.schema, layout.key_dtype
+        self._layout = layout
+        self._files = TextFiles(paths, header=layout.header, piece_bytes=piece_bytes)
+        self.paths = self._files.paths
+        self.pieces = self._files.pieces
+
+    def parse(self, piece: Piece) -> Samples:
+        if self._layout.header is None or piece.place.file_line:
+            return self._layout.parse(piece.data)
+        _, _, text = piece.data.partition(b"\n")  # the header counts as a line, and is none
+        found = self._layout.parse(text)
+        bad = [BadLine(each.line + 1, each.reason) for each in found.bad]
+        return replace(found, lines=found.lines + 1, bad=bad)
 
 
 def _no_label(found: str) -> str:
@@ -58,7 +93,7 @@ class Criteo:
 
     name = "criteo"
     key_dtype = "uint32"
-    header = None
+    header: bytes | None = None
     dense = tuple(f"I{i}" for i in range(1, 14))
     categories = tuple(f"C{i}" for i in range(1, 27))
     schema = Schema("label", dense, tuple(Feature(name, name) for name in categories))
@@ -109,7 +144,7 @@ class Avazu:
         return _samples(fields, judge, label, dense, keys)
 
 
-LAYOUTS: dict[str, Layout] = {each.name: each for each in (Criteo(), Avazu())}
+LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 
 
 def _label(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:

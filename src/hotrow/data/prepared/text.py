@@ -33,9 +33,13 @@ class Piece:
     """Whole lines of one file."""
 
     place: Place
-    text: bytes
-    lines: int
+    after: Place  # of what follows in the same file
+    data: Any  # bytes, for text
     read_bytes: int  # of its file as it lies on the disk, up to the end of this piece
+
+    @property
+    def lines(self) -> int:
+        return self.after.line - self.place.line
 
 
 class TextFiles:
@@ -57,12 +61,13 @@ class TextFiles:
                 place = Place(number, 0, 0, place.line)
             for piece in self._file(place):
                 yield piece
-                place = after(piece)
+                place = piece.after
 
     def _file(self, place: Place) -> Iterator[Piece]:
         path = self.paths[place.file]
         with _Stream(path) as stream:
             stream.skip(place.offset)
+            # What follows the last end of line is kept for the next piece.
             rest = b""
             while True:
                 more = stream.read(self._piece_bytes - len(rest))
@@ -76,14 +81,14 @@ class TextFiles:
                         f"{self._piece_bytes:,} bytes; this is no text file of lines"
                     )
                 text, rest = text[:cut], text[cut:]
-                piece = Piece(place, text, _lines(text), stream.tell())
-                place = after(piece)
+                piece = Piece(place, _after(place, text), text, stream.tell())
+                place = piece.after
                 if not piece.place.file_line:
                     self._check_header(piece)
                 yield piece
 
     def _check_header(self, piece: Piece) -> None:
-        first, _, _ = piece.text.partition(b"\n")
+        first, _, _ = piece.data.partition(b"\n")
         if self._header is not None and first.rstrip(b"\r") != self._header:
             raise ValueError(
                 f"{self.paths[piece.place.file]} begins with "
@@ -92,19 +97,9 @@ class TextFiles:
             )
 
 
-def after(piece: Piece) -> Place:
-    """Where the next piece of its file begins."""
-    place = piece.place
-    return Place(
-        place.file,
-        place.offset + len(piece.text),
-        place.file_line + piece.lines,
-        place.line + piece.lines,
-    )
-
-
-def _lines(text: bytes) -> int:
-    return text.count(b"\n") + (not text.endswith(b"\n"))
+def _after(place: Place, text: bytes) -> Place:
+    lines = text.count(b"\n") + (not text.endswith(b"\n"))
+    return Place(place.file, place.offset + len(text), place.file_line + lines, place.line + lines)
 
 
 def _check(path: Path) -> None:

@@ -47,10 +47,6 @@ class Counted:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.counts.nbytes
-
 
 def bytes_per_value(key_dtype: str) -> int:
     """What a different value costs while it is counted; looking it up later costs less.
@@ -68,25 +64,19 @@ class Tally:
         self._all = Counted(none, np.empty(0, np.uint32))
         self._pending: list[Counted] = []
 
-    @classmethod
-    def restored(cls, keys: Keys, counts: NDArray[np.uint32]) -> Tally:
-        tally = cls(str(keys.dtype))
-        tally._all = Counted(keys, counts)
-        return tally
-
     def add(self, found: Counted) -> None:
         self._pending.append(found)
         if sum(map(len, self._pending)) > max(_LEAST_PENDING, len(self._all) // 4):
             self.settle()
 
-    @property
-    def nbytes(self) -> int:
-        return self._all.nbytes + sum(each.nbytes for each in self._pending)
+    def __len__(self) -> int:
+        """How many values are kept: all different ones, and some that may be the same."""
+        return len(self._all) + sum(map(len, self._pending))
 
     def settle(self) -> Counted:
         """Everything counted so far."""
         if self._pending:
-            self._all = _merged(self._all, _joined(self._pending))
+            self._all = _merged(self._all, joined(self._pending))
             self._pending = []
         return self._all
 
@@ -103,7 +93,8 @@ class Tally:
         return (keys if len(kept) == len(keys) else keys[kept]), len(keys)
 
 
-def _joined(parts: list[Counted]) -> Counted:
+def joined(parts: list[Counted]) -> Counted:
+    """Counts of several parts, added up."""
     if len(parts) == 1:
         return parts[0]
     keys = np.concatenate([each.keys for each in parts])

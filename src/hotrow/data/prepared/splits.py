@@ -1,0 +1,50 @@
+"""Which samples are for training, which for validation and which for the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.fields import mixed
+
+_PARTS = 10  # at random: one of ten for validation, one for the test
+_LAST = 7  # of one file the last seventh is held back, as of a week the last day
+
+
+@dataclass(frozen=True)
+class ByTime:
+    """Lines before `validation` are for training, those from `test` on for the test."""
+
+    validation: int
+    test: int
+
+    def __call__(self, lines: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """For each line, counted over all files, the number of its split."""
+        later = (lines >= self.validation).astype(np.uint8)
+        return later + (lines >= self.test)
+
+
+@dataclass(frozen=True)
+class AtRandom:
+    """Each line by itself: where it goes depends on the seed and its number alone."""
+
+    seed: int
+
+    def __call__(self, lines: NDArray[np.int64]) -> NDArray[np.uint8]:
+        start = mixed(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        part = mixed(start ^ lines.astype(np.uint64)) % np.uint64(_PARTS)
+        return np.where(part < 2, part + 1, 0).astype(np.uint8)
+
+
+Split = ByTime | AtRandom
+
+
+def last_day_halved(lines_of_files: Sequence[int]) -> ByTime:
+    """The last of several files, or the last seventh of one: its first half for validation, its
+    second half for the test."""
+    total = sum(lines_of_files)
+    held = lines_of_files[-1] if len(lines_of_files) > 1 else -(-total // _LAST)
+    return ByTime(total - held, total - held // 2)
