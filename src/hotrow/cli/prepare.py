@@ -113,7 +113,7 @@ def prepare(
         bad_rows=bad_rows,
         memory_bytes=parse_bytes(memory),
     )
-    source, settings = open_source(kind, files, columns=columns, settings=settings)
+    source = open_source(kind, files, out=out, columns=columns, settings=settings)
     watch = _Lines() if as_json else _Bar()
     with watch:
         manifest = prepare_files(
@@ -137,19 +137,16 @@ class _Bar(Watch):
         )
         self._task: Any = None
         self._started = 0.0
-        self._before: int | None = None  # samples that a stopped run had done
 
     def stage(self, title: str, total: int) -> None:
         if self._task is not None:
             self._bar.update(self._task, completed=self._bar.tasks[self._task].total)
         self._task = self._bar.add_task(title, total=max(1, total), rate="")
-        self._started, self._before = monotonic(), None
+        self._started = monotonic()
 
     def advance(self, done: int, samples: int) -> None:
-        if self._before is None:
-            self._before = samples
         seconds = monotonic() - self._started
-        rate = f"{(samples - self._before) / seconds:,.0f} rows/s" if seconds > 1 else ""
+        rate = f"{samples / seconds:,.0f} rows/s" if seconds > 1 else ""
         self._bar.update(self._task, completed=done, rate=rate)
 
     def say(self, text: str) -> None:

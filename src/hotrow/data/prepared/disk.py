@@ -62,12 +62,17 @@ class Disk:
 
         It starts with an end of line, so that half a line before it spoils nothing.
         """
+        self.extend(name, b"\n" + line.encode() + b"\n", durable=True)
+
+    def extend(self, name: str, data: bytes | memoryview, *, durable: bool = False) -> None:
+        """Adds to the end of a file; an error may leave a part of it there."""
         path = self.folder / name
         try:
             with path.open("ab") as file:
-                file.write(b"\n" + line.encode() + b"\n")
+                file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
         except OSError as error:
             raise _in_plain_words(error, path) from error
 

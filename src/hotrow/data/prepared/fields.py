@@ -7,6 +7,7 @@ numbers, twice as fast. What is wrong with a line is found the same way, for all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,10 +49,7 @@ class Fields:
         self._text = text
         self._bytes = np.zeros(len(text) + 2 * _PAD, np.uint8)
         self._bytes[_PAD:-_PAD] = np.frombuffer(text, np.uint8)
-        # The 8 bytes from each position on, as one word: a view, in which words overlap.
-        self._words = as_strided(
-            self._bytes[:8].view(np.uint64), shape=(len(self._bytes) - 8,), strides=(1,)
-        )
+        self._words = words_at(self._bytes)
         self.bad: list[BadLine] = []
         self._find(ord(separator), columns)
 
@@ -150,24 +148,50 @@ class Fields:
         return found, wrong
 
     def texts(self, column: int) -> Words:
-        """Any text as a number: up to 8 bytes as they are, so that different texts have different
-        numbers; of longer ones a hash of 64 bits."""
-        starts, lengths = self.span(column)
-        words = self._words[starts]
-        words &= _FIRST_BYTES[np.minimum(lengths, 8)]
-        long = np.flatnonzero(lengths > 8)
-        if len(long):
-            words[long] = self._hash(starts[long], lengths[long])
-        return words
+        return text_keys(self._words, *self.span(column))
 
-    def _hash(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-        found = mixed(lengths.astype(np.uint64))
-        for done in range(0, int(lengths.max()), 8):
-            left = lengths - done
-            at = np.minimum(starts + done, len(self._words) - 1)
-            words = self._words[at] & _FIRST_BYTES[left.clip(0, 8)]
-            found = np.where(left > 0, mixed(found ^ words), found)
-        return found
+    def numbers(self, column: int) -> tuple[NDArray[np.float64], Mask, Mask]:
+        """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""
+        whole, empty, other = self.integers(column)
+        found = whole.astype(np.float64)
+        wrong = np.zeros(len(self), np.bool_)
+        for place in np.flatnonzero(other).tolist():
+            found[place], wrong[place] = _number(self.value(column, place))
+        return found, empty, wrong
+
+
+def _number(text: str) -> tuple[float, bool]:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0, True
+    return (value, False) if math.isfinite(value) and "_" not in text else (0.0, True)
+
+
+def words_at(data: NDArray[np.uint8]) -> Words:
+    """The 8 bytes from each position on, as one word: a view, in which words overlap."""
+    return as_strided(data[:8].view(np.uint64), shape=(len(data) - 8,), strides=(1,))
+
+
+def text_keys(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
+    """Texts as numbers: up to 8 bytes as they are, so that different texts have different
+    numbers; of longer ones a hash of 64 bits."""
+    found = words[starts]
+    found &= _FIRST_BYTES[np.minimum(lengths, 8)]
+    long = np.flatnonzero(lengths > 8)
+    if len(long):
+        found[long] = _hashed(words, starts[long], lengths[long])
+    return found
+
+
+def _hashed(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
+    found = mixed(lengths.astype(np.uint64))
+    for done in range(0, int(lengths.max()), 8):
+        left = lengths - done
+        at = np.minimum(starts + done, len(words) - 1)
+        next_ = words[at] & _FIRST_BYTES[left.clip(0, 8)]
+        found = np.where(left > 0, mixed(found ^ next_), found)
+    return found
 
 
 def _from_hex(words: Words) -> tuple[NDArray[np.uint32], Mask]:

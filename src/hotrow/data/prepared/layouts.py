@@ -48,6 +48,8 @@ class Source(Protocol):
     schema: Schema
     key_dtype: str
     paths: list[Path]
+    describes: dict[str, Any]  # what else decides about its samples
+    times: bool  # whether samples' "lines" are times, of which quantiles make splits
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
     def parse(self, piece: Piece) -> Samples: ...
@@ -61,7 +63,11 @@ class TextSource:
         self._layout = layout
         self._files = TextFiles(paths, header=layout.header, piece_bytes=piece_bytes)
         self.paths = self._files.paths
-        self.pieces = self._files.pieces
+        self.describes: dict[str, Any] = getattr(layout, "describes", {})
+        self.times = False
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        return self._files.pieces(start)
 
     def parse(self, piece: Piece) -> Samples:
         if self._layout.header is None or piece.place.file_line:
@@ -101,7 +107,7 @@ class Criteo:
     def parse(self, text: bytes) -> Samples:
         fields = Fields(text, separator="\t", columns=40)
         judge = Judge(fields)
-        label = _label(fields, judge, column=0)
+        label = label_of(fields, judge, column=0)
         dense = np.empty((len(fields), 13), np.float32)
         for place, name in enumerate(self.dense):
             values, _, wrong = fields.integers(1 + place)
@@ -112,7 +118,7 @@ class Criteo:
         for place, name in enumerate(self.categories):
             keys[name], wrong = fields.hexadecimal(14 + place)
             judge.refuse(wrong, 14 + place, partial(_no_hex, name))
-        return _samples(fields, judge, label, dense, keys)
+        return samples_of(fields, judge, label, dense, keys)
 
 
 class Avazu:
@@ -135,25 +141,25 @@ class Avazu:
     def parse(self, text: bytes) -> Samples:
         fields = Fields(text, separator=",", columns=24)
         judge = Judge(fields)
-        label = _label(fields, judge, column=1)
+        label = label_of(fields, judge, column=1)
         hours, empty, wrong = fields.integers(2)
         wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
         judge.refuse(wrong, 2, lambda found: f"hour is {found!r}, not YYMMDDHH")
         dense = (hours % 100 / 24).astype(np.float32)[:, None]
         keys = {name: fields.texts(3 + place) for place, name in enumerate(self.columns[3:])}
-        return _samples(fields, judge, label, dense, keys)
+        return samples_of(fields, judge, label, dense, keys)
 
 
 LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 
 
-def _label(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
+def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     values, empty, wrong = fields.integers(column)
     judge.refuse(wrong | empty | (values < 0) | (values > 1), column, _no_label)
     return values.astype(np.uint8)
 
 
-def _samples(
+def samples_of(
     fields: Fields, judge: Judge, label: NDArray[Any], dense: NDArray[Any], keys: dict[str, Keys]
 ) -> Samples:
     lines, bad = fields.lines, fields.bad + judge.reasons

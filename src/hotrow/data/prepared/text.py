@@ -13,7 +13,7 @@ from typing import Any
 
 from hotrow.data.prepared.arrow import pyarrow
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\x03\x04": ".zip"}
 
@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def lines(self) -> int:
-        return self.after.line - self.place.line
+        return self.after.file_line - self.place.file_line
 
 
 class TextFiles:

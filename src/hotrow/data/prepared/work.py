@@ -48,9 +48,15 @@ from hotrow.data.prepared.format import (
     to_json,
 )
 from hotrow.data.prepared.layouts import Samples, Source
-from hotrow.data.prepared.splits import AtRandom, Split, last_day_halved
+from hotrow.data.prepared.splits import (
+    AtRandom,
+    ByTime,
+    Split,
+    by_quantiles,
+    last_day_halved,
+)
 from hotrow.data.prepared.spool import WORK, BadRows, Spool, Stretch, as_bytes, in_sections
-from hotrow.data.prepared.text import Piece
+from hotrow.data.prepared.text import PIECE_BYTES, Piece
 from hotrow.data.prepared.vocabulary import (
     Counted,
     Hashed,
@@ -61,7 +67,6 @@ from hotrow.data.prepared.vocabulary import (
 )
 
 HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, if there is no max_rows
-PIECE_BYTES = 4 << 20
 _PIECES = 16  # in a stretch
 _CHUNK = 1 << 15  # samples that are encoded together
 _BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
@@ -164,6 +169,7 @@ class _Job:
         self.describes = {
             "layout": source.name,
             "files": [_described(path) for path in source.paths],
+            **source.describes,
             **asdict(settings),
         }
 
@@ -176,7 +182,7 @@ class _Job:
         tables = reading.tables(stretches)
         bad = stretches[-1].bad
         lines = _lines_of_files(stretches, len(self.source.paths))
-        split = self._split(lines)
+        split = self._split(stretches, lines)
         schema = replace(
             self.source.schema, id_dtype=id_dtype([each.ids.rows for each in tables.values()])
         )
@@ -197,10 +203,16 @@ class _Job:
         shutil.rmtree(self.out / WORK)
         return manifest
 
-    def _split(self, lines: list[int]) -> Split:
+    def _split(self, stretches: list[Stretch], lines: list[int]) -> Split:
         if self.settings.split == "random":
             return AtRandom(self.settings.seed)
-        return last_day_halved(lines)
+        if not self.source.times:
+            return last_day_halved(lines)
+        noted = self.out / WORK / "split.json"  # the spool goes while shards are made
+        if not noted.exists():
+            split = by_quantiles([self.spool.read(each).lines for each in stretches])
+            self.disk.write(f"{WORK}/split.json", [json.dumps(asdict(split)).encode()])
+        return ByTime(**json.loads(noted.read_text()))
 
     def parse(self, piece: Piece) -> Samples:
         """On a worker."""
@@ -307,7 +319,7 @@ class _Read:
         place = stretches[-1].after if stretches else None
         bad = stretches[-1].bad if stretches else BadRows()
         sizes = [path.stat().st_size for path in job.source.paths]
-        samples = sum(each.samples for each in stretches)
+        samples = 0
         job.watch.stage("reading", sum(sizes))
         found: list[tuple[Piece, Samples]] = []
         counted: list[dict[str, Counted]] = []
