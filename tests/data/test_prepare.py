@@ -46,6 +46,7 @@ class Heard(NoWatch):
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "_PIECES", 3)
+    monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
     monkeypatch.setattr(work, "_CHUNK", 50)
 
 

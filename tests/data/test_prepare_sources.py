@@ -25,6 +25,7 @@ EVERY = ("train", "validation", "test")
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "_PIECES", 3)
+    monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
     monkeypatch.setattr(work, "_CHUNK", 50)
     monkeypatch.setattr(columns, "_PIECE_SAMPLES", 40)
     monkeypatch.setattr("hotrow.data.prepared.sources.PIECE_BYTES", 4000)

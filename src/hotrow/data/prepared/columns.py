@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import pyarrow
-from hotrow.data.prepared.fields import BadLine, Fields, Judge, text_keys, words_at
+from hotrow.data.prepared.fields import BadLine, Fields, Judge, one, text_keys, words_at
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.layouts import Samples, label_of, samples_of
 from hotrow.data.prepared.text import Piece, Place
@@ -122,11 +122,12 @@ class Csv:
         label = label_of(fields, judge, column=self._places[columns.label])
         dense = np.empty((len(fields), len(columns.dense)), np.float32)
         for place, name in enumerate(columns.dense):
-            values, _, wrong = fields.numbers(self._places[name])
-            judge.refuse(wrong, self._places[name], partial(_no_number, name))
-            dense[:, place] = _number(values, log=name in columns.log)
+            where = one(self._places[name])
+            values, _, wrong = fields.numbers(where)
+            judge.refuse(wrong, where, partial(_no_number, name))
+            dense[:, place] = _number(values[0], log=name in columns.log)
         keys: dict[str, Keys] = {
-            name: fields.texts(self._places[name]) for name in columns.categories
+            name: fields.texts(one(self._places[name]))[0] for name in columns.categories
         }
         return samples_of(fields, judge, label, dense, keys)
 
@@ -151,7 +152,7 @@ def _plain(columns: Columns) -> dict[str, Any]:
     return {key: list(each) if isinstance(each, tuple) else each for key, each in found.items()}
 
 
-def _no_number(column: str, found: str) -> str:
+def _no_number(column: str, _: int, found: str) -> str:
     return f"{column} is {found!r}, not a number"
 
 

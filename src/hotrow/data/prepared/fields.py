@@ -8,6 +8,7 @@ numbers, twice as fast. What is wrong with a line is found the same way, for all
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
+Places = NDArray[np.int64]
 
 _PAD = 16  # bytes around the text, so that words may reach beyond it
 _NEWLINE, _RETURN, _MINUS = 10, 13, 45
 _EIGHT = np.uint64(8)
+_LONG = re.compile(r"-?[0-9]{1,18}")
 
 
 def _each_byte(value: int) -> np.uint64:
@@ -54,110 +57,130 @@ class Fields:
         self._find(ord(separator), columns)
 
     def _find(self, separator: int, columns: int) -> None:
-        is_end = self._bytes == separator
-        is_end |= self._bytes == _NEWLINE
-        ends = np.flatnonzero(is_end)
-        closing = np.flatnonzero(self._bytes[ends] == _NEWLINE)  # the last of each line
+        if separator == _NEWLINE - 1:  # a tab: one comparison finds both
+            ends = np.flatnonzero(self._bytes - np.uint8(separator) < 2)
+        else:
+            ends = np.flatnonzero((self._bytes == separator) | (self._bytes == _NEWLINE))
+        # Where nothing is wrong, every so many ends one is the end of a line, and no other is.
+        line_ends = ends[columns - 1 :: columns]
+        lines = self._text.count(b"\n")
+        if len(ends) != lines * columns or (self._bytes[line_ends] != _NEWLINE).any():
+            self._find_good(ends, columns)
+        else:
+            self.lines: NDArray[np.int64] = np.arange(lines)
+            self._starts = np.append(_PAD, line_ends[:-1] + 1) if lines else line_ends
+            self._ends = np.ascontiguousarray(ends.reshape(-1, columns).T)
+        if b"\r" in self._text and len(self):  # lines of Windows, perhaps among others
+            self._ends[-1] -= self._bytes[self._ends[-1] - 1] == _RETURN
+
+    def _find_good(self, ends: NDArray[np.int64], columns: int) -> None:
+        """The lines with the right number of columns; the others are bad."""
+        closing = np.flatnonzero(self._bytes[ends] == _NEWLINE)  # the last end of each line
         per_line = np.diff(closing, prepend=-1)
         line_ends = ends[closing]
-        line_starts = np.concatenate([[_PAD], line_ends[:-1] + 1])
-        lines = np.arange(len(closing))
+        starts = np.append(_PAD, line_ends[:-1] + 1)
         good = per_line == columns
-        if not good.all():
-            for line in lines[~good].tolist():
-                empty = line_ends[line] - line_starts[line] == 0
-                found = "an empty line" if empty else f"{per_line[line]} columns"
-                self.bad.append(BadLine(line, f"{found} instead of {columns} columns"))
-            ends = ends[np.repeat(good, per_line)]
-            lines, line_starts = lines[good], line_starts[good]
-        self.lines: NDArray[np.int64] = lines
-        self._line_starts = line_starts
-        self._ends = np.ascontiguousarray(ends.reshape(-1, columns).T)
-        if b"\r" in self._text and len(lines):  # lines of Windows, perhaps among others
-            self._ends[-1] -= self._bytes[self._ends[-1] - 1] == _RETURN
+        for line in np.flatnonzero(~good).tolist():
+            empty = line_ends[line] == starts[line]
+            found = "an empty line" if empty else f"{per_line[line]} columns"
+            self.bad.append(BadLine(line, f"{found} instead of {columns} columns"))
+        self.lines, self._starts = np.flatnonzero(good), starts[good]
+        self._ends = np.ascontiguousarray(ends[np.repeat(good, per_line)].reshape(-1, columns).T)
 
     def __len__(self) -> int:
         return len(self.lines)
 
-    def span(self, column: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Starts and lengths."""
-        starts = self._ends[column - 1] + 1 if column else self._line_starts
-        return starts, self._ends[column] - starts
+    def span(self, columns: slice) -> tuple[Places, Places]:
+        """Where fields start and how long they are: [columns, lines]."""
+        first = columns.start
+        ends = self._ends[columns]
+        starts = self._ends[max(0, first - 1) : columns.stop - 1] + 1
+        if first == 0:
+            starts = np.concatenate([self._starts[None], starts])
+        return starts, ends - starts
 
-    def value(self, column: int, place: int) -> str:
-        """One field as text, for messages."""
-        starts, lengths = self.span(column)
-        raw = self._bytes[starts[place] : starts[place] + min(int(lengths[place]), 40)]
+    def value(self, column: int, line: int) -> str:
+        """One field as text, for messages; no more than its beginning."""
+        starts, lengths = (each[0] for each in self.span(slice(column, column + 1)))
+        raw = self._bytes[starts[line] : starts[line] + min(int(lengths[line]), 40)]
         return raw.tobytes().decode("utf-8", errors="replace")
 
-    def keep(self, good: Mask) -> None:
-        """Leaves out the other lines."""
-        self.lines, self._line_starts = self.lines[good], self._line_starts[good]
-        self._ends = np.ascontiguousarray(self._ends[:, good])
+    # Each of these reads consecutive columns, and gives values and masks, [columns, lines].
 
-    # Each of these gives a column's values and which of them are no such values.
-
-    def integers(self, column: int) -> tuple[NDArray[np.int64], Mask, Mask]:
+    def integers(self, columns: slice) -> tuple[NDArray[np.int64], Mask, Mask]:
         """Whole numbers; and which fields are empty, whose value is 0; and which are wrong."""
-        starts, lengths = self.span(column)
+        starts, lengths = self.span(columns)
         empty = lengths == 0
         negative = self._bytes[starts] == _MINUS
+        negative &= ~empty
         has_negative = bool(negative.any())
         digits = lengths - negative if has_negative else lengths
         # The last 8 bytes, of which those before the number become zeros.
-        words = self._words[self._ends[column] - 8] ^ _each_byte(0x30)
+        words = self._words[self._ends[columns] - 8]
+        words ^= _each_byte(0x30)
         words &= _LAST_BYTES[np.minimum(digits, 8)]
-        wrong = ((words + _each_byte(0x76)) | words) & _each_byte(0x80) != 0
-        words = words * np.uint64(10) + (words >> _EIGHT)
+        check = words + _each_byte(0x76)
+        check |= words
+        check &= _each_byte(0x80)
+        wrong = check != 0
+        # Neighbours are added up: 8 digits, 4 pairs, 2 fours, 1 number.
+        np.right_shift(words, _EIGHT, out=check)
+        words *= np.uint64(10)
+        words += check
         low = np.uint64(0x000000FF000000FF)
-        values = (
-            (words & low) * np.uint64(0x000F424000000064)
-            + ((words >> np.uint64(16)) & low) * np.uint64(0x0000271000000001)
-        ) >> np.uint64(32)
-        found = values.astype(np.int64)
+        np.right_shift(words, np.uint64(16), out=check)
+        check &= low
+        check *= np.uint64(0x0000271000000001)
+        words &= low
+        words *= np.uint64(0x000F424000000064)
+        words += check
+        words >>= np.uint64(32)
+        found = words.view(np.int64)
         wrong |= negative & (digits == 0)
-        long = np.flatnonzero(digits > 8)
-        for place in long.tolist():
-            found[place], wrong[place] = self._long_integer(column, place)
+        for column, line in zip(*np.nonzero(digits > 8), strict=True):
+            text = self.value(columns.start + int(column), int(line))
+            wrong[column, line] = not _LONG.fullmatch(text)
+            found[column, line] = 0 if wrong[column, line] else int(text)
         if has_negative:
             short = negative & (digits <= 8)
             found[short] = -found[short]
         return found, empty, wrong
 
-    def _long_integer(self, column: int, place: int) -> tuple[int, bool]:
-        text = self.value(column, place)
-        if text.lstrip("-").isdecimal() and text.isascii() and len(text) <= 18:
-            return int(text), text.count("-") > 1
-        return 0, True
-
-    def hexadecimal(self, column: int) -> tuple[NDArray[np.uint32], Mask]:
-        """Up to 8 hexadecimal digits; empty is 0."""
-        starts, lengths = self.span(column)
-        words = self._words[starts]
+    def hexadecimal(self, columns: slice) -> tuple[NDArray[np.uint32], Mask]:
+        """Up to 8 hexadecimal digits, empty is 0; and which fields are wrong."""
+        starts, lengths = self.span(columns)
+        shape, lengths = starts.shape, lengths.reshape(-1)
+        words = self._words[starts.reshape(-1)]
         other = np.flatnonzero(lengths != 8)
         if len(other):
-            # Short ones move to the end of their word, after zeros.
-            short = np.minimum(lengths[other], 8)
-            moved = words[other] << (_EIGHT * (8 - short).astype(np.uint64))
-            words[other] = np.where(
-                short > 0, moved | (_each_byte(0x30) & ~_LAST_BYTES[short]), _each_byte(0x30)
-            )
+            # Empty ones are zeros; short ones move to the end of their word, after zeros.
+            words[other] = _each_byte(0x30)
+            short = other[lengths[other] > 0]
+            size = np.minimum(lengths[short], 8)
+            moved = self._words[starts.reshape(-1)[short]] << _EIGHT * (8 - size).astype(np.uint64)
+            words[short] = moved | (_each_byte(0x30) & ~_LAST_BYTES[size])
         found, wrong = _from_hex(words)
         if len(other):
             wrong[other] |= lengths[other] > 8
-        return found, wrong
+        return found.reshape(shape), wrong.reshape(shape)
 
-    def texts(self, column: int) -> Words:
-        return text_keys(self._words, *self.span(column))
+    def texts(self, columns: slice) -> Words:
+        """Any text as a number, see text_keys."""
+        starts, lengths = self.span(columns)
+        return text_keys(self._words, starts.reshape(-1), lengths.reshape(-1)).reshape(starts.shape)
 
-    def numbers(self, column: int) -> tuple[NDArray[np.float64], Mask, Mask]:
+    def numbers(self, columns: slice) -> tuple[NDArray[np.float64], Mask, Mask]:
         """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""
-        whole, empty, other = self.integers(column)
+        whole, empty, wrong = self.integers(columns)
         found = whole.astype(np.float64)
-        wrong = np.zeros(len(self), np.bool_)
-        for place in np.flatnonzero(other).tolist():
-            found[place], wrong[place] = _number(self.value(column, place))
+        for column, line in zip(*np.nonzero(wrong), strict=True):
+            text = self.value(columns.start + int(column), int(line))
+            found[column, line], wrong[column, line] = _number(text)
         return found, empty, wrong
+
+
+def one(column: int) -> slice:
+    return slice(column, column + 1)
 
 
 def _number(text: str) -> tuple[float, bool]:
@@ -250,13 +273,16 @@ class Judge:
         self._wrong: Mask = np.zeros(len(fields), np.bool_)
         self.reasons: list[BadLine] = []
 
-    def refuse(self, wrong: Mask, column: int, reason: Callable[[str], str]) -> None:
+    def refuse(self, wrong: Mask, columns: slice, reason: Callable[[int, str], str]) -> None:
+        """`wrong` is [columns, lines]; the reason is told the column, from the first, and the
+        text."""
         if not wrong.any():
             return
-        for place in np.flatnonzero(wrong & ~self._wrong).tolist():
-            text = reason(self._fields.value(column, place))
-            self.reasons.append(BadLine(int(self._fields.lines[place]), text))
-        self._wrong |= wrong
+        for column, mask in enumerate(wrong):
+            for line in np.flatnonzero(mask & ~self._wrong).tolist():
+                text = reason(column, self._fields.value(columns.start + column, line))
+                self.reasons.append(BadLine(int(self._fields.lines[line]), text))
+            self._wrong |= mask
 
     @property
     def good(self) -> Mask:

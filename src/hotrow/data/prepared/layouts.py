@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.fields import BadLine, Fields, Judge
+from hotrow.data.prepared.fields import BadLine, Fields, Judge, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.text import Piece, Place, TextFiles
 from hotrow.data.prepared.vocabulary import Keys
+
+_PART_BYTES = 1 << 19  # of text that is parsed together: its columns fit a core's cache
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,35 @@ class TextSource:
         return self._files.pieces(start)
 
     def parse(self, piece: Piece) -> Samples:
-        if self._layout.header is None or piece.place.file_line:
-            return self._layout.parse(piece.data)
-        _, _, text = piece.data.partition(b"\n")  # the header counts as a line, and is none
-        found = self._layout.parse(text)
-        bad = [BadLine(each.line + 1, each.reason) for each in found.bad]
-        return replace(found, lines=found.lines + 1, bad=bad)
+        text: bytes = piece.data
+        first = line = 0
+        if self._layout.header is not None and not piece.place.file_line:
+            first, line = text.find(b"\n") + 1 or len(text), 1
+        parts: list[Samples] = []
+        while first < len(text) or not parts:
+            last = text.rfind(b"\n", first, first + _PART_BYTES) + 1
+            last = last or text.find(b"\n", first) + 1 or len(text)
+            part = text[first:last]
+            parts.append(_later(self._layout.parse(part), line))
+            first, line = last, line + part.count(b"\n")
+        return parts[0] if len(parts) == 1 else _together(parts)
 
 
-def _no_label(found: str) -> str:
-    return f"the label is {found!r}, neither 0 nor 1"
+def _later(found: Samples, lines: int) -> Samples:
+    if not lines:
+        return found
+    bad = [BadLine(each.line + lines, each.reason) for each in found.bad]
+    return replace(found, lines=found.lines + lines, bad=bad)
 
 
-def _no_number(column: str, found: str) -> str:
-    return f"{column} is {found!r}, not a whole number"
-
-
-def _no_hex(column: str, found: str) -> str:
-    return f"{column} is {found!r}, not up to 8 hexadecimal digits"
+def _together(parts: list[Samples]) -> Samples:
+    return Samples(
+        np.concatenate([each.lines for each in parts]),
+        np.concatenate([each.label for each in parts]),
+        np.concatenate([each.dense for each in parts]),
+        {name: np.concatenate([each.keys[name] for each in parts]) for name in parts[0].keys},
+        [bad for each in parts for bad in each.bad],
+    )
 
 
 class Criteo:
@@ -108,17 +120,25 @@ class Criteo:
         fields = Fields(text, separator="\t", columns=40)
         judge = Judge(fields)
         label = label_of(fields, judge, column=0)
+        where = slice(1, 14)
+        values, _, wrong = fields.integers(where)
+        judge.refuse(
+            wrong, where, lambda i, found: f"{self.dense[i]} is {found!r}, not a whole number"
+        )
         dense = np.empty((len(fields), 13), np.float32)
-        for place, name in enumerate(self.dense):
-            values, _, wrong = fields.integers(1 + place)
-            judge.refuse(wrong, 1 + place, partial(_no_number, name))
-            dense[:, place] = np.maximum(values, 0)
-        np.log(dense + np.float32(1), out=dense)
-        keys: dict[str, Keys] = {}
-        for place, name in enumerate(self.categories):
-            keys[name], wrong = fields.hexadecimal(14 + place)
-            judge.refuse(wrong, 14 + place, partial(_no_hex, name))
-        return samples_of(fields, judge, label, dense, keys)
+        np.maximum(values.T, 0, out=dense, casting="unsafe")
+        dense += 1
+        np.log(dense, out=dense)
+        where = slice(14, 40)
+        found, wrong = fields.hexadecimal(where)
+        judge.refuse(
+            wrong,
+            where,
+            lambda i, found: f"{self.categories[i]} is {found!r}, not up to 8 hexadecimal digits",
+        )
+        return samples_of(
+            fields, judge, label, dense, dict(zip(self.categories, found, strict=True))
+        )
 
 
 class Avazu:
@@ -142,11 +162,11 @@ class Avazu:
         fields = Fields(text, separator=",", columns=24)
         judge = Judge(fields)
         label = label_of(fields, judge, column=1)
-        hours, empty, wrong = fields.integers(2)
+        hours, empty, wrong = fields.integers(one(2))
         wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
-        judge.refuse(wrong, 2, lambda found: f"hour is {found!r}, not YYMMDDHH")
-        dense = (hours % 100 / 24).astype(np.float32)[:, None]
-        keys = {name: fields.texts(3 + place) for place, name in enumerate(self.columns[3:])}
+        judge.refuse(wrong, one(2), lambda _, found: f"hour is {found!r}, not YYMMDDHH")
+        dense = (hours % 100 / 24).astype(np.float32).T
+        keys = dict(zip(self.columns[3:], fields.texts(slice(3, 24)), strict=True))
         return samples_of(fields, judge, label, dense, keys)
 
 
@@ -154,9 +174,11 @@ LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 
 
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
-    values, empty, wrong = fields.integers(column)
-    judge.refuse(wrong | empty | (values < 0) | (values > 1), column, _no_label)
-    return values.astype(np.uint8)
+    values, empty, wrong = fields.integers(one(column))
+    wrong = wrong | empty | (values < 0) | (values > 1)
+    judge.refuse(wrong, one(column), lambda _, found: f"the label is {found!r}, neither 0 nor 1")
+    label: NDArray[np.uint8] = values[0].astype(np.uint8)
+    return label
 
 
 def samples_of(

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLine, Fields, Judge, mixed
+from hotrow.data.prepared.fields import BadLine, Fields, Judge, mixed, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.spool import WORK, as_bytes
@@ -137,16 +137,16 @@ def _events(text: bytes) -> tuple[Events, list[BadLine]]:
     judge = Judge(fields)
     columns = []
     for place, name in ((0, "user"), (1, "item"), (2, "category"), (4, "time")):
-        values, empty, wrong = fields.integers(place)
+        values, empty, wrong = fields.integers(one(place))
         wrong = wrong | empty | (values < 0) | (values >= 2**32)
-        judge.refuse(wrong, place, partial(_no_number, name))
-        columns.append(values)
+        judge.refuse(wrong, one(place), partial(_no_number, name))
+        columns.append(values[0])
     events = np.stack(columns, axis=1)
     bad = sorted(fields.bad + judge.reasons, key=lambda each: each.line)
     return (events[judge.good] if judge.any_bad else events), bad
 
 
-def _no_number(column: str, found: str) -> str:
+def _no_number(column: str, _: int, found: str) -> str:
     return f"{column} is {found!r}, not a whole number below 2**32"
 
 
