@@ -150,7 +150,7 @@ class _Bar(Watch):
         self._bar.update(self._task, completed=done, rate=rate)
 
     def say(self, text: str) -> None:
-        self._console.print(escape(text))
+        self._console.print(escape(text), soft_wrap=True)
 
     def __enter__(self) -> None:
         self._bar.start()
@@ -169,12 +169,12 @@ class _Bar(Watch):
         if bad := manifest.source["bad_rows"]:
             self._console.print(f"[yellow]{bad:,} bad rows left out[/], the first of them:")
             for example in manifest.source["bad_examples"]:
-                self._console.print(f"  {escape(example)}")
+                self._console.print(f"  {escape(example)}", soft_wrap=True)
         rows = sum(each.rows for each in manifest.tables)
         samples = ", ".join(f"{manifest.samples(name):,} {name}" for name in manifest.splits)
         size = show_bytes(sum(each.bytes for each in manifest.files))
         self._console.print(f"{rows:,} rows in {len(manifest.tables)} tables; {samples}; {size}")
-        self._console.print(f"written to {escape(str(out))}")
+        self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
 
 
 class _Lines(Watch):

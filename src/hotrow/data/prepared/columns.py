@@ -259,7 +259,7 @@ class ParquetSource:
                 keys[name] = keys[name][mask]
             lengths = {name: each[good] for name, each in lengths.items()}
         bad.sort(key=lambda each: each.line)
-        return Samples(lines, label, dense, keys, bad, lengths)
+        return Samples(lines, label, dense, keys, bad, len(batch), lengths)
 
 
 def _opened(path: Path) -> Any:

@@ -53,6 +53,7 @@ class Fields:
         self._bytes = np.zeros(len(text) + 2 * _PAD, np.uint8)
         self._bytes[_PAD:-_PAD] = np.frombuffer(text, np.uint8)
         self._words = words_at(self._bytes)
+        self.num_lines = text.count(b"\n")  # bad ones among them
         self.bad: list[BadLine] = []
         self._find(ord(separator), columns)
 
@@ -63,7 +64,7 @@ class Fields:
             ends = np.flatnonzero((self._bytes == separator) | (self._bytes == _NEWLINE))
         # Where nothing is wrong, every so many ends one is the end of a line, and no other is.
         line_ends = ends[columns - 1 :: columns]
-        lines = self._text.count(b"\n")
+        lines = self.num_lines
         if len(ends) != lines * columns or (self._bytes[line_ends] != _NEWLINE).any():
             self._find_good(ends, columns)
         else:

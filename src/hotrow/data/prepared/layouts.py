@@ -30,6 +30,7 @@ class Samples:
     dense: NDArray[np.float32]  # [samples, dense columns]
     keys: dict[str, Keys]  # of each feature: [samples], or of a jagged one all its values
     bad: list[BadLine]
+    num_lines: int = 0  # good and bad ones
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
 
 
@@ -81,7 +82,7 @@ class TextSource:
             last = last or text.find(b"\n", first) + 1 or len(text)
             part = text[first:last]
             parts.append(_later(self._layout.parse(part), line))
-            first, line = last, line + part.count(b"\n")
+            first, line = last, line + parts[-1].num_lines
         return parts[0] if len(parts) == 1 else _together(parts)
 
 
@@ -189,4 +190,5 @@ def samples_of(
         good = judge.good
         lines, label, dense = lines[good], label[good], dense[good]
         keys = {name: each[good] for name, each in keys.items()}
-    return Samples(lines, label, dense, keys, sorted(bad, key=lambda each: each.line))
+    bad.sort(key=lambda each: each.line)
+    return Samples(lines, label, dense, keys, bad, fields.num_lines)

@@ -124,7 +124,7 @@ class Spool:
         return Samples(
             arrays["lines"], arrays["label"], arrays["dense"],
             {each.name: arrays[f"{each.name}.keys"] for each in self._schema.features}, [],
-            {each.name: arrays[f"{each.name}.lengths"] for each in self._schema.jagged},
+            lengths={each.name: arrays[f"{each.name}.lengths"] for each in self._schema.jagged},
         )  # fmt: skip
 
     def _sections(self, samples: int, values: dict[str, int]) -> dict[str, Section]:

@@ -1,0 +1,127 @@
+"""`hotrow prepare` makes folders that training can read, and tells of mistakes in a sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from clicks import criteo_lines, write
+from hotrow.cli import make_app
+from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.work import least_memory
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(make_app(), ["prepare", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
+    lines = [*criteo_lines(100), ["junk"]]
+    path = write(tmp_path / "train.txt", lines)
+    code, output = run("criteo", path, "--out", tmp_path / "out", "--bad-rows", "skip")
+    assert code == 0, output
+    for words in ("1 bad rows left out", "line 101: 1 columns", "C26", "vocabulary", "written to"):
+        assert words in output
+    assert Prepared(tmp_path / "out").samples("train") == 86
+
+
+def test_machines_get_one_object_per_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(100))
+    code, output = run("criteo", path, "--out", tmp_path / "out", "--json", "--seed", "4")
+    assert code == 0, output
+    events = [json.loads(line) for line in output.splitlines()]
+    assert [e["stage"] for e in events if e["event"] == "stage"] == [
+        "reading", "encoding", "verifying",
+    ]  # fmt: skip
+    assert events[-1]["event"] == "end"
+    assert events[-1]["samples"] == {"train": 85, "validation": 8, "test": 7}
+    assert events[-1]["bad_rows"] == 0
+
+
+def test_parquet_with_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"y": [0, 1] * 20, "user": list(range(40))}), tmp_path / "a.parquet")
+    (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
+    code, output = run(
+        "parquet", tmp_path / "a.parquet", "--columns", tmp_path / "columns.toml",
+        "--out", tmp_path / "out", "--split", "random",
+    )  # fmt: skip
+    assert code == 0, output
+    assert Prepared(tmp_path / "out").table_rows == {"user": 41}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["criteo", "none.txt"], "none.txt does not exist"),
+        (["critero", "none.txt"], "did you mean criteo?"),
+        (["parquet", "none.parquet"], "parquet needs --columns"),
+        (["criteo", "none.txt", "--hash"], "--hash needs --max-rows"),
+        (["criteo", "none.txt", "--memory", "much"], "cannot read 'much' as a number of bytes"),
+        (["criteo", "none.txt", "--split", "day"], "--split must be time or random"),
+        (["criteo", "none.txt", "--bad-rows", "keep"], "--bad-rows must be skip or error"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:
+    code, output = run(*words, "--out", tmp_path / "out")
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_help_teaches_with_examples() -> None:
+    result = CliRunner().invoke(make_app(), ["prepare", "--help"], env={"COLUMNS": "200"})
+    for words in ("hotrow prepare criteo train.txt", "--max-rows", "UserBehavior.csv", "--columns"):
+        assert words in result.output
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(100))
+    script = """
+        import sys
+        sys.modules["pyarrow"] = None  # every import of it fails
+        from hotrow.cli import main
+        sys.argv = ["hotrow", "prepare", *sys.argv[1:]]
+        main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), "criteo"]
+    plain = [*command, str(path), "--out", str(tmp_path / "1")]
+    assert subprocess.run(plain, capture_output=True).returncode == 0, "plain text needs none"
+    packed = path.with_suffix(".gz")
+    path.rename(packed)
+    done = subprocess.run(
+        [*command, str(packed), "--out", str(tmp_path / "2")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "pip install 'hotrow[data]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    block = write(tmp_path / "block.txt", criteo_lines(4000, values=3000)).read_bytes()
+    peaks = []
+    for megabytes in (100, 220):
+        path = tmp_path / "train.txt"
+        with path.open("wb") as file:
+            for _ in range(megabytes * 10**6 // len(block)):
+                file.write(block)
+        script = """
+            import resource, sys
+            from hotrow.cli import make_app
+            make_app()(["prepare", *sys.argv[1:]], standalone_mode=False)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+        """
+        command = [sys.executable, "-c", textwrap.dedent(script), "criteo", str(path)]
+        options = ["--out", str(tmp_path / f"{megabytes}"), "--workers", "2", "--json"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert max(peaks) < least_memory(2)
+    assert peaks[1] - peaks[0] < 64 << 20
