@@ -145,6 +145,18 @@ def test_counts_are_those_of_the_training_split(tmp_path: Path) -> None:
         np.testing.assert_array_equal(counts, np.bincount(ids[:, place], minlength=len(counts)))
 
 
+def test_counts_of_a_table_larger_than_the_memory_come_in_parts(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(300))
+    settings: dict[str, Any] = {"hash": True, "max_rows": 1000, "memory_bytes": least_memory(2)}
+    for room in (8 * 300, 8 * 1700, 8 * 10**6):
+        settings["memory_bytes"] = least_memory(2) + room
+        data = run(tmp_path / f"{room}", path, **settings)
+        ids, _, _ = together(data, "train")
+        for place in (0, 1, 25):
+            counts = data.counts(f"C{place + 1}")
+            np.testing.assert_array_equal(counts, np.bincount(ids[:, place], minlength=1000))
+
+
 def test_rare_values_share_row_0(tmp_path: Path) -> None:
     lines = criteo_lines(600, values=300)
     data = run(tmp_path / "out", write(tmp_path / "train.txt", lines), min_frequency=4)
@@ -236,7 +248,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bytes(tmp_path: Path, split: 
     run(tmp_path / "whole", path, split=split)
     whole = files_of(tmp_path / "whole")
     writes = 0
-    for after in (0, 1, 2, 3, 6, 11, 14, 15, 30, 40, 42, 43, 45, 47, 50, 55, 60, 75, 90):
+    for after in (0, 1, 2, 5, 11, 14, 15, 30, 43, 45, 47, 60, 75):
         out = tmp_path / f"out{after}"
         try:
             run(out, path, split=split, disk=Stops(out, after))
@@ -254,7 +266,7 @@ def test_a_run_stopped_again_and_again_ends_with_the_same_bytes(tmp_path: Path) 
     out, draw = tmp_path / "out", random.Random(0)
     for _ in range(200):
         try:
-            run(out, path, disk=Stops(out, draw.randrange(1, 35)))
+            run(out, path, disk=Stops(out, draw.randrange(1, 60)))
             break
         except SystemExit:
             continue

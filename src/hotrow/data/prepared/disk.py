@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -96,11 +96,16 @@ def make_durable(path: Path) -> None:
         os.close(handle)
 
 
-def checksum(path: Path) -> str:
-    digest = hashlib.sha256()
+def read_parts(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(_READ_BYTES):
-            digest.update(part)
+            yield part
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    for part in read_parts(path):
+        digest.update(part)
     return digest.hexdigest()
 
 

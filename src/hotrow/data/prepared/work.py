@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from hotrow import __version__
 from hotrow.budget import show_bytes
-from hotrow.data.prepared.disk import Disk, inside, make_durable, why_wrong
+from hotrow.data.prepared.disk import Disk, inside, make_durable, read_parts, why_wrong
 from hotrow.data.prepared.format import (
     MANIFEST,
     SPLITS,
@@ -581,9 +581,18 @@ class _Encode:
         return next((reason for reason in reasons if reason), None)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a table."""
+
+    table: str
+    first: int
+    last: int
+
+
 class _Verify:
     """The third stage: every shard is read back, its checksum and its ids are checked, and the
-    accesses of the training split are counted, of as many tables at a time as fit the memory."""
+    accesses of the training split are counted, of as many rows at a time as fit the memory."""
 
     def __init__(self, job: _Job, schema: Schema, rows: dict[str, int], splits: Splits) -> None:
         self._job, self._schema, self._rows, self._splits = job, schema, rows, splits
@@ -594,33 +603,50 @@ class _Verify:
         groups = self._groups()
         job.watch.stage("verifying", len(groups) * sum(each.bytes for each, _ in shards))
         done = samples = 0
-        found: dict[str, FileRecord] = {}
+        found: dict[str, list[FileRecord]] = {}
         for turn, group in enumerate(groups):
-            counts = {name: np.zeros(self._rows[name], np.int64) for name in group}
+            counts = {each: np.zeros(each.last - each.first, np.int64) for each in group}
             check = self._why_wrong if turn == 0 else lambda _: None
             checked = in_order(pool, check, (shard for shard, _ in shards), ahead=2)
-            for (shard, counts_it), (_, wrong) in zip(shards, checked, strict=True):
+            for (shard, is_counted), (_, wrong) in zip(shards, checked, strict=True):
                 if wrong:
                     raise ValueError(f"{wrong}; give the same command again to make it anew")
-                self._count(pool, shard, counts if counts_it else {})
+                self._count(pool, shard, counts if is_counted else {})
                 done, samples = done + shard.bytes, samples + shard.samples
                 job.watch.advance(done, samples)
-            for name in group:
-                file = f"tables/{self._schema.tables.index(name):03}.counts"
-                found[name] = job.disk.write(file, [as_bytes(counts[name])])
-        if shards:
-            make_durable(job.out / "shards")
-        return found
+            for each, uses in counts.items():
+                parts = found.setdefault(each.table, [])
+                parts.append(job.disk.write(self._file(each), [as_bytes(uses)]))
+        make_durable(job.out / "shards")
+        return {name: self._joined(name, found[name]) for name in self._rows}
 
-    def _groups(self) -> list[list[str]]:
-        groups: list[list[str]] = [[]]
-        room = self._job.room
+    def _file(self, rows: _Rows) -> str:
+        """Where the counts of these rows go; not yet to their place, if there are others."""
+        place = self._schema.tables.index(rows.table)
+        is_whole = rows.last - rows.first == self._rows[rows.table]
+        return f"tables/{place:03}.counts" if is_whole else f"{WORK}/{place:03}-{rows.first}.counts"
+
+    def _joined(self, table: str, parts: list[FileRecord]) -> FileRecord:
+        if len(parts) == 1:
+            return parts[0]
+        job = self._job
+        data = (each for part in parts for each in read_parts(job.out / part.file))
+        return job.disk.write(self._file(_Rows(table, 0, self._rows[table])), data)
+
+    def _groups(self) -> list[list[_Rows]]:
+        """Tables, or parts of them, whose counts fit the memory together."""
+        groups: list[list[_Rows]] = [[]]
+        most = left = max(1, self._job.room // 8)
         for name, rows in self._rows.items():
-            if groups[-1] and 8 * rows > room:
-                groups.append([])
-                room = self._job.room
-            groups[-1].append(name)
-            room -= 8 * rows
+            first = 0
+            while first < rows:
+                if not left or (left < rows - first and left < most):
+                    groups.append([])
+                    left = most
+                last = min(rows, first + left)
+                groups[-1].append(_Rows(name, first, last))
+                left -= last - first
+                first = last
         return groups
 
     def _arrays(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
@@ -651,20 +677,23 @@ class _Verify:
         return None
 
     def _count(
-        self, pool: ThreadPoolExecutor, shard: ShardRecord, counts: dict[str, NDArray[np.int64]]
+        self, pool: ThreadPoolExecutor, shard: ShardRecord, counts: dict[_Rows, NDArray[np.int64]]
     ) -> None:
         arrays = self._arrays(shard) if counts else {}
 
-        def count(table: str) -> None:
-            mine = counts[table]
+        def count(rows: _Rows) -> None:
+            mine = counts[rows]
             for each in self._schema.features:
-                if each.table != table:
+                if each.table != rows.table:
                     continue
+                ids = arrays[each.name]
+                if len(mine) < self._rows[rows.table]:
+                    ids = ids[(ids >= rows.first) & (ids < rows.last)] - rows.first
                 if len(mine) < 1 << 16:
-                    mine += np.bincount(arrays[each.name], minlength=len(mine))
+                    mine += np.bincount(ids, minlength=len(mine))
                 else:
-                    rows, uses = np.unique(arrays[each.name], return_counts=True)
-                    mine[rows] += uses
+                    used, uses = np.unique(ids, return_counts=True)
+                    mine[used] += uses
 
         list(pool.map(count, counts))
 
