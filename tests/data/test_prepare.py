@@ -111,6 +111,11 @@ def test_of_several_days_the_last_is_halved(tmp_path: Path) -> None:
     )
 
 
+def test_too_few_lines_to_train_on_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 lines leave none for training"):
+        run(tmp_path / "out", write(tmp_path / "train.txt", criteo_lines(1)))
+
+
 def test_a_random_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(1000))
     one = run(tmp_path / "1", path, split="random", seed=5)

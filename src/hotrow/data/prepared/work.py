@@ -190,6 +190,10 @@ class _Job:
         records = {name: each.record() for name, each in tables.items()}
         splits = _Encode(self, schema, tables, split).run(stretches, pool, ahead)
         del tables  # their memory is for counts now
+        if not splits["train"]:
+            raise ValueError(
+                f"{sum(lines):,} lines leave none for training; give more, or --split random"
+            )
         counts = _Verify(self, schema, rows, splits).run(pool)
         manifest = Manifest(
             schema=schema,
