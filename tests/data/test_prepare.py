@@ -27,10 +27,12 @@ from clicks import (
     held_back,
     write,
 )
-from hotrow.data.prepared import Prepared, work
+from hotrow.data.prepared import Prepared, encoding
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.layouts import LAYOUTS, TextSource
-from hotrow.data.prepared.work import NoWatch, Settings, least_memory, prepare
+from hotrow.data.prepared.settings import NoWatch, Settings
+from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.work import least_memory, prepare
 
 
 class Heard(NoWatch):
@@ -45,9 +47,9 @@ class Heard(NoWatch):
 
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_PIECES", 3)
+    monkeypatch.setattr(Spool, "PIECES", 3)
     monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
-    monkeypatch.setattr(work, "_CHUNK", 50)
+    monkeypatch.setattr(encoding, "CHUNK", 50)
 
 
 def run(
@@ -332,18 +334,20 @@ def test_kill_9_loses_nothing(tmp_path: Path, seconds: float) -> None:
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from hotrow.data.prepared import work
         from hotrow.data.prepared.disk import Disk
         from hotrow.data.prepared.layouts import LAYOUTS, TextSource
+        from hotrow.data.prepared.settings import Settings
+        from hotrow.data.prepared.spool import Spool
+        from hotrow.data.prepared.work import prepare
         class Slow(Disk):
             def append(self, name, line):
                 time.sleep(0.02)
                 super().append(name, line)
-        work._PIECES = 3
+        Spool.PIECES = 3
         path, out = map(Path, sys.argv[1:])
         print("ready", flush=True)
-        work.prepare(TextSource(LAYOUTS["criteo"], [path], piece_bytes=9000), out,
-                     work.Settings(), workers=2, disk=Slow(out))
+        prepare(TextSource(LAYOUTS["criteo"], [path], piece_bytes=9000), out,
+                Settings(), workers=2, disk=Slow(out))
     """)
     out = tmp_path / "out"
     command = [sys.executable, "-c", script, str(path), str(out)]

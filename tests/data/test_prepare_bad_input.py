@@ -11,15 +11,17 @@ import pyarrow as pa
 import pytest
 
 from clicks import Line, criteo_lines, write
-from hotrow.data.prepared import Prepared, work
+from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.fields import Fields, one
 from hotrow.data.prepared.layouts import LAYOUTS, TextSource
-from hotrow.data.prepared.work import Settings, prepare
+from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.work import prepare
 
 
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_PIECES", 3)
+    monkeypatch.setattr(Spool, "PIECES", 3)
     monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
 
 

@@ -12,21 +12,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from clicks import assert_same_grouping, files_of, write
-from hotrow.data.prepared import Prepared, columns, work
+from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.settings import Settings
 from hotrow.data.prepared.sources import open_source
+from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
-from hotrow.data.prepared.work import Settings, prepare
+from hotrow.data.prepared.work import prepare
 
 EVERY = ("train", "validation", "test")
 
 
 @pytest.fixture(autouse=True)
 def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_PIECES", 3)
+    monkeypatch.setattr(Spool, "PIECES", 3)
     monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
-    monkeypatch.setattr(work, "_CHUNK", 50)
+    monkeypatch.setattr(encoding, "CHUNK", 50)
     monkeypatch.setattr(columns, "_PIECE_SAMPLES", 40)
     monkeypatch.setattr("hotrow.data.prepared.sources.PIECE_BYTES", 4000)
 

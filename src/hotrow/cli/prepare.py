@@ -14,8 +14,8 @@ from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
 from hotrow.data.prepared.format import Manifest
+from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
-from hotrow.data.prepared.work import Settings, Watch
 from hotrow.data.prepared.work import prepare as prepare_files
 from hotrow.run.files import to_json
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hotrow.data.prepared.columns import Csv, ParquetSource, first_line, read_columns
 from hotrow.data.prepared.layouts import LAYOUTS, Source, TextSource
+from hotrow.data.prepared.settings import Settings
 from hotrow.data.prepared.taobao import Taobao
 from hotrow.data.prepared.text import PIECE_BYTES, TextFiles
-from hotrow.data.prepared.work import Settings
 
 KINDS = ("criteo", "avazu", "taobao", "parquet", "csv")
 

@@ -67,6 +67,8 @@ class Stretch:
 class Spool:
     """Stretches on disk."""
 
+    PIECES = 16  # in a stretch
+
     def __init__(self, disk: Disk, schema: Schema, key_dtype: str) -> None:
         self._disk, self._schema, self._dtype = disk, schema, key_dtype
 
