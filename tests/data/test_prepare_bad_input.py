@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hotrow.data.prepared.fields import Fields, one
 from hotrow.data.prepared.layouts import LAYOUTS, TextSource
 from hotrow.data.prepared.settings import Settings
 from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.text import Piece, Place, TextFiles
 from hotrow.data.prepared.work import prepare
 
 
@@ -174,6 +176,51 @@ def test_a_damaged_compressed_file_is_an_error_not_a_shorter_one(
         run(tmp_path / "out", path)
 
 
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_compressed_file_that_was_cut_off_is_an_error_even_if_bad_lines_are_skipped(
+    tmp_path: Path, kind: str
+) -> None:
+    """Wherever it was cut, also within its first or last bytes."""
+    text = write(tmp_path / "a.txt", criteo_lines(100)).read_bytes()
+    path = tmp_path / f"a.{kind}"
+    with pa.CompressedOutputStream(str(path), "gzip" if kind == "gz" else "zstd") as file:
+        file.write(text)
+    whole = path.read_bytes()
+    for size in (5, 20, len(whole) // 2, len(whole) - 9, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"a\.{kind} cannot be uncompressed beyond byte"):
+            run(tmp_path / f"{size}", path, bad_rows="skip")
+
+
+def test_compressed_files_may_have_several_parts(tmp_path: Path) -> None:
+    lines = criteo_lines(100)
+    halves = [write(tmp_path / "a.txt", each).read_bytes() for each in (lines[:50], lines[50:])]
+    (tmp_path / "a.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    data = run(tmp_path / "out", tmp_path / "a.gz")
+    assert sum(map(data.samples, ("train", "validation", "test"))) == 100
+
+
+def test_a_compressed_file_that_became_shorter_is_noticed_when_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"short\n"))
+    files = TextFiles([path])
+    with pytest.raises(ValueError, match=r"a\.gz ends 94 bytes of text before the place"):
+        next(files.pieces(Place(0, 100, 3, 3)))
+
+
+def test_bad_lines_take_no_memory(tmp_path: Path) -> None:
+    """A piece of nothing but short bad lines, as another kind of file is."""
+    text = b"\n" * 500_000
+    source = TextSource(LAYOUTS["criteo"], [write(tmp_path / "a.txt", [["x"]])], piece_bytes=9000)
+    tracemalloc.start()
+    found = source.parse(Piece(Place(), Place(), text, 0))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.bad.count == 500_000
+    assert [each.line for each in found.bad.first] == [0, 1, 2, 3, 4]
+    assert kept < 1 << 20
+
+
 def test_a_file_whose_name_hides_that_it_is_compressed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(gzip.compress(b"0\t1\n"))
@@ -204,6 +251,47 @@ def test_numbers_and_texts_are_read_as_python_reads_them() -> None:
     assert len(set(keys[:8])) == 8
     assert keys[8:] == keys[: len(keys) - 8]
     assert fields.hexadecimal(one(2))[0][0].tolist() == list(range(len(numbers)))
+
+
+NUMBERS = [
+    "0.1", "3.14159", "-2.5", "1e5", "-1.5e-3", "12345678.9", "0.000001", ".5", "5.", "-0.25",
+    "123456789012345678", "-123456789012345678", "12345678901234567890", "9007199254740993",
+    "90071992547409.93", "0.1234567890123456789", "1" * 60, "0." + "3" * 70, "7", "-8",
+]  # fmt: skip
+NO_NUMBERS = [
+    "-", ".", "-.", "1.2.3", "1-2", "--1.5", "1,5", "0x10", "1.5f", "nan", "inf", "1_0.5",
+    "1" * 45 + "x", "0." + "3" * 45 + "x",
+]  # fmt: skip
+
+
+def test_numbers_with_a_point_are_those_of_python() -> None:
+    fields = Fields("\n".join(NUMBERS + NO_NUMBERS).encode(), separator="|", columns=1)
+    found, empty, wrong = (each[0] for each in fields.numbers(one(0)))
+    assert found[: len(NUMBERS)].tolist() == [float(each) for each in NUMBERS]
+    assert wrong.tolist() == [False] * len(NUMBERS) + [True] * len(NO_NUMBERS)
+    assert not empty.any()
+
+
+def test_no_number_takes_a_turn_of_python_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times have ten digits, and prices a point, in every line."""
+
+    def value(*_: object, **__: object) -> str:
+        raise AssertionError("one field alone was read")
+
+    monkeypatch.setattr(Fields, "value", value)
+    text = b"".join(b"%d,%d.25,%d\n" % (1511658000 + i, i, i) for i in range(100))
+    fields = Fields(text, separator=",", columns=3)
+    assert fields.integers(one(0))[0][0].tolist() == [1511658000 + i for i in range(100)]
+    assert fields.numbers(one(1))[0][0].tolist() == [i + 0.25 for i in range(100)]
+
+
+def test_long_texts_have_numbers_of_their_own_wherever_they_differ() -> None:
+    texts = ["x" * n for n in (9, 16, 17, 400, 3001)]
+    texts += [each[:-1] + "y" for each in texts] + ["y" + each[1:] for each in texts[:5]]
+    fields = Fields("\n".join(texts + texts).encode(), separator="|", columns=1)
+    keys = fields.texts(one(0))[0].tolist()
+    assert len(set(keys)) == len(texts)
+    assert keys[: len(texts)] == keys[len(texts) :]
 
 
 def test_hexadecimal_digits_and_nothing_else_are_digits() -> None:

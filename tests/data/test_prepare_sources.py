@@ -14,6 +14,7 @@ import pytest
 from clicks import assert_same_grouping, files_of, write
 from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import BadLines
 from hotrow.data.prepared.layouts import Avazu
 from hotrow.data.prepared.settings import Settings
 from hotrow.data.prepared.sources import open_source
@@ -152,6 +153,26 @@ def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
         run("csv", tmp_path / "out", path, toml=CSV.replace('"user"', '"shop"'))
 
 
+def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
+    """The last field of a line could otherwise be half of one that goes on in the next."""
+    lines = ["clicked,user,item", '1,2,"good, too"', '0,3,"goes', 'on"', '1,4,"more" text', "0,5,x"]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines) + "\n")
+    toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
+    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: unexpected end of data"):
+        run("csv", tmp_path / "1", path, toml=toml, split="random")
+    data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == 3
+    assert "line 4: 1 columns instead of 3" in data.manifest.source["bad_examples"][1]
+    assert data.table_rows == {"user": 3, "item": 3}
+
+
+def test_csv_whose_header_names_a_used_column_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["y", "user", "user"], ["0", "1", "2"]], separator=",")
+    with pytest.raises(ValueError, match="has 2 columns 'user'"):
+        run("csv", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
+
+
 WRONG = [
     ("", "csv needs --columns"),
     ('categories = ["a"]', "say which column is the label"),
@@ -276,6 +297,28 @@ def test_parquet_names_what_is_wrong(tmp_path: Path) -> None:
         run("parquet", tmp_path / "out2", path, toml='label = "y"\ncategories = ["user"]')
 
 
+def test_parquet_files_that_hold_other_kinds_of_values_are_refused(tmp_path: Path) -> None:
+    """7 and "7" would be two values of one table."""
+    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pq.write_table(pa.table({"y": [0, 1] * 20, "user": list(range(40))}), one)
+    pq.write_table(pa.table({"y": [0, 1], "user": ["7", "8"]}), other)
+    toml = 'label = "y"\ncategories = ["user"]\n'
+    with pytest.raises(ValueError, match=r"'user' .* whole numbers in .*a\.parquet and texts in"):
+        run("parquet", tmp_path / "1", one, other, toml=toml)
+    pq.write_table(pa.table({"y": [0, 1], "user": pa.nulls(2)}), other)
+    assert run("parquet", tmp_path / "2", one, other, toml=toml).table_rows == {"user": 42}
+
+
+def test_parquet_lists_of_one_length_and_none_at_all_are_lists(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pairs = pa.array([[i, i + 1] for i in range(20)], pa.list_(pa.int64(), 2))
+    pq.write_table(pa.table({"y": [0, 1] * 10, "seen": pairs}), one)
+    pq.write_table(pa.table({"y": [0, 1], "seen": pa.nulls(2)}), other)
+    data = run("parquet", tmp_path / "out", one, other, toml='label = "y"\ncategories = ["seen"]\n')
+    assert np.diff(data.shards("train")[0].jagged["seen"].offsets).tolist() == [2] * 20
+    assert [len(s.jagged["seen"].values) for s in data.shards("test")] == [0]
+
+
 class Stops(Disk):
     def __init__(self, folder: Path, after: int) -> None:
         super().__init__(folder)
@@ -316,7 +359,7 @@ def taobao_lines(users: int, *, seed: int = 0) -> list[list[str]]:
 def test_taobao_samples_are_what_came_before_and_what_came_next() -> None:
     lines = taobao_lines(60)
     events = np.array([[int(line[i]) for i in (0, 1, 2, 4)] for line in lines])
-    found = make_samples(events, np.random.default_rng(0), [])
+    found = make_samples(events, np.random.default_rng(0), BadLines())
     by_user: dict[int, list[tuple[int, int]]] = {}
     for line in lines:
         by_user.setdefault(int(line[0]), []).append((int(line[4]), int(line[1])))
@@ -375,11 +418,23 @@ def test_taobao_bad_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", lines, separator=",")
     with pytest.raises(ValueError, match=r"a\.csv, line 8: item is 'item', not a whole number"):
         run("taobao", tmp_path / "1", path)
+    lines[12][3] = "click"
+    write(path, lines, separator=",")
     data = run("taobao", tmp_path / "2", path, bad_rows="skip")
-    assert data.manifest.source["bad_rows"] == 2
+    assert data.manifest.source["bad_rows"] == 3
+    assert data.manifest.source["lines"] == len(lines)
+    assert "line 13: behaviour is 'click', not pv" in data.manifest.source["bad_examples"][2]
     assert "line 10: 2 columns instead of 5" in data.manifest.source["bad_examples"][1]
     with pytest.raises(ValueError, match="taobao is one file of events"):
         run("taobao", tmp_path / "3", path, path)
+
+
+def test_taobao_takes_any_seed_and_any_number_of_bad_lines(tmp_path: Path) -> None:
+    lines = [*taobao_lines(50), *([["junk"]] * 100_001)]
+    path = write(tmp_path / "a.csv", lines, separator=",")
+    data = run("taobao", tmp_path / "out", path, bad_rows="skip", seed=2**63 - 1)
+    assert data.manifest.source["bad_rows"] == 100_001
+    assert len(data.manifest.source["bad_examples"]) == 5
 
 
 def test_an_unknown_kind_suggests_the_nearest(tmp_path: Path) -> None:

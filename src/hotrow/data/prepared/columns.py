@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import pyarrow
-from hotrow.data.prepared.fields import BadLine, Fields, Judge, one, text_keys, words_at
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import (
+    EXAMPLES,
+    BadLine,
+    BadLines,
+    Fields,
+    Judge,
+    one,
+    text_keys,
+    words_at,
+)
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.layouts import Samples, label_of, samples_of
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place
 from hotrow.data.prepared.vocabulary import Keys
 from hotrow.run import toml
 
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
 _UNIT = "\x1f"  # stands between fields whose quotes were taken off
+_NOTHING = "nothing"  # what a Parquet file says of a column without any value
 _PIECE_SAMPLES = 1 << 14
 
 
@@ -43,7 +56,7 @@ class Columns:
     log: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     separator: str = ","
-    tables: Mapping[str, str] = ()  # type: ignore[assignment]
+    tables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -115,9 +128,12 @@ class Csv:
 
     def parse(self, text: bytes) -> Samples:
         columns, separator = self._columns, self._columns.separator
+        broken: tuple[BadLine, ...] = ()
         if b'"' in text:
-            text, separator = _without_quotes(text, separator), _UNIT
+            text, broken = _without_quotes(text, separator)
+            separator = _UNIT
         fields = Fields(text, separator=separator, columns=len(self._names))
+        fields.bad = fields.bad.told_by(broken)
         judge = Judge(fields)
         label = label_of(fields, judge, column=self._places[columns.label])
         dense = np.empty((len(fields), len(columns.dense)), np.float32)
@@ -132,19 +148,30 @@ class Csv:
         return samples_of(fields, judge, label, dense, keys)
 
 
-def _without_quotes(text: bytes, separator: str) -> bytes:
-    """The same lines and fields; a line that quotes do not close on keeps a wrong number."""
-    found = []
-    for line in text.decode("utf-8", errors="surrogateescape").rstrip("\n").split("\n"):
-        fields = next(csv.reader([line.rstrip("\r")], delimiter=separator), [])
-        found.append(_UNIT.join(fields).replace("\n", " "))
-    return ("\n".join(found) + "\n").encode("utf-8", errors="surrogateescape")
+def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, ...]]:
+    """The same lines and fields, and what is wrong with the first lines that have wrong quotes:
+    these are empty now. Lines with quotes take a turn of Python each."""
+    found, broken = [], []
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n")):
+        if b'"' not in line:
+            found.append(line.replace(separator.encode(), _UNIT.encode()))
+            continue
+        decoded = line.removesuffix(b"\r").decode("utf-8", errors="surrogateescape")
+        try:
+            fields = next(csv.reader([decoded], delimiter=separator, strict=True))
+        except csv.Error as error:
+            fields = []
+            broken.append(BadLine(number, f"its quotes are wrong: {error}"))
+        found.append(_UNIT.join(fields).encode("utf-8", errors="surrogateescape"))
+    return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
 
 
-def _place(name: str, names: Sequence[str], path: Path) -> int:
+def _place(name: str, names: list[str], path: Path) -> int:
     if name not in names:
         raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
-    return list(names).index(name)
+    if names.count(name) > 1:
+        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
+    return names.index(name)
 
 
 def _plain(columns: Columns) -> dict[str, Any]:
@@ -170,16 +197,28 @@ class ParquetSource:
     def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
         self._columns, self.paths = columns, list(paths)
         self.describes: dict[str, Any] = {"columns": _plain(columns)}
-        jagged = [_lists(path, columns) for path in self.paths]
-        if any(each != jagged[0] for each in jagged):
-            raise ValueError("a column holds lists in one file and single values in another")
+        kinds = [_kinds(path, columns) for path in self.paths]
+        for name in columns.categories:
+            held = {each[name]: path for each, path in zip(kinds, self.paths, strict=True)}
+            held.pop(_NOTHING, None)
+            if len(held) > 1:
+                raise ValueError(
+                    f"one value of {name!r} would have two rows: it holds "
+                    + " and ".join(f"{kind} in {path}" for kind, path in held.items())
+                )
         self.schema = Schema(
             columns.label,
             columns.dense,
             tuple(
-                Feature(name, columns.table(name), name in jagged[0]) for name in columns.categories
+                Feature(
+                    name, columns.table(name), any(each[name].startswith("lists") for each in kinds)
+                )
+                for name in columns.categories
             ),
         )
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
+        """Nothing is to be done before."""
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
         place = start or Place()
@@ -220,13 +259,19 @@ class ParquetSource:
             raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
 
     def parse(self, piece: Piece) -> Samples:
-        columns, batch = self._columns, piece.data
+        try:
+            return self._parse(piece.data)
+        except ValueError as error:
+            raise ValueError(f"{self.paths[piece.place.file]}: {error}") from error
+
+    def _parse(self, batch: Any) -> Samples:
+        columns = self._columns
         wrong = np.zeros(len(batch), np.bool_)
-        bad: list[BadLine] = []
+        first: list[BadLine] = []
 
         def refuse(found: NDArray[np.bool_], reason: str, values: Any) -> None:
-            for place in np.flatnonzero(found & ~wrong).tolist():
-                bad.append(BadLine(place, f"{reason} {values[place].as_py()!r}"))
+            for place in np.flatnonzero(found & ~wrong)[:EXAMPLES].tolist():
+                first.append(BadLine(place, f"{reason} {values[place].as_py()!r}"))
             wrong[:] |= found
 
         column = batch.column(columns.label)
@@ -245,7 +290,10 @@ class ParquetSource:
         keys, lengths = {}, {}
         for feature in self.schema.features:
             column = batch.column(feature.name)
-            if feature.jagged:
+            if feature.jagged and pyarrow("types").is_null(column.type):
+                lengths[feature.name] = np.zeros(len(batch), np.int64)
+                column = column.slice(0, 0)
+            elif feature.jagged:
                 size = pyarrow("compute").list_value_length(column).fill_null(0)
                 lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
                 column = column.flatten()
@@ -258,7 +306,7 @@ class ParquetSource:
                 mask = np.repeat(good, lengths[name]) if name in lengths else good
                 keys[name] = keys[name][mask]
             lengths = {name: each[good] for name, each in lengths.items()}
-        bad.sort(key=lambda each: each.line)
+        bad = BadLines.joined([BadLines(int(np.count_nonzero(wrong)), tuple(first))])
         return Samples(lines, label, dense, keys, bad, len(batch), lengths)
 
 
@@ -272,22 +320,28 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is no whole Parquet file: {error}") from error
 
 
-def _lists(path: Path, columns: Columns) -> set[str]:
-    """The categories that hold lists; the other columns are checked on the way."""
-    types = pyarrow("types")
+def _kinds(path: Path, columns: Columns) -> dict[str, str]:
+    """What the categories hold, in words; the other columns are checked on the way."""
     with _opened(path) as file:
         schema = file.schema_arrow
         for name in columns.used:
             _place(name, schema.names, path)
+        found = {name: _kind(schema.field(name).type) for name in columns.used}
+    for name in (columns.label, *columns.dense):
+        if found[name].startswith("lists"):
+            raise ValueError(f"{path}: {name!r} holds lists; only categories may")
+    return {name: found[name] for name in columns.categories}
 
-        def is_list(name: str) -> bool:
-            kind = schema.field(name).type
-            return bool(types.is_list(kind) or types.is_large_list(kind))
 
-        for name in (columns.label, *columns.dense):
-            if is_list(name):
-                raise ValueError(f"{path}: {name!r} holds lists; only categories may")
-        return {name for name in columns.categories if is_list(name)}
+def _kind(found: Any) -> str:
+    types = pyarrow("types")
+    if types.is_null(found):
+        return _NOTHING
+    if types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found):
+        return f"lists of {_kind(found.value_type)}"
+    if types.is_dictionary(found):
+        return _kind(found.value_type)
+    return "whole numbers" if types.is_integer(found) or types.is_boolean(found) else "texts"
 
 
 def _floats(column: Any, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

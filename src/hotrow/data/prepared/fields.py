@@ -8,8 +8,7 @@ numbers, twice as fast. What is wrong with a line is found the same way, for all
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +19,13 @@ Words = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
 
-_PAD = 16  # bytes around the text, so that words may reach beyond it
-_NEWLINE, _RETURN, _MINUS = 10, 13, 45
+_PAD = 32  # bytes around the text, so that words and long numbers may reach beyond it
+_NEWLINE, _RETURN, _MINUS, _POINT, _ZERO = b"\n\r-.0"
+_MOST_DIGITS = 18  # of a whole number: below 2**63
+_MOST_EXACT = 2**53  # whole numbers up to there are floats, too
 _EIGHT = np.uint64(8)
-_LONG = re.compile(r"-?[0-9]{1,18}")
+_TENS = np.array([float(f"1e{n}") for n in range(_MOST_DIGITS + 1)])
+EXAMPLES = 5  # of bad lines that are shown
 
 
 def _each_byte(value: int) -> np.uint64:
@@ -43,6 +45,30 @@ class BadLine:
     reason: str
 
 
+@dataclass(frozen=True)
+class BadLines:
+    """How many lines are left out, and the first of them: all would not fit the memory."""
+
+    count: int = 0
+    first: tuple[BadLine, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Iterable[BadLines]) -> BadLines:
+        every = list(parts)
+        first = sorted((bad for each in every for bad in each.first), key=lambda bad: bad.line)
+        return cls(sum(each.count for each in every), tuple(first[:EXAMPLES]))
+
+    def told_by(self, better: tuple[BadLine, ...]) -> BadLines:
+        """With the reasons of those lines that somebody knows more about."""
+        reasons = {each.line: each for each in better}
+        return BadLines(self.count, tuple(reasons.get(each.line, each) for each in self.first))
+
+    def later(self, lines: int) -> BadLines:
+        """The same, with so many lines before them."""
+        first = (BadLine(each.line + lines, each.reason) for each in self.first)
+        return BadLines(self.count, tuple(first))
+
+
 class Fields:
     """The fields of a piece of text, without those lines that have too many or too few."""
 
@@ -54,7 +80,7 @@ class Fields:
         self._bytes[_PAD:-_PAD] = np.frombuffer(text, np.uint8)
         self._words = words_at(self._bytes)
         self.num_lines = text.count(b"\n")  # bad ones among them
-        self.bad: list[BadLine] = []
+        self.bad = BadLines()
         self._find(ord(separator), columns)
 
     def _find(self, separator: int, columns: int) -> None:
@@ -81,10 +107,13 @@ class Fields:
         line_ends = ends[closing]
         starts = np.append(_PAD, line_ends[:-1] + 1)
         good = per_line == columns
-        for line in np.flatnonzero(~good).tolist():
-            empty = line_ends[line] == starts[line]
+        bad = np.flatnonzero(~good)
+        first = []
+        for line in bad[:EXAMPLES].tolist():
+            empty = not self._bytes[starts[line] : line_ends[line]].tobytes().strip(b"\r")
             found = "an empty line" if empty else f"{per_line[line]} columns"
-            self.bad.append(BadLine(line, f"{found} instead of {columns} columns"))
+            first.append(BadLine(line, f"{found} instead of {columns} columns"))
+        self.bad = BadLines(len(bad), tuple(first))
         self.lines, self._starts = np.flatnonzero(good), starts[good]
         self._ends = np.ascontiguousarray(ends[np.repeat(good, per_line)].reshape(-1, columns).T)
 
@@ -100,10 +129,10 @@ class Fields:
             starts = np.concatenate([self._starts[None], starts])
         return starts, ends - starts
 
-    def value(self, column: int, line: int) -> str:
-        """One field as text, for messages; no more than its beginning."""
+    def value(self, column: int, line: int, *, most: int = 40) -> str:
+        """One field as text, or its beginning."""
         starts, lengths = (each[0] for each in self.span(slice(column, column + 1)))
-        raw = self._bytes[starts[line] : starts[line] + min(int(lengths[line]), 40)]
+        raw = self._bytes[starts[line] : starts[line] + min(int(lengths[line]), most)]
         return raw.tobytes().decode("utf-8", errors="replace")
 
     # Each of these reads consecutive columns, and gives values and masks, [columns, lines].
@@ -138,13 +167,12 @@ class Fields:
         words >>= np.uint64(32)
         found = words.view(np.int64)
         wrong |= negative & (digits == 0)
-        for column, line in zip(*np.nonzero(digits > 8), strict=True):
-            text = self.value(columns.start + int(column), int(line))
-            wrong[column, line] = not _LONG.fullmatch(text)
-            found[column, line] = 0 if wrong[column, line] else int(text)
         if has_negative:
-            short = negative & (digits <= 8)
-            found[short] = -found[short]
+            found[negative] = -found[negative]
+        long = digits > 8
+        if long.any():
+            found[long], places, wrong[long] = self._digits(starts[long], lengths[long])
+            wrong[long] |= places >= 0
         return found, empty, wrong
 
     def hexadecimal(self, columns: slice) -> tuple[NDArray[np.uint32], Mask]:
@@ -174,10 +202,37 @@ class Fields:
         """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""
         whole, empty, wrong = self.integers(columns)
         found = whole.astype(np.float64)
-        for column, line in zip(*np.nonzero(wrong), strict=True):
-            text = self.value(columns.start + int(column), int(line))
+        if wrong.any():
+            starts, lengths = (each[wrong] for each in self.span(columns))
+            digits, places, other = self._digits(starts, lengths)
+            # Both are floats without rounding, so that their quotient is rounded once, and right.
+            found[wrong] = digits / _TENS[np.maximum(places, 0)]
+            wrong[wrong] = other | (np.abs(digits) > _MOST_EXACT)
+        for column, line in zip(*np.nonzero(wrong), strict=True):  # exponents, very long ones
+            text = self.value(columns.start + int(column), int(line), most=1 << 20)
             found[column, line], wrong[column, line] = _number(text)
         return found, empty, wrong
+
+    def _digits(self, starts: Places, lengths: Places) -> tuple[Places, Places, Mask]:
+        """A byte at a time: the digits as one number, how many of them follow a point (-1: there
+        is none), and which fields are anything else, or have too many digits."""
+        negative = self._bytes[starts] == _MINUS
+        starts, lengths = starts + negative, lengths - negative
+        found, places = np.zeros(len(starts), np.int64), np.full(len(starts), -1)
+        wrong = (lengths - 1 > _MOST_DIGITS) | (lengths < 1)
+        for done in range(min(_MOST_DIGITS + 1, int(lengths.max(initial=0)))):
+            byte = self._bytes[np.minimum(starts + done, len(self._bytes) - 1)]
+            digit, inside = byte - np.uint8(_ZERO), lengths > done
+            is_digit = (digit < 10) & inside
+            found = np.where(is_digit, found * 10 + digit, found)
+            places += is_digit & (places >= 0)
+            is_point = (byte == _POINT) & (places < 0) & inside
+            places += is_point
+            wrong |= inside & ~is_digit & ~is_point
+        wrong |= lengths - (places >= 0) > _MOST_DIGITS
+        wrong |= (lengths == 1) & (places >= 0)
+        found[wrong] = 0
+        return np.where(negative, -found, found), places, wrong
 
 
 def one(column: int) -> slice:
@@ -210,11 +265,11 @@ def text_keys(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64
 
 def _hashed(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
     found = mixed(lengths.astype(np.uint64))
+    left = np.arange(len(lengths))  # the texts that go on; few of them may be very long
     for done in range(0, int(lengths.max()), 8):
-        left = lengths - done
-        at = np.minimum(starts + done, len(words) - 1)
-        next_ = words[at] & _FIRST_BYTES[left.clip(0, 8)]
-        found = np.where(left > 0, mixed(found ^ next_), found)
+        left = left[lengths[left] > done]
+        next_ = words[starts[left] + done] & _FIRST_BYTES[np.minimum(lengths[left] - done, 8)]
+        found[left] = mixed(found[left] ^ next_)
     return found
 
 
@@ -272,7 +327,7 @@ class Judge:
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
         self._wrong: Mask = np.zeros(len(fields), np.bool_)
-        self.reasons: list[BadLine] = []
+        self._first: list[BadLine] = []
 
     def refuse(self, wrong: Mask, columns: slice, reason: Callable[[int, str], str]) -> None:
         """`wrong` is [columns, lines]; the reason is told the column, from the first, and the
@@ -280,9 +335,9 @@ class Judge:
         if not wrong.any():
             return
         for column, mask in enumerate(wrong):
-            for line in np.flatnonzero(mask & ~self._wrong).tolist():
+            for line in np.flatnonzero(mask & ~self._wrong)[:EXAMPLES].tolist():
                 text = reason(column, self._fields.value(columns.start + column, line))
-                self.reasons.append(BadLine(int(self._fields.lines[line]), text))
+                self._first.append(BadLine(int(self._fields.lines[line]), text))
             self._wrong |= mask
 
     @property
@@ -290,5 +345,6 @@ class Judge:
         return ~self._wrong
 
     @property
-    def any_bad(self) -> bool:
-        return bool(self._wrong.any())
+    def bad(self) -> BadLines:
+        count = int(np.count_nonzero(self._wrong))
+        return BadLines.joined([self._fields.bad, BadLines(count, tuple(self._first))])

@@ -27,15 +27,15 @@ class Job:
     def parse(self, piece: Piece) -> Samples:
         """On a worker."""
         samples = self.source.parse(piece)
-        if samples.bad and self.settings.bad_rows == "error":
+        if samples.bad.count and self.settings.bad_rows == "error":
             raise ValueError(
                 f"{self.describe(piece, samples)[0]}. --bad-rows skip leaves such lines out and "
                 "counts them"
             )
         return samples
 
-    def describe(self, piece: Piece, samples: Samples, most: int = 5) -> list[str]:
+    def describe(self, piece: Piece, samples: Samples) -> list[str]:
         path, before = self.source.paths[piece.place.file], piece.place.file_line
         return [
-            f"{path}, line {before + each.line + 1:,}: {each.reason}" for each in samples.bad[:most]
+            f"{path}, line {before + each.line + 1:,}: {each.reason}" for each in samples.bad.first
         ]

@@ -13,8 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.fields import BadLine, Fields, Judge, one
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import BadLines, Fields, Judge, one
 from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, TextFiles
 from hotrow.data.prepared.vocabulary import Keys
 
@@ -29,7 +32,7 @@ class Samples:
     label: NDArray[np.uint8]  # [samples]
     dense: NDArray[np.float32]  # [samples, dense columns]
     keys: dict[str, Keys]  # of each feature: [samples], or of a jagged one all its values
-    bad: list[BadLine]
+    bad: BadLines = field(default_factory=BadLines)
     num_lines: int = 0  # good and bad ones
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
 
@@ -53,6 +56,7 @@ class Source(Protocol):
     describes: dict[str, Any]  # what else decides about its samples
     times: bool  # whether samples' "lines" are times, of which quantiles make splits
 
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None: ...  # before any piece
     def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
     def parse(self, piece: Piece) -> Samples: ...
 
@@ -67,6 +71,9 @@ class TextSource:
         self.paths = self._files.paths
         self.describes: dict[str, Any] = getattr(layout, "describes", {})
         self.times = False
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
+        """Nothing is to be done before."""
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
         return self._files.pieces(start)
@@ -89,8 +96,7 @@ class TextSource:
 def _later(found: Samples, lines: int) -> Samples:
     if not lines:
         return found
-    bad = [BadLine(each.line + lines, each.reason) for each in found.bad]
-    return replace(found, lines=found.lines + lines, bad=bad)
+    return replace(found, lines=found.lines + lines, bad=found.bad.later(lines))
 
 
 def _together(parts: list[Samples]) -> Samples:
@@ -99,7 +105,7 @@ def _together(parts: list[Samples]) -> Samples:
         np.concatenate([each.label for each in parts]),
         np.concatenate([each.dense for each in parts]),
         {name: np.concatenate([each.keys[name] for each in parts]) for name in parts[0].keys},
-        [bad for each in parts for bad in each.bad],
+        BadLines.joined(each.bad for each in parts),
     )
 
 
@@ -185,10 +191,8 @@ def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
 def samples_of(
     fields: Fields, judge: Judge, label: NDArray[Any], dense: NDArray[Any], keys: dict[str, Keys]
 ) -> Samples:
-    lines, bad = fields.lines, fields.bad + judge.reasons
-    if judge.any_bad:
-        good = judge.good
+    lines, good = fields.lines, judge.good
+    if not good.all():
         lines, label, dense = lines[good], label[good], dense[good]
         keys = {name: each[good] for name, each in keys.items()}
-    bad.sort(key=lambda each: each.line)
-    return Samples(lines, label, dense, keys, bad, fields.num_lines)
+    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines)

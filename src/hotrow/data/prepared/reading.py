@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Read:
             return stretches
         place = stretches[-1].after if stretches else None
         bad = stretches[-1].bad if stretches else BadRows()
+        job.source.ready(job.disk, job.cores, job.watch)
         sizes = [path.stat().st_size for path in job.source.paths]
         samples = 0
         job.watch.stage("reading", sum(sizes))
@@ -77,9 +78,8 @@ class Read:
             counted.clear()
 
         for piece, (part, counts) in job.cores.in_order(self._parse, pieces):
-            bad = BadRows(bad.count, list(bad.examples))
-            bad.add(len(part.bad), job.describe(piece, part))
-            found.append((piece, part))
+            bad = bad.and_more(part.bad.count, job.describe(piece, part))
+            found.append((replace(piece, data=None), part))  # its text is not needed any more
             counted.append(counts)
             samples += len(part.lines)
             job.watch.advance(sum(sizes[: piece.place.file]) + piece.read_bytes, samples)

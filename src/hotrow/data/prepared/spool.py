@@ -20,25 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk, inside, why_wrong
+from hotrow.data.prepared.fields import EXAMPLES
 from hotrow.data.prepared.format import FileRecord, Schema, Section, side_by_side
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.text import Piece, Place
 
 WORK = ".work"
 LOG = f"{WORK}/read.jsonl"
-_EXAMPLES = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class BadRows:
     """Lines that were left out: how many, and the first of them."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def add(self, more: int, examples: list[str]) -> None:
-        self.count += more
-        self.examples += examples[: _EXAMPLES - len(self.examples)]
+    def and_more(self, count: int, examples: list[str]) -> BadRows:
+        return BadRows(self.count + count, [*self.examples, *examples][:EXAMPLES])
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Spool:
         }
         return Samples(
             arrays["lines"], arrays["label"], arrays["dense"],
-            {each.name: arrays[f"{each.name}.keys"] for each in self._schema.features}, [],
+            {each.name: arrays[f"{each.name}.keys"] for each in self._schema.features},
             lengths={each.name: arrays[f"{each.name}.lengths"] for each in self._schema.jagged},
         )  # fmt: skip
 

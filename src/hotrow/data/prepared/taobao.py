@@ -24,9 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLine, Fields, Judge, mixed, one
+from hotrow.data.prepared.fields import BadLine, BadLines, Fields, Judge, mixed, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.layouts import Samples
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.spool import WORK, as_bytes
 from hotrow.data.prepared.text import PIECE_BYTES, Piece, Place, TextFiles
 
@@ -34,13 +36,13 @@ STEPS = 20
 POINTS = 10
 _FILE_BYTES = 6 << 20  # of text in one file of events, about
 _COMPRESSION = 5  # how much larger text becomes, about, when it is uncompressed
-_MOST_BAD = 100_000
+_BEHAVIOURS = [int.from_bytes(each, "little") for each in (b"pv", b"buy", b"cart", b"fav")]
 
 Events = NDArray[np.int64]  # [events, 4]: user, item, category, time
 
 
 class Taobao:
-    """The source. Deals out the events when it is first asked for pieces."""
+    """The source. Events are dealt out once, before there are pieces."""
 
     name = "taobao"
     key_dtype = "uint32"
@@ -73,67 +75,66 @@ class Taobao:
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
         """One piece for each file of events; `offset` is its number."""
-        dealt = self._dealt()
+        noted = json.loads(self._noted.read_text())
+        dealt = BadLines(noted["count"], tuple(BadLine(**each) for each in noted["first"]))
         size = self.paths[0].stat().st_size
         place = start or Place()
         for number in range(place.offset, self._count):
             events = np.fromfile(self._path(number), np.int64).reshape(-1, 4)
-            bad = [BadLine(**each) for each in dealt["bad"]] if number == 0 else []
+            bad = BadLines() if number else dealt
             # Lines over all files do not advance: times stand in their place.
-            after = Place(0, number + 1, place.file_line + len(events), 0)
+            after = Place(0, number + 1, place.file_line + len(events) + bad.count, 0)
             yield Piece(place, after, (events, bad), size * (number + 1) // self._count)
             place = after
 
     def _path(self, number: int) -> Path:
         return self._out / WORK / f"events-{number:04}"
 
-    def _dealt(self) -> dict[str, Any]:
-        noted = self._out / WORK / "events.json"
-        if not noted.exists():
-            found = self._deal()
-            Disk(self._out).write(f"{WORK}/{noted.name}", [json.dumps(found).encode()])
-        result: dict[str, Any] = json.loads(noted.read_text())
-        return result
+    @property
+    def _noted(self) -> Path:
+        return self._out / WORK / "events.json"
 
-    def _deal(self) -> dict[str, Any]:
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
         """Writes every event to the file of its user."""
+        if self._noted.exists():
+            return
         for number in range(self._count):
-            self._path(number).write_bytes(b"")
-        bad: list[BadLine] = []
-        lines = 0
-        for piece in self._files.pieces():
-            events, found = _events(piece.data)
-            if found and not self._skip_bad:
-                where = f"{self.paths[0]}, line {piece.place.file_line + found[0].line + 1:,}"
+            disk.write(f"{WORK}/{self._path(number).name}", [], durable=False)
+        watch.stage("dealing out events", self.paths[0].stat().st_size)
+        bad = BadLines()
+        dealt = 0
+        for piece, (events, found) in cores.in_order(_events, self._files.pieces()):
+            found = found.later(piece.place.file_line)
+            if found.count and not self._skip_bad:
+                first = found.first[0]
                 raise ValueError(
-                    f"{where}: {found[0].reason}. --bad-rows skip leaves such lines out and "
-                    "counts them"
+                    f"{self.paths[0]}, line {first.line + 1:,}: {first.reason}. --bad-rows skip "
+                    "leaves such lines out and counts them"
                 )
-            before = piece.place.file_line
-            bad += [BadLine(before + each.line, each.reason) for each in found]
-            if len(bad) > _MOST_BAD:
-                raise ValueError(f"more than {_MOST_BAD:,} bad lines; the first: {bad[0].reason}")
-            lines += piece.lines
-            self._append(events)
-        return {"lines": lines, "bad": [asdict(each) for each in bad]}
+            bad = BadLines.joined([bad, found])
+            self._append(events, disk)
+            dealt += len(events)
+            watch.advance(piece.read_bytes, dealt)
+        disk.write(f"{WORK}/{self._noted.name}", [json.dumps(asdict(bad)).encode()])
 
-    def _append(self, events: Events) -> None:
+    def _append(self, events: Events, disk: Disk) -> None:
         to = mixed(events[:, 0].astype(np.uint64)) % np.uint64(self._count)
         order = np.argsort(to, kind="stable")
         bounds = np.searchsorted(to[order], np.arange(self._count + 1, dtype=np.uint64))
         for number in range(self._count):
             if bounds[number] < bounds[number + 1]:
                 mine = events[order[bounds[number] : bounds[number + 1]]]
-                Disk(self._out).extend(f"{WORK}/{self._path(number).name}", as_bytes(mine))
+                disk.extend(f"{WORK}/{self._path(number).name}", as_bytes(mine))
 
     def parse(self, piece: Piece) -> Samples:
         events, bad = piece.data
-        seed = mixed(np.array([self._seed * 2**20 + piece.place.offset], np.uint64))
+        seed = mixed(mixed(np.array([self._seed], np.uint64)) ^ np.uint64(piece.place.offset))
         return make_samples(events, np.random.default_rng(int(seed[0])), bad)
 
 
-def _events(text: bytes) -> tuple[Events, list[BadLine]]:
-    fields = Fields(text, separator=",", columns=5)
+def _events(piece: Piece) -> tuple[Events, BadLines]:
+    """On a worker."""
+    fields = Fields(piece.data, separator=",", columns=5)
     judge = Judge(fields)
     columns = []
     for place, name in ((0, "user"), (1, "item"), (2, "category"), (4, "time")):
@@ -141,16 +142,16 @@ def _events(text: bytes) -> tuple[Events, list[BadLine]]:
         wrong = wrong | empty | (values < 0) | (values >= 2**32)
         judge.refuse(wrong, one(place), partial(_no_number, name))
         columns.append(values[0])
-    events = np.stack(columns, axis=1)
-    bad = sorted(fields.bad + judge.reasons, key=lambda each: each.line)
-    return (events[judge.good] if judge.any_bad else events), bad
+    known = np.isin(fields.texts(one(3)), _BEHAVIOURS)
+    judge.refuse(~known, one(3), lambda _, found: f"behaviour is {found!r}, not pv, buy, cart, fav")
+    return np.stack(columns, axis=1)[judge.good], judge.bad
 
 
 def _no_number(column: str, _: int, found: str) -> str:
     return f"{column} is {found!r}, not a whole number below 2**32"
 
 
-def make_samples(events: Events, draw: np.random.Generator, bad: list[BadLine]) -> Samples:
+def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Samples:
     """Samples of the events of some users: all events of each of them."""
     events = events[np.lexsort((events[:, 3], events[:, 0]))]  # stable: equal times keep order
     user, item, category, time = events.T

@@ -157,7 +157,13 @@ class _Stream:
             self._raw.seek(size)
             return
         while size:
-            size -= len(self.read(min(size, 8 << 20)))
+            found = len(self.read(min(size, 8 << 20)))
+            if not found:
+                raise ValueError(
+                    f"{self._path} ends {size:,} bytes of text before the place where reading "
+                    "stopped: it has changed; --restart prepares it anew"
+                )
+            size -= found
 
     def tell(self) -> int:
         return self._raw.tell()
