@@ -27,12 +27,13 @@ from clicks import (
     held_back,
     write,
 )
-from hotrow.data.prepared import Prepared, encoding
+from hotrow.data.prepared import Prepared, encoding, work
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.layouts import LAYOUTS, TextSource
+from hotrow.data.prepared.memory import Share, needed, share
 from hotrow.data.prepared.settings import NoWatch, Settings
 from hotrow.data.prepared.spool import Spool
-from hotrow.data.prepared.work import least_memory, prepare
+from hotrow.data.prepared.work import prepare
 
 
 class Heard(NoWatch):
@@ -55,12 +56,17 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     out: Path, *paths: Path, kind: str = "criteo", piece_bytes: int = 9000, **options: Any
 ) -> Prepared:
+    """`room`: bytes for the values of tables, instead of what --memory leaves for them."""
     options.setdefault("workers", 2)
+    room = options.pop("room", None)
     others = {
         key: options.pop(key) for key in ("workers", "restart", "watch", "disk") if key in options
     }
     source = TextSource(LAYOUTS[kind], paths, piece_bytes=piece_bytes)
-    prepare(source, out, Settings(**options), **others)
+    with pytest.MonkeyPatch.context() as patch:
+        if room is not None:
+            patch.setattr(work, "share", lambda memory, workers: Share(workers, 0, room))
+        prepare(source, out, Settings(**options), **others)
     return Prepared(out)
 
 
@@ -114,8 +120,9 @@ def test_of_several_days_the_last_is_halved(tmp_path: Path) -> None:
 
 
 def test_too_few_lines_to_train_on_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 lines leave none for training"):
-        run(tmp_path / "out", write(tmp_path / "train.txt", criteo_lines(1)))
+    days = [write(tmp_path / "day_0", [["junk"]]), write(tmp_path / "day_1", criteo_lines(3))]
+    with pytest.raises(ValueError, match="4 lines leave none for training"):
+        run(tmp_path / "out", *days, bad_rows="skip")
 
 
 def test_a_random_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
@@ -154,10 +161,8 @@ def test_counts_are_those_of_the_training_split(tmp_path: Path) -> None:
 
 def test_counts_of_a_table_larger_than_the_memory_come_in_parts(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(300))
-    settings: dict[str, Any] = {"hash": True, "max_rows": 1000, "memory_bytes": least_memory(2)}
     for room in (8 * 300, 8 * 1700, 8 * 10**6):
-        settings["memory_bytes"] = least_memory(2) + room
-        data = run(tmp_path / f"{room}", path, **settings)
+        data = run(tmp_path / f"{room}", path, hash=True, max_rows=1000, room=room)
         ids, _, _ = together(data, "train")
         for place in (0, 1, 25):
             counts = data.counts(f"C{place + 1}")
@@ -208,8 +213,7 @@ def test_a_table_that_does_not_fit_the_memory_is_hashed_and_said_so(tmp_path: Pa
     heard = Heard()
     room = 16 * (sum(len(counts_of(lines, c)) for c in range(14, 40)) - 100)
     path = write(tmp_path / "train.txt", lines)
-    memory = least_memory(2) + room
-    data = run(tmp_path / "out", path, memory_bytes=memory, watch=heard, max_rows=700)
+    data = run(tmp_path / "out", path, room=room, watch=heard, max_rows=700)
     (text,) = [each for each in heard.texts if "do not fit" in each]
     assert text.startswith("table C3 has more than")
     assert "hashed into 700 rows" in text
@@ -220,8 +224,35 @@ def test_a_table_that_does_not_fit_the_memory_is_hashed_and_said_so(tmp_path: Pa
 
 def test_too_little_memory_says_how_much_is_needed(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(10))
-    with pytest.raises(ValueError, match=r"--memory 1.0 MiB is too small: 2 workers need"):
+    with pytest.raises(ValueError, match=r"1.0 MiB is too small: 2 --workers need 1.1 GiB"):
         run(tmp_path / "out", path, memory_bytes=1 << 20)
+
+
+def test_what_tables_get_of_the_memory_does_not_depend_on_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the same command would hash other tables on another machine."""
+    found = []
+    for cores in (1, 8, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=cores: set(range(n)))
+        found.append(share(4 << 30, None))
+    assert [each.workers for each in found] == [1, 8, 17]
+    assert [each.idle for each in found] == [0, 0, 47]
+    assert {each.values_bytes for each in found} == {1760 << 20}
+    assert share(needed(17), 17).workers == 17
+    with pytest.raises(ValueError, match="17 --workers need"):
+        share(needed(17) - 1, 17)
+
+
+def test_files_whose_numbers_do_not_ascend_are_pointed_out(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"day_{i}", criteo_lines(40, seed=i)) for i in (0, 10, 2)]
+    heard = Heard()
+    run(tmp_path / "1", *paths, watch=heard)
+    assert "day_2 is the last one, and by its number that would be day_10" in heard.texts[0]
+    heard = Heard()
+    run(tmp_path / "2", paths[0], paths[2], paths[1], watch=heard)
+    run(tmp_path / "3", *paths, watch=heard, split="random")
+    assert heard.texts == []
 
 
 class Stops(Disk):
@@ -284,10 +315,7 @@ def test_tables_that_were_hashed_stay_so_after_a_stop(tmp_path: Path) -> None:
     lines = criteo_lines(900, values=4000)
     path = write(tmp_path / "train.txt", lines)
     distinct = sum(len(counts_of(lines, c)) for c in range(14, 40))
-    settings: dict[str, Any] = {
-        "memory_bytes": least_memory(2) + 16 * distinct // 2,
-        "max_rows": 50,
-    }
+    settings: dict[str, Any] = {"room": 16 * distinct // 2, "max_rows": 50}
     whole = run(tmp_path / "whole", path, **settings)
     assert 1 <= sum(each.ids == "hash" for each in whole.manifest.tables) < 26
     for after in (7, 13, 19, 33):
@@ -410,6 +438,34 @@ def test_other_settings_or_files_are_not_mixed_with_a_stopped_run(tmp_path: Path
     heard = Heard()
     run(out, path, watch=heard)
     assert "finished already" in heard.texts[0]
+
+
+def test_a_run_that_met_a_bad_line_goes_on_if_bad_lines_may_be_skipped(tmp_path: Path) -> None:
+    lines = criteo_lines(300)
+    lines[250] = ["junk"]
+    path = write(tmp_path / "train.txt", lines)
+    with pytest.raises(ValueError, match="line 251: 1 columns"):
+        run(tmp_path / "out", path)
+    assert list((tmp_path / "out" / ".work").glob("*.keys")), "something was read before"
+    run(tmp_path / "out", path, bad_rows="skip")
+    run(tmp_path / "whole", path, bad_rows="skip")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    with pytest.raises(ValueError, match="prepared with other bad_rows"):
+        run(tmp_path / "out", path)
+
+
+def test_a_folder_with_somebody_elses_manifest_is_left_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(10))
+    out = tmp_path / "site"
+    (out / "tables").mkdir(parents=True)
+    (out / ".work").mkdir()
+    (out / "manifest.json").write_text('{"name": "a page"}')
+    with pytest.raises(ValueError, match="holds other files"):
+        run(out, path, restart=True)
+    assert (out / "tables").exists()
+    assert (out / "manifest.json").exists()
+    with pytest.raises(ValueError, match="is a file; --out is the folder"):
+        run(path, path)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

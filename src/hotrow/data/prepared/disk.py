@@ -54,7 +54,7 @@ class Disk:
                 make_durable(path.parent)  # a rename is durable once its folder is
         except OSError as error:
             beside.unlink(missing_ok=True)
-            raise _in_plain_words(error, path) from error
+            raise _in_plain_words(error, path) from None
         return FileRecord(name, size, digest.hexdigest())
 
     def append(self, name: str, line: str) -> None:
@@ -74,7 +74,7 @@ class Disk:
                 if durable:
                     os.fsync(file.fileno())
         except OSError as error:
-            raise _in_plain_words(error, path) from error
+            raise _in_plain_words(error, path) from None
 
 
 def _in_plain_words(error: OSError, path: Path) -> OSError:

@@ -15,17 +15,20 @@ from hotrow.data.prepared.format import MANIFEST, read_manifest
 from hotrow.data.prepared.spool import WORK
 
 _SETTINGS = f"{WORK}/settings.json"
+_LOCK = "lock"
 
 
 @contextmanager
 def alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterator[None]:
     """One process at a time works in a folder, and only goes on with what is `described` alike."""
     out, work = disk.folder, disk.folder / WORK
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; --out is the folder to make")
     is_new = not out.exists() or not any(out.iterdir())
-    if not (is_new or work.is_dir() or (out / MANIFEST).exists()):
+    if not (is_new or (work / _LOCK).exists() or _is_ours(out / MANIFEST)):
         raise ValueError(f"{out} holds other files; choose a new folder for --out")
     work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
+    with (work / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -36,6 +39,15 @@ def alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterato
         yield
     if (out / MANIFEST).exists():
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Others have files of that name, too, and --restart throws away what lies beside it."""
+    try:
+        found = json.loads(manifest.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and str(found.get("made_by")).startswith("hotrow ")
 
 
 def _check(disk: Disk, now: dict[str, Any]) -> None:
@@ -49,7 +61,10 @@ def _check(disk: Disk, now: dict[str, Any]) -> None:
             )
     elif noted.exists():
         before = json.loads(noted.read_text())
-        if before != now:
+        if before == now | {"bad_rows": "error"} and now["bad_rows"] == "skip":
+            # As the message about a bad line suggests; none was met so far.
+            disk.write(_SETTINGS, [json.dumps(now).encode()])
+        elif before != now:
             raise ValueError(
                 f"{out} holds a stopped run with other {_differs(before, now)}; resume "
                 "with the same files and settings, or --restart"
@@ -63,7 +78,7 @@ def _clear(out: Path) -> None:
     for name in ("shards", "tables"):
         shutil.rmtree(out / name, ignore_errors=True)
     for path in (out / WORK).iterdir():
-        if path.name != "lock":
+        if path.name != _LOCK:
             path.unlink()
 
 

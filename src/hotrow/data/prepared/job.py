@@ -18,7 +18,7 @@ class Job:
     source: Source
     out: Path
     settings: Settings
-    room: int  # bytes for the values of all tables
+    values_bytes: int  # of memory, for the values of all tables
     watch: Watch
     disk: Disk
     spool: Spool

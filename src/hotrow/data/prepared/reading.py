@@ -113,7 +113,7 @@ class Read:
     def _fit(self) -> None:
         """Leaves the largest tables to hashing until the others fit."""
         job = self._job
-        most = job.room // bytes_per_value(self._dtype)
+        most = job.values_bytes // bytes_per_value(self._dtype)
         while sum(map(len, self._tallies.values())) > most:
             for each in self._tallies.values():
                 each.settle()  # what waits may be the same values again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,22 @@ Split = ByTime | AtRandom
 
 def last_day_halved(lines_of_files: Sequence[int]) -> ByTime:
     """The last of several files, or the last seventh of one: its first half for validation, its
-    second half for the test."""
+    second half for the test. A seventh is rounded down, as the DLRM reference does it."""
     total = sum(lines_of_files)
-    held = lines_of_files[-1] if len(lines_of_files) > 1 else -(-total // _LAST)
+    held = lines_of_files[-1] if len(lines_of_files) > 1 else total // _LAST
     return ByTime(total - held, total - held // 2)
+
+
+def out_of_order(names: Sequence[str]) -> str | None:
+    """What to say where the last file may not be the last day: a shell puts day_10 before day_2."""
+    numbers = [[int(each) for each in re.findall(r"[0-9]+", name)] for name in names]
+    if len({re.sub(r"[0-9]+", "", name) for name in names}) > 1 or numbers == sorted(numbers):
+        return None
+    expected = names[numbers.index(max(numbers))]
+    return (
+        f"files are taken as they are given, in the order of time: {names[-1]} is the last one, "
+        f"and by its number that would be {expected}. In a shell, day_{{0..23}} keeps the order"
+    )
 
 
 def by_quantiles(times: Sequence[NDArray[np.int64]]) -> ByTime:

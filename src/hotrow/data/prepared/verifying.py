@@ -69,7 +69,7 @@ class Verify:
     def _groups(self) -> list[list[_Rows]]:
         """Tables, or parts of them, whose counts fit the memory together."""
         groups: list[list[_Rows]] = [[]]
-        most = left = max(1, self._job.room // 8)
+        most = left = max(1, self._job.values_bytes // 8)
         for name, rows in self._rows.items():
             first = 0
             while first < rows:

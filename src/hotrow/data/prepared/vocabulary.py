@@ -22,7 +22,7 @@ Keys = NDArray[Any]  # uint32 or uint64
 _ODD = {4: np.uint32(0x9E3779B1), 8: np.uint64(0x9E3779B97F4A7C15)}
 _MOST_COUNT = np.uint64(2**32 - 1)  # counts stop there; by then the order of values is clear
 _LEAST_PENDING = 1 << 18
-_BOUNDS = 1 << 20  # buckets that are filled together
+_BOUNDS = 1 << 20  # keys or buckets that are looked at together
 _MOST_STEPS = 8  # from the start of a bucket; what lies deeper is searched for by halving
 
 
@@ -60,37 +60,68 @@ class Tally:
     """Counts the values of a table. New ones wait until they are worth a pass over all."""
 
     def __init__(self, key_dtype: str) -> None:
-        none = np.empty(0, key_dtype)
-        self._all = Counted(none, np.empty(0, np.uint32))
+        self._keys: Keys = np.empty(0, key_dtype)  # different ones, sorted
+        self._counts = np.empty(0, np.uint32)
         self._pending: list[Counted] = []
 
     def add(self, found: Counted) -> None:
         self._pending.append(found)
-        if sum(map(len, self._pending)) > max(_LEAST_PENDING, len(self._all) // 4):
+        if sum(map(len, self._pending)) > max(_LEAST_PENDING, len(self._keys) // 8):
             self.settle()
 
     def __len__(self) -> int:
         """How many values are kept: all different ones, and some that may be the same."""
-        return len(self._all) + sum(map(len, self._pending))
+        return len(self._keys) + sum(map(len, self._pending))
 
-    def settle(self) -> Counted:
-        """Everything counted so far."""
-        if self._pending:
-            self._all = _merged(self._all, joined(self._pending))
-            self._pending = []
-        return self._all
+    def settle(self) -> None:
+        """Adds what waits. Costs a pass over all, but sorts nothing of it."""
+        if not self._pending:
+            return
+        new = joined(self._pending)
+        self._pending = []
+        places = np.searchsorted(self._keys, new.keys)
+        known = np.zeros(len(new), np.bool_)
+        within = places < len(self._keys)
+        known[within] = self._keys[places[within]] == new.keys[within]
+        at = places[known]
+        sums = self._counts[at].astype(np.uint64) + new.counts[known]
+        self._counts[at] = np.minimum(sums, _MOST_COUNT)
+        del within, at, sums
+        fresh = np.flatnonzero(~known)
+        if len(fresh):
+            is_old = np.ones(len(self._keys) + len(fresh), np.bool_)
+            is_old[places[fresh] + np.arange(len(fresh))] = False
+            del places, known
+            # One after the other: only one of the two is there twice at a time.
+            self._keys = _woven(is_old, self._keys, new.keys[fresh])
+            self._counts = _woven(is_old, self._counts, new.counts[fresh])
 
     def vocabulary(self, *, min_frequency: int, max_rows: int | None) -> tuple[Keys, int]:
         """The keys that get rows, sorted, and how many different ones there are."""
-        found = self.settle()
-        keys = found.keys
-        kept = np.flatnonzero(found.counts >= min_frequency)
-        most = len(kept) if max_rows is None else max_rows - 1
-        if len(kept) > most:
-            # Of equally frequent ones the smaller keys stay: the same ones every time.
-            order = np.argsort(-found.counts[kept].astype(np.int64), kind="stable")
-            kept = np.sort(kept[order[:most]])
-        return (keys if len(kept) == len(keys) else keys[kept]), len(keys)
+        self.settle()
+        kept = self._counts >= min_frequency
+        if max_rows is not None and np.count_nonzero(kept) >= max_rows:
+            kept = self._most_frequent(max_rows - 1)
+        return self._keys[kept], len(self._keys)
+
+    def _most_frequent(self, most: int) -> NDArray[np.bool_]:
+        """Of equally frequent ones the smaller keys stay: the same ones every time."""
+        last = len(self._counts) - most
+        least = np.partition(self._counts, last)[last]
+        kept: NDArray[np.bool_] = self._counts > least
+        left = most - np.count_nonzero(kept)
+        for first in range(0, len(kept), _BOUNDS):
+            same = np.flatnonzero(self._counts[first : first + _BOUNDS] == least)[:left]
+            kept[first + same] = True
+            left -= len(same)
+        return kept
+
+
+def _woven(is_old: NDArray[np.bool_], old: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+    found = np.empty(len(is_old), old.dtype)
+    found[is_old] = old
+    found[~is_old] = new
+    return found
 
 
 def joined(parts: list[Counted]) -> Counted:
@@ -99,30 +130,12 @@ def joined(parts: list[Counted]) -> Counted:
         return parts[0]
     keys = np.concatenate([each.keys for each in parts])
     counts = np.concatenate([each.counts for each in parts])
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
+    order = np.argsort(keys)
+    keys, counts = keys[order], counts[order]
+    del order
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    sums = np.add.reduceat(counts[order].astype(np.uint64), starts)
+    sums = np.add.reduceat(counts, starts, dtype=np.uint64)
     return Counted(keys[starts], np.minimum(sums, _MOST_COUNT).astype(np.uint32))
-
-
-def _merged(all_: Counted, new: Counted) -> Counted:
-    """Costs a pass over all, but sorts nothing."""
-    places = np.searchsorted(all_.keys, new.keys)
-    known = np.zeros(len(new), np.bool_)
-    within = places < len(all_)
-    known[within] = all_.keys[places[within]] == new.keys[within]
-    counts = all_.counts.copy() if len(all_) else all_.counts
-    at = places[known]
-    sums = counts[at].astype(np.uint64) + new.counts[known]
-    counts[at] = np.minimum(sums, _MOST_COUNT)
-    if known.all():
-        return Counted(all_.keys, counts)
-    fresh = ~known
-    return Counted(
-        np.insert(all_.keys, places[fresh], new.keys[fresh]),
-        np.insert(counts, places[fresh], new.counts[fresh]),
-    )
 
 
 class Vocabulary:

@@ -6,8 +6,9 @@
                          shards -> checksums, ranges; accesses of each row     verifying
 
 Pieces are read in order by one thread and worked on by all cores. In memory are: the pieces under
-way, one stretch of them, and the values of all tables, which get what is left of `memory_bytes`; a
-table that does not fit is hashed instead. So memory does not depend on the size of the input.
+way, one stretch of them, and the values of all tables, which get a fixed part of `memory_bytes`
+(see `memory`); a table that does not fit is hashed instead. So memory does not depend on the size
+of the input.
 
 Whatever is finished is noted in .work/, and a stopped run goes on from there. What is written
 depends on the files and the settings alone: not on cores, on time, or on how often it was stopped.
@@ -16,37 +17,32 @@ depends on the files and the settings alone: not on cores, on time, or on how of
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hotrow import __version__
-from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.encoding import Encode
 from hotrow.data.prepared.folder import alone
 from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, read_manifest, to_json
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.layouts import Source
+from hotrow.data.prepared.memory import share
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.reading import Read
 from hotrow.data.prepared.settings import NoWatch, Settings, Watch
-from hotrow.data.prepared.splits import AtRandom, ByTime, Split, by_quantiles, last_day_halved
+from hotrow.data.prepared.splits import (
+    AtRandom,
+    ByTime,
+    Split,
+    by_quantiles,
+    last_day_halved,
+    out_of_order,
+)
 from hotrow.data.prepared.spool import WORK, Spool, Stretch
-from hotrow.data.prepared.text import PIECE_BYTES
 from hotrow.data.prepared.verifying import Verify
-
-_BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
-_PIECE_FACTOR = 12  # bytes of work for each byte of a piece's text, at the most
-_STRETCH_FACTOR = 3  # the same for a stretch's samples, with their counts
-
-
-def least_memory(workers: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """What a run takes besides the values of its tables."""
-    pieces = 2 * (workers + 1) * piece_bytes * _PIECE_FACTOR
-    return _BASE_BYTES + pieces + Spool.PIECES * piece_bytes * _STRETCH_FACTOR
 
 
 def prepare(
@@ -60,18 +56,15 @@ def prepare(
     disk: Disk | None = None,
 ) -> Manifest:
     """Makes the folder `out`, or finishes it; see the top of this module."""
-    workers = workers or len(os.sched_getaffinity(0))
-    room = settings.memory_bytes - least_memory(workers)
-    if room <= 0:
-        raise ValueError(
-            f"--memory {show_bytes(settings.memory_bytes)} is too small: {workers} workers need "
-            f"{show_bytes(least_memory(workers))} besides the values of the tables; give more "
-            "memory, or fewer --workers"
-        )
-    disk, described = disk or Disk(out), _described(source, settings)
+    shared = share(settings.memory_bytes, workers)
+    watch, disk, described = watch or NoWatch(), disk or Disk(out), _described(source, settings)
+    if shared.idle:
+        watch.say(f"{shared.idle} cores stay idle: more than {shared.workers} need more --memory")
+    if settings.split == "time" and (hint := out_of_order([path.name for path in source.paths])):
+        watch.say(hint)
     spool = Spool(disk, source.schema, source.key_dtype)
-    with alone(disk, described, restart=restart), Cores(workers) as cores:
-        job = Job(source, out, settings, room, watch or NoWatch(), disk, spool, cores)
+    with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
+        job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
             job.watch.say(f"{out} is finished already: nothing is left to do")
             return read_manifest(out)
