@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -66,8 +67,9 @@ class Encode:
             samples += chunk.last - chunk.first
             job.watch.advance(samples, samples)
             if chunk.is_last:
-                self._write(chunk.stretch, parts)
+                job.cores.behind(partial(self._write, chunk.stretch, parts))
                 parts = {name: [] for name in SPLITS}
+        job.cores.catch_up()
         done = [self._done[each.number] for each in stretches]
         return {name: tuple(each[name] for each in done if name in each) for name in SPLITS}
 

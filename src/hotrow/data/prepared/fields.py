@@ -2,12 +2,14 @@
 
 A general reader of CSV converts some 0.45 million Criteo lines a second on one core; here 8 bytes
 of a field are one machine word, and a handful of operations on whole columns turns words into
-numbers, twice as fast. What is wrong with a line is found the same way, for all lines at once.
+numbers, more than twice as fast. What is wrong with a line is found the same way, for all lines
+at once.
 """
 
 from __future__ import annotations
 
 import math
+from binascii import unhexlify
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -79,7 +81,7 @@ class Fields:
         self._bytes = np.zeros(len(text) + 2 * _PAD, np.uint8)
         self._bytes[_PAD:-_PAD] = np.frombuffer(text, np.uint8)
         self._words = words_at(self._bytes)
-        self.num_lines = text.count(b"\n")  # bad ones among them
+        self.num_lines = count_lines(text)  # bad ones among them
         self.bad = BadLines()
         self._find(ord(separator), columns)
 
@@ -174,6 +176,12 @@ class Fields:
             found[long], places, wrong[long] = self._digits(starts[long], lengths[long])
             wrong[long] |= places >= 0
         return found, empty, wrong
+
+    def bits(self, column: int) -> NDArray[np.uint8] | None:
+        """The values of a column in which every field is 0 or 1; None if one is not."""
+        starts, lengths = self.span(one(column))
+        found: NDArray[np.uint8] = self._bytes[starts[0]] - np.uint8(_ZERO)
+        return found if (lengths == 1).all() and (found <= 1).all() else None
 
     def hexadecimal(self, columns: slice) -> tuple[NDArray[np.uint32], Mask]:
         """Up to 8 hexadecimal digits, empty is 0; and which fields are wrong."""
@@ -273,44 +281,25 @@ def _hashed(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64])
     return found
 
 
-def _from_hex(words: Words) -> tuple[NDArray[np.uint32], Mask]:
-    letter = words >> np.uint64(6)
-    letter &= _each_byte(1)
-    halves = words & _each_byte(0x0F)
-    halves += letter * np.uint64(9)
-    # Halves are 0 to 15, and written again as digits or letters they are what was read.
-    again = halves + _each_byte(6)
-    again >>= np.uint64(4)
-    again &= _each_byte(1)
-    again *= np.uint64(0x27)
-    again += halves
-    again += _each_byte(0x30)
-    again ^= words
-    again |= halves & _each_byte(0x10)
-    wrong = again != 0
-    if wrong.any():
-        wrong = _no_hex(words, wrong)
-    np.right_shift(halves, _EIGHT, out=letter)
-    halves <<= np.uint64(4)
-    halves |= letter
-    halves &= np.uint64(0x00FF00FF00FF00FF)
-    np.right_shift(halves, _EIGHT, out=letter)
-    halves |= letter
-    halves &= np.uint64(0x0000FFFF0000FFFF)
-    np.right_shift(halves, np.uint64(16), out=letter)
-    halves |= letter
-    return halves.astype(np.uint32).byteswap(inplace=True), wrong
-
-
 _IS_HEX = np.zeros(256, np.bool_)
 _IS_HEX[list(b"0123456789abcdefABCDEF")] = True
 
 
-def _no_hex(words: Words, suspect: Mask) -> Mask:
-    """Capital letters are right, too."""
-    wrong = suspect.copy()
-    wrong[suspect] = ~_IS_HEX[words[suspect].view(np.uint8).reshape(-1, 8)].all(axis=1)
-    return wrong
+def _from_hex(words: Words) -> tuple[NDArray[np.uint32], Mask]:
+    """The numbers that 8 digits each are; and which are none, whose number is 0."""
+    wrong: Mask = np.zeros(len(words), np.bool_)
+    try:
+        found = unhexlify(words.data)  # four times as fast as arithmetic on words
+    except ValueError:
+        wrong |= ~_IS_HEX[words.view(np.uint8).reshape(-1, 8)].all(axis=1)
+        words[wrong] = _each_byte(_ZERO)
+        found = unhexlify(words.data)
+    return np.frombuffer(found, ">u4").astype(np.uint32), wrong
+
+
+def count_lines(text: bytes) -> int:
+    """Ends of lines; bytes.count takes four times as long where lines are short."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == _NEWLINE))
 
 
 def mixed(words: Words) -> Words:

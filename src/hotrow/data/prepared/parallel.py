@@ -16,12 +16,27 @@ class Cores:
 
     def __init__(self, workers: int) -> None:
         self._pool, self._ahead = ThreadPoolExecutor(workers), 2 * workers
+        self._behind = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
 
     def __enter__(self) -> Cores:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._behind.shutdown(wait=True)
+
+    def behind(self, work: Callable[[], None]) -> None:
+        """Does something while the caller goes on: one after the other, and one at a time. What
+        goes wrong is raised by the next call, or by `catch_up`."""
+        self.catch_up()
+        self._last = self._behind.submit(work)
+
+    def catch_up(self) -> None:
+        """Returns when what was left behind is done."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def each(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
         """Returns when all is done."""

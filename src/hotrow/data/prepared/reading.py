@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,11 +72,11 @@ class Read:
         counted: list[dict[str, Counted]] = []
         pieces = job.source.pieces(place)
 
-        def close() -> None:
+        def close(
+            found: list[tuple[Piece, Samples]], counted: list[dict[str, Counted]], bad: BadRows
+        ) -> None:
             stretches.append(job.spool.write(len(stretches), found, bad))
             self._add(counted)
-            found.clear()
-            counted.clear()
 
         for piece, (part, counts) in job.cores.in_order(self._parse, pieces):
             bad = bad.and_more(part.bad.count, job.describe(piece, part))
@@ -84,9 +85,11 @@ class Read:
             samples += len(part.lines)
             job.watch.advance(sum(sizes[: piece.place.file]) + piece.read_bytes, samples)
             if len(found) == job.spool.PIECES:
-                close()
+                job.cores.behind(partial(close, found, counted, bad))
+                found, counted = [], []
         if found:
-            close()
+            job.cores.behind(partial(close, found, counted, bad))
+        job.cores.catch_up()
         if not sum(each.samples for each in stretches):
             raise ValueError("there is no good line in the files" + _examples(bad))
         job.spool.finish()

@@ -70,6 +70,7 @@ class Spool:
 
     def __init__(self, disk: Disk, schema: Schema, key_dtype: str) -> None:
         self._disk, self._schema, self._dtype = disk, schema, key_dtype
+        self._written: set[int] = set()  # by this run, not by one before it
 
     def write(self, number: int, found: list[tuple[Piece, Samples]], bad: BadRows) -> Stretch:
         samples = sum(len(each.lines) for _, each in found)
@@ -87,6 +88,7 @@ class Spool:
             number, file, samples, values, found[0][0].place, found[-1][0].after, lines, bad
         )
         self._disk.append(LOG, json.dumps(asdict(stretch)))
+        self._written.add(number)
         return stretch
 
     def finish(self) -> None:
@@ -110,7 +112,8 @@ class Spool:
         return found, False
 
     def is_whole(self, stretch: Stretch) -> bool:
-        return why_wrong(self._disk.folder, stretch.file, contents=True) is None
+        contents = stretch.number not in self._written
+        return why_wrong(self._disk.folder, stretch.file, contents=contents) is None
 
     def remove(self, stretch: Stretch) -> None:
         (self._disk.folder / stretch.file.file).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.fields import count_lines
 
 PIECE_BYTES = 4 << 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -98,7 +99,7 @@ class TextFiles:
 
 
 def _after(place: Place, text: bytes) -> Place:
-    lines = text.count(b"\n") + (not text.endswith(b"\n"))
+    lines = count_lines(text) + (not text.endswith(b"\n"))
     return Place(place.file, place.offset + len(text), place.file_line + lines, place.line + lines)
 
 
