@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -16,6 +20,7 @@ from typer.testing import CliRunner
 from clicks import criteo_lines, write
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.layouts import Avazu
 from hotrow.data.prepared.memory import needed
 
 
@@ -75,6 +80,43 @@ def test_a_mistake_is_told_in_one_sentence(tmp_path: Path, words: list[str], mes
     assert code == 2
     assert message in output
     assert "Traceback" not in output
+
+
+def _words(line: str) -> list[str]:
+    """What a shell makes of it."""
+    words: list[str] = []
+    for word in shlex.split(line):
+        if found := re.fullmatch(r"(.*)\{0\.\.([0-9]+)\}(.*)", word):
+            words += [f"{found[1]}{i}{found[3]}" for i in range(int(found[2]) + 1)]
+        else:
+            words += sorted(glob.glob(word)) if "*" in word else [word]
+    return words
+
+
+def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    log = write(tmp_path / "train.txt", criteo_lines(40)).read_bytes()
+    for day in range(24):
+        (tmp_path / f"day_{day}.gz").write_bytes(gzip.compress(log))
+    avazu = [list(Avazu.columns), *([str(i), "0", "14102100", *["a"] * 21] for i in range(40))]
+    with pa.CompressedOutputStream("train.csv.zst", "zstd") as file:
+        file.write("".join(",".join(line) + "\n" for line in avazu).encode())
+    write(Path("UserBehavior.csv"), [["1", str(i), "2", "pv", str(i)] for i in range(9)],
+          separator=",")  # fmt: skip
+    table = {name: [f"{i}" for i in range(20)] for name in ("user", "item", "last")}
+    numbers = {"clicked": [0, 1] * 10, "price": [0.5] * 20, "age": [30] * 20}
+    for part in range(2):
+        pq.write_table(pa.table(table | numbers), f"part-{part}.parquet")
+    (toml,) = re.findall(r"```\n(label = .*?)```", page, re.DOTALL)
+    Path("columns.toml").write_text(toml)
+    commands = re.findall(r"^hotrow (prepare .*)$", page, re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        code, output = run(*_words(command)[1:])
+        assert code == 0, f"{command}: {output}"
+    block = page[page.index("    from hotrow") :].partition("\n\n##")[0]
+    exec(textwrap.dedent(block), {})
 
 
 def test_help_teaches_with_examples() -> None:

@@ -133,8 +133,8 @@ class Fields:
 
     def value(self, column: int, line: int, *, most: int = 40) -> str:
         """One field as text, or its beginning."""
-        starts, lengths = (each[0] for each in self.span(slice(column, column + 1)))
-        raw = self._bytes[starts[line] : starts[line] + min(int(lengths[line]), most)]
+        start = self._ends[column - 1, line] + 1 if column else self._starts[line]
+        raw = self._bytes[start : min(int(self._ends[column, line]), int(start) + most)]
         return raw.tobytes().decode("utf-8", errors="replace")
 
     # Each of these reads consecutive columns, and gives values and masks, [columns, lines].
