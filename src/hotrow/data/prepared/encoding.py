@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -91,10 +90,11 @@ class Encode:
         if (job.out / stretch.file.file).exists() and job.spool.is_whole(stretch):
             return job.spool.read(stretch)
         # A shard was damaged after its part of the spool had gone: from the files again.
-        found = [
-            (piece, job.parse(piece))
-            for piece in islice(job.source.pieces(stretch.place), job.spool.PIECES)
-        ]
+        found = []
+        for piece in job.source.pieces(stretch.place):
+            found.append((piece, job.parse(piece)))
+            if piece.after == stretch.after:
+                break
         again = job.spool.write(stretch.number, found, stretch.bad)
         if again.file.sha256 != stretch.file.sha256:
             raise ValueError("the source files have changed; --restart prepares them anew")

@@ -36,6 +36,17 @@ class Samples:
     num_lines: int = 0  # good and bad ones
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
 
+    @property
+    def num_bytes(self) -> int:
+        arrays: list[NDArray[Any]] = [
+            self.lines,
+            self.label,
+            self.dense,
+            *self.keys.values(),
+            *self.lengths.values(),
+        ]
+        return sum(each.nbytes for each in arrays)
+
 
 class Layout(Protocol):
     name: str

@@ -6,11 +6,10 @@ import os
 from dataclasses import dataclass
 
 from hotrow.budget import show_bytes
-from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.text import PIECE_BYTES
 
 BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
-_STRETCH_BYTES = 3 * Spool.PIECES * PIECE_BYTES  # its samples, with their counts
+_STRETCH_BYTES = 320 << 20  # one that is filled and one that is written, with their counts
 _PIECE_BYTES = 12 * PIECE_BYTES  # of work for each piece under way, at the most
 
 

@@ -66,7 +66,7 @@ class Read:
         bad = stretches[-1].bad if stretches else BadRows()
         job.source.ready(job.disk, job.cores, job.watch)
         sizes = [path.stat().st_size for path in job.source.paths]
-        samples = 0
+        samples = size = 0
         job.watch.stage("reading", sum(sizes))
         found: list[tuple[Piece, Samples]] = []
         counted: list[dict[str, Counted]] = []
@@ -84,9 +84,10 @@ class Read:
             counted.append(counts)
             samples += len(part.lines)
             job.watch.advance(sum(sizes[: piece.place.file]) + piece.read_bytes, samples)
-            if len(found) == job.spool.PIECES:
+            size += part.num_bytes
+            if len(found) == job.spool.PIECES or size >= job.spool.BYTES:
                 job.cores.behind(partial(close, found, counted, bad))
-                found, counted = [], []
+                found, counted, size = [], [], 0
         if found:
             job.cores.behind(partial(close, found, counted, bad))
         job.cores.catch_up()

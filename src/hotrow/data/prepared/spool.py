@@ -3,9 +3,9 @@
 Text is read, uncompressed and parsed once. What it becomes is as large as the shards that are made
 of it, waits beside them, and goes as they come; so little more than their room is needed.
 
-A stretch is a fixed number of consecutive pieces, and one file here. What is in place is noted in
-a log. A stopped run goes on after the last stretch that is whole, and counts the values of those
-before again, in the same order, so that it ends as if it had not been stopped.
+A stretch is some consecutive pieces, as many as the files alone decide, and one file here. What is
+in place is noted in a log. A stopped run goes on after the last stretch that is whole, and counts
+the values of those before again, in the same order, so that it ends as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Stretch:
 class Spool:
     """Stretches on disk."""
 
-    PIECES = 16  # in a stretch
+    PIECES = 16  # in a stretch, or fewer:
+    BYTES = 48 << 20  # of samples are enough, which short lines have sooner
 
     def __init__(self, disk: Disk, schema: Schema, key_dtype: str) -> None:
         self._disk, self._schema, self._dtype = disk, schema, key_dtype
