@@ -1,0 +1,216 @@
+"""`hotrow prepare`: logs of clicks into a folder that training reads. Shows how it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hotrow.budget import parse_bytes, show_bytes
+from hotrow.data.prepared.format import Manifest
+from hotrow.data.prepared.settings import Settings, Watch
+from hotrow.data.prepared.sources import KINDS, open_source
+from hotrow.data.prepared.work import prepare as prepare_files
+from hotrow.run.files import to_json
+
+
+def prepare(
+    kind: Annotated[str, typer.Argument(help=f"What the files are: {', '.join(KINDS)}.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files in the order of time; text may be compressed (.gz, .zst)."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make.")],
+    min_frequency: Annotated[
+        int, typer.Option(help="Values seen less often share row 0 of their table.")
+    ] = 1,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Rows of a table at the most: the most frequent values keep theirs."),
+    ] = None,
+    use_hash: Annotated[
+        bool,
+        typer.Option("--hash", help="No vocabulary: every value is hashed into --max-rows rows."),
+    ] = False,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="'time': the last file, or of one file the last seventh, is halved into "
+            "validation and test. 'random': a tenth each."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    bad_rows: Annotated[
+        str, typer.Option(help="'error' stops at a bad line; 'skip' leaves it out and counts it.")
+    ] = "error",
+    memory: Annotated[
+        str, typer.Option(help="The most that is used. A table that does not fit is hashed.")
+    ] = "4GiB",
+    columns: Annotated[
+        Path | None, typer.Option(help="TOML file that describes the columns (parquet, csv).")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads; as many as there are cores if left out.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away what is in --out and begin anew.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
+    ] = False,
+) -> None:
+    """Turn logs into shards that training maps into memory.
+
+    Values are counted, given rows, and written as fixed-width numbers, beside a manifest with
+    checksums and the access counts of every row. Memory stays below --memory whatever the size of
+    the input; a run that was stopped goes on where it was when the same command is given again.
+    For a while the folder takes up to twice the bytes of its shards.
+
+    **Kinds of files**
+
+    - `criteo`: Kaggle's train.txt or the days of the Terabyte log: 40 columns, tabs between
+
+    - `avazu`: Kaggle's train.csv of the Avazu contest, with its header
+
+    - `taobao`: UserBehavior.csv, into sequences: who saw what, and what came next
+
+    - `parquet`, `csv`: columns of any name, described by --columns:
+
+    &nbsp;
+
+        label = "clicked"
+        dense = ["price", "age"]          # numbers
+        log = ["price"]                   # those of them that become log(x + 1)
+        categories = ["user", "item"]     # one table each; lists are jagged
+        [tables]
+        last_item = "item"                # a column that reads another's table
+
+    **Examples**
+
+    - `hotrow prepare criteo train.txt --out prepared/kaggle`
+
+    - `hotrow prepare criteo day_{0..23}.gz --out prepared/terabyte --max-rows 40000000
+      --memory 64GiB`
+
+    - `hotrow prepare criteo day_0.gz --out prepared/day0 --hash --max-rows 1000000`
+
+    - `hotrow prepare avazu train.csv.zst --out prepared/avazu --min-frequency 2 --bad-rows skip`
+
+    - `hotrow prepare parquet part-*.parquet --columns columns.toml --out prepared/mine`
+    """
+    settings = Settings(
+        min_frequency=min_frequency,
+        max_rows=max_rows,
+        hash=use_hash,
+        split=split or ("random" if kind == "avazu" else "time"),
+        seed=seed,
+        bad_rows=bad_rows,
+        memory_bytes=parse_bytes(memory),
+    )
+    source = open_source(kind, files, out=out, columns=columns, settings=settings)
+    watch = _Lines() if as_json else _Bar()
+    with watch:
+        manifest = prepare_files(
+            source, out, settings, workers=workers, restart=restart, watch=watch
+        )
+    watch.end(manifest, out)
+
+
+class _Bar(Watch):
+    """A bar for each stage, and a table at the end."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._task: Any = None
+        self._started = 0.0
+
+    def stage(self, title: str, total: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=self._bar.tasks[self._task].total)
+        self._task = self._bar.add_task(title, total=max(1, total), rate="")
+        self._started = monotonic()
+
+    def advance(self, done: int, samples: int) -> None:
+        seconds = monotonic() - self._started
+        rate = f"{samples / seconds:,.0f} rows/s" if seconds > 1 else ""
+        self._bar.update(self._task, completed=done, rate=rate)
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def end(self, manifest: Manifest, out: Path) -> None:
+        table = Table(box=None, padding=(0, 2))
+        for name in ("table", "rows", "values", "ids"):
+            table.add_column(name, justify="left" if name in ("table", "ids") else "right")
+        for each in manifest.tables:
+            values = "not counted" if each.values is None else f"{each.values:,}"
+            table.add_row(escape(each.name), f"{each.rows:,}", values, each.ids)
+        self._console.print(table)
+        if bad := manifest.source["bad_rows"]:
+            self._console.print(f"[yellow]{bad:,} bad rows left out[/], the first of them:")
+            for example in manifest.source["bad_examples"]:
+                self._console.print(f"  {escape(example)}", soft_wrap=True)
+        rows = sum(each.rows for each in manifest.tables)
+        samples = ", ".join(f"{manifest.samples(name):,} {name}" for name in manifest.splits)
+        size = show_bytes(sum(each.bytes for each in manifest.files))
+        self._console.print(f"{rows:,} rows in {len(manifest.tables)} tables; {samples}; {size}")
+        self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
+
+
+class _Lines(Watch):
+    """One JSON object per line; progress at most once a second."""
+
+    def __init__(self) -> None:
+        self._title, self._total, self._last = "", 0, 0.0
+
+    def stage(self, title: str, total: int) -> None:
+        self._title, self._total = title, total
+        self._write("stage", stage=title, total=total)
+
+    def advance(self, done: int, samples: int) -> None:
+        if monotonic() - self._last >= 1:
+            self._last = monotonic()
+            self._write(
+                "progress", stage=self._title, done=done, total=self._total, samples=samples
+            )
+
+    def say(self, text: str) -> None:
+        self._write("message", text=text)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def end(self, manifest: Manifest, out: Path) -> None:
+        self._write(
+            "end",
+            folder=str(out),
+            samples={name: manifest.samples(name) for name in manifest.splits},
+            tables={each.name: each.rows for each in manifest.tables},
+            bytes=sum(each.bytes for each in manifest.files),
+            bad_rows=manifest.source["bad_rows"],
+            bad_examples=manifest.source["bad_examples"],
+        )
+
+    def _write(self, event: str, **facts: Any) -> None:
+        typer.echo(to_json({"event": event, **facts}))

@@ -1,0 +1,401 @@
+"""Columns of any name: a TOML file says what they are. CSV and Parquet are read alike."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import (
+    EXAMPLES,
+    BadLine,
+    BadLines,
+    Fields,
+    Judge,
+    one,
+    text_keys,
+    words_at,
+)
+from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.layouts import Samples, label_of, samples_of
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
+from hotrow.data.prepared.text import Piece, Place
+from hotrow.data.prepared.vocabulary import Keys
+from hotrow.run import toml
+
+_MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
+_UNIT = "\x1f"  # stands between fields whose quotes were taken off
+_NOTHING = "nothing"  # what a Parquet file says of a column without any value
+_PIECE_SAMPLES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns are.
+
+    label = "clicked"
+    dense = ["price", "age"]
+    log = ["price"]
+    categories = ["user", "item", "last_item"]
+    separator = ","
+    [tables]
+    last_item = "item"
+    """
+
+    label: str = ""
+    dense: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    separator: str = ","
+    tables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            raise ValueError('say which column is the label: label = "clicked"')
+        if not self.categories:
+            raise ValueError('say which columns are categories: categories = ["user", "item"]')
+        names = [self.label, *self.dense, *self.categories]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"column {name!r} is named twice")
+        for name in set(self.log) - set(self.dense):
+            raise ValueError(f"log names {name!r}, which is none of the dense columns")
+        for name in set(self.tables) - set(self.categories):
+            raise ValueError(f"[tables] names {name!r}, which is none of the categories")
+        if len(self.separator) != 1 or not self.separator.isascii() or self.separator in '"\r\n':
+            raise ValueError(f"separator must be one character, not {self.separator!r}")
+
+    def table(self, category: str) -> str:
+        return self.tables.get(category, category)
+
+    @property
+    def used(self) -> list[str]:
+        return [self.label, *self.dense, *self.categories]
+
+
+def read_columns(path: Path) -> Columns:
+    found = toml.read(path)
+    tables = found.pop("tables", {})
+    if not isinstance(tables, dict) or not all(isinstance(v, str) for v in tables.values()):
+        raise ValueError(f"{path}: [tables] gives the name of a table for a column")
+    known = {key: getattr(Columns, key, "") for key in Columns.__dataclass_fields__}
+    for key in found:
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}; there are {', '.join(known)}")
+        wants_text = isinstance(known[key], str)
+        right = isinstance(found[key], str) if wants_text else _is_texts(found[key])
+        if not right:
+            raise ValueError(f"{path}: {key} must be {'text' if wants_text else 'a list of texts'}")
+        found[key] = found[key] if wants_text else tuple(found[key])
+    try:
+        return Columns(**found, tables=tables)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _is_texts(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(each, str) for each in found)
+
+
+class Csv:
+    """A layout of lines with a header, which names the columns. Quotes may be around fields; an
+    end of line within them is not understood."""
+
+    name = "csv"
+    key_dtype = "uint64"
+
+    def __init__(self, columns: Columns, path: Path, first_line: bytes) -> None:
+        self.header: bytes | None = first_line
+        self._columns = columns
+        try:
+            text = first_line.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} does not begin with a header in UTF-8") from None
+        self._names = next(csv.reader([text], delimiter=columns.separator), [])
+        self._places = {name: _place(name, self._names, path) for name in columns.used}
+        features = (Feature(name, columns.table(name)) for name in columns.categories)
+        self.schema = Schema(columns.label, columns.dense, tuple(features))
+        self.describes = {"columns": _plain(columns)}
+
+    def parse(self, text: bytes) -> Samples:
+        columns, separator = self._columns, self._columns.separator
+        broken: tuple[BadLine, ...] = ()
+        if b'"' in text:
+            text, broken = _without_quotes(text, separator)
+            separator = _UNIT
+        fields = Fields(text, separator=separator, columns=len(self._names))
+        fields.bad = fields.bad.told_by(broken)
+        judge = Judge(fields)
+        label = label_of(fields, judge, column=self._places[columns.label])
+        dense = np.empty((len(fields), len(columns.dense)), np.float32)
+        for place, name in enumerate(columns.dense):
+            where = one(self._places[name])
+            values, _, wrong = fields.numbers(where)
+            judge.refuse(wrong, where, partial(_no_number, name))
+            dense[:, place] = _number(values[0], log=name in columns.log)
+        keys: dict[str, Keys] = {
+            name: fields.texts(one(self._places[name]))[0] for name in columns.categories
+        }
+        return samples_of(fields, judge, label, dense, keys)
+
+
+def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, ...]]:
+    """The same lines and fields, and what is wrong with the first lines that have wrong quotes:
+    these are empty now. Lines with quotes take a turn of Python each."""
+    found, broken = [], []
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n")):
+        if b'"' not in line:
+            found.append(line.replace(separator.encode(), _UNIT.encode()))
+            continue
+        decoded = line.removesuffix(b"\r").decode("utf-8", errors="surrogateescape")
+        try:
+            fields = next(csv.reader([decoded], delimiter=separator, strict=True))
+        except csv.Error as error:
+            fields = []
+            broken.append(BadLine(number, f"its quotes are wrong: {error}"))
+        found.append(_UNIT.join(fields).encode("utf-8", errors="surrogateescape"))
+    return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
+
+
+def _place(name: str, names: list[str], path: Path) -> int:
+    if name not in names:
+        raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+    if names.count(name) > 1:
+        raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
+    return names.index(name)
+
+
+def _plain(columns: Columns) -> dict[str, Any]:
+    found = asdict(columns)
+    return {key: list(each) if isinstance(each, tuple) else each for key, each in found.items()}
+
+
+def _no_number(column: str, _: int, found: str) -> str:
+    return f"{column} is {found!r}, not a number"
+
+
+def _number(values: NDArray[np.float64], *, log: bool) -> NDArray[np.float32]:
+    return (np.log1p(np.maximum(values, 0)) if log else values).astype(np.float32)
+
+
+class ParquetSource:
+    """Parquet files, by row groups. Columns of lists become jagged features."""
+
+    name = "parquet"
+    key_dtype = "uint64"
+    times = False
+
+    def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
+        self._columns, self.paths = columns, list(paths)
+        self.describes: dict[str, Any] = {"columns": _plain(columns)}
+        kinds = [_kinds(path, columns) for path in self.paths]
+        for name in columns.categories:
+            held = {each[name]: path for each, path in zip(kinds, self.paths, strict=True)}
+            held.pop(_NOTHING, None)
+            if len(held) > 1:
+                raise ValueError(
+                    f"one value of {name!r} would have two rows: it holds "
+                    + " and ".join(f"{kind} in {path}" for kind, path in held.items())
+                )
+        self.schema = Schema(
+            columns.label,
+            columns.dense,
+            tuple(
+                Feature(
+                    name, columns.table(name), any(each[name].startswith("lists") for each in kinds)
+                )
+                for name in columns.categories
+            ),
+        )
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
+        """Nothing is to be done before."""
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        place = start or Place()
+        for number in range(place.file, len(self.paths)):
+            if number > place.file:
+                place = Place(number, 0, 0, place.line)
+            for piece in self._file(place):
+                yield piece
+                place = piece.after
+
+    def _file(self, place: Place) -> Iterator[Piece]:
+        """Each piece is a part of one row group; `offset` counts row groups."""
+        path = self.paths[place.file]
+        with _opened(path) as file:
+            size, total = path.stat().st_size, max(1, file.metadata.num_rows)
+            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            at = 0
+            for group, rows in enumerate(groups):
+                if at + rows <= place.file_line:
+                    at += rows
+                    continue
+                for batch in self._batches(file, path, group):
+                    first, at = at, at + len(batch)
+                    if first < place.file_line:
+                        continue  # before a stop
+                    line = place.line + len(batch)
+                    after = Place(place.file, group, at, line)
+                    yield Piece(place, after, batch, size * at // total)
+                    place = after
+
+    def _batches(self, file: Any, path: Path, group: int) -> Iterator[Any]:
+        arrow = pyarrow()
+        try:
+            yield from file.iter_batches(
+                batch_size=_PIECE_SAMPLES, row_groups=[group], columns=self._columns.used
+            )
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
+
+    def parse(self, piece: Piece) -> Samples:
+        try:
+            return self._parse(piece.data)
+        except ValueError as error:
+            raise ValueError(f"{self.paths[piece.place.file]}: {error}") from error
+
+    def _parse(self, batch: Any) -> Samples:
+        columns = self._columns
+        wrong = np.zeros(len(batch), np.bool_)
+        first: list[BadLine] = []
+
+        def refuse(found: NDArray[np.bool_], reason: str, values: Any) -> None:
+            for place in np.flatnonzero(found & ~wrong)[:EXAMPLES].tolist():
+                first.append(BadLine(place, f"{reason} {values[place].as_py()!r}"))
+            wrong[:] |= found
+
+        column = batch.column(columns.label)
+        values, missing = _floats(column, columns.label)
+        refuse(missing | ((values != 0) & (values != 1)), "the label, neither 0 nor 1, is", column)
+        label = np.where(values == 1, 1, 0).astype(np.uint8)
+        dense = np.empty((len(batch), len(columns.dense)), np.float32)
+        for place, name in enumerate(columns.dense):
+            column = batch.column(name)
+            values, missing = _floats(column, name)
+            values = np.where(missing, 0, values)
+            refuse(~np.isfinite(values), f"{name}, not a finite number, is", column)
+            dense[:, place] = _number(
+                np.where(np.isfinite(values), values, 0), log=name in columns.log
+            )
+        keys, lengths = {}, {}
+        for feature in self.schema.features:
+            column = batch.column(feature.name)
+            if feature.jagged and pyarrow("types").is_null(column.type):
+                lengths[feature.name] = np.zeros(len(batch), np.int64)
+                column = column.slice(0, 0)
+            elif feature.jagged:
+                size = pyarrow("compute").list_value_length(column).fill_null(0)
+                lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
+                column = column.flatten()
+            keys[feature.name] = _keys(column, feature.name)
+        lines = np.arange(len(batch))
+        if wrong.any():
+            good = ~wrong
+            lines, label, dense = lines[good], label[good], dense[good]
+            for name in keys:
+                mask = np.repeat(good, lengths[name]) if name in lengths else good
+                keys[name] = keys[name][mask]
+            lengths = {name: each[good] for name, each in lengths.items()}
+        bad = BadLines.joined([BadLines(int(np.count_nonzero(wrong)), tuple(first))])
+        return Samples(lines, label, dense, keys, bad, len(batch), lengths)
+
+
+def _opened(path: Path) -> Any:
+    arrow = pyarrow()
+    try:
+        return pyarrow("parquet").ParquetFile(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (arrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no whole Parquet file: {error}") from error
+
+
+def _kinds(path: Path, columns: Columns) -> dict[str, str]:
+    """What the categories hold, in words; the other columns are checked on the way."""
+    with _opened(path) as file:
+        schema = file.schema_arrow
+        for name in columns.used:
+            _place(name, schema.names, path)
+        found = {name: _kind(schema.field(name).type) for name in columns.used}
+    for name in (columns.label, *columns.dense):
+        if found[name].startswith("lists"):
+            raise ValueError(f"{path}: {name!r} holds lists; only categories may")
+    return {name: found[name] for name in columns.categories}
+
+
+def _kind(found: Any) -> str:
+    types = pyarrow("types")
+    if types.is_null(found):
+        return _NOTHING
+    if types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found):
+        return f"lists of {_kind(found.value_type)}"
+    if types.is_dictionary(found):
+        return _kind(found.value_type)
+    return "whole numbers" if types.is_integer(found) or types.is_boolean(found) else "texts"
+
+
+def _floats(column: Any, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    arrow = pyarrow()
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    try:
+        if arrow.types.is_boolean(column.type):
+            column = column.cast(arrow.int8())
+        values = column.cast(arrow.float64(), safe=False).fill_null(0)
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
+        raise ValueError(f"column {name!r} holds no numbers: {error}") from None
+    return values.to_numpy(zero_copy_only=False), missing
+
+
+def _keys(column: Any, name: str) -> Keys:
+    """Whole numbers as they are, texts as in CSV files."""
+    arrow, types = pyarrow(), pyarrow("types")
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    if types.is_integer(column.type) or types.is_boolean(column.type):
+        kind = arrow.uint64() if types.is_uint64(column.type) else arrow.int64()
+        whole = column.cast(kind).fill_null(0).to_numpy(zero_copy_only=False)
+        found: Keys = whole.astype(np.uint64)
+    elif types.is_null(column.type):
+        found = np.zeros(len(column), np.uint64)
+    else:
+        try:
+            texts = column.cast(arrow.large_binary()).fill_null(b"")
+        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+            raise ValueError(
+                f"column {name!r} of {column.type} cannot be a category: only whole numbers and "
+                "texts can"
+            ) from None
+        found = _text_keys(texts)
+    return np.where(missing, _MISSING, found)
+
+
+def _text_keys(texts: Any) -> Keys:
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    if not len(texts):
+        return np.empty(0, np.uint64)
+    first, last = int(ends[0]), int(ends[-1])
+    padded = np.zeros(last - first + 32, np.uint8)
+    if last > first:
+        padded[: last - first] = np.frombuffer(data, np.uint8)[first:last]
+    return text_keys(words_at(padded), ends[:-1] - first, np.diff(ends))
+
+
+def first_line(path: Path) -> bytes:
+    """Of a file that may be compressed."""
+    from hotrow.data.prepared.text import TextFiles
+
+    piece = next(TextFiles([path]).pieces(), None)
+    line: bytes = piece.data.partition(b"\n")[0] if piece else b""
+    return line.rstrip(b"\r")

@@ -1,0 +1,336 @@
+"""The folder that `hotrow prepare` makes, as records: a manifest and what its shards hold.
+
+    manifest.json            schema, tables, splits; every file with its size and SHA-256. Put in
+                             place last: a folder without it is not finished.
+    shards/train-00000.bin   consecutive samples of one split, all columns in one file, so that a
+                             shard is there whole or not at all. No header: little-endian arrays
+                             one after the other, each starting at a multiple of 64 bytes:
+                               ids      [samples, single features]  int32, or int64 for big tables
+                               dense    [samples, dense columns]    float32
+                               label    [samples]                   uint8, 0 or 1
+                               and for each jagged feature
+                               offsets  [samples + 1] int64, values [offsets[-1]] like ids
+    tables/000.counts        accesses of every row by the training split, int64: a profile
+    tables/000.keys          the values that have rows of their own, as numbers, sorted; the value
+                             at position i has row i + 1, and row 0 is for all others
+
+One sample's ids lie side by side, because loaders gather samples in random order. Numbers in a
+manifest are checked against each other and against the files before anything is opened or
+allocated, and no file it names may lie outside of its folder. Nothing is pickled.
+
+Knows arrays and files; not where samples come from, nor what they are used for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation", "test")
+_ALIGNED = 64
+_MOST_MANIFEST_BYTES = 1 << 30
+_INT32_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of ids: which table it reads, and whether samples have lists of them."""
+
+    name: str
+    table: str
+    jagged: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of every shard."""
+
+    label: str
+    dense: tuple[str, ...]
+    features: tuple[Feature, ...]
+    id_dtype: str = "int32"
+
+    @property
+    def single(self) -> list[Feature]:
+        return [each for each in self.features if not each.jagged]
+
+    @property
+    def jagged(self) -> list[Feature]:
+        return [each for each in self.features if each.jagged]
+
+    @property
+    def tables(self) -> list[str]:
+        return list(dict.fromkeys(each.table for each in self.features))
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the folder, as it was written."""
+
+    file: str  # relative to the folder
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardRecord(FileRecord):
+    samples: int
+    values: Mapping[str, int] = field(default_factory=dict)  # of each jagged feature
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """A table: its rows, and how values became rows."""
+
+    name: str
+    rows: int
+    ids: str  # "vocabulary" or "hash"
+    values: int | None  # different values in the source; None: not counted
+    counts: FileRecord
+    keys: FileRecord | None
+    key_dtype: str = "uint32"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    schema: Schema
+    tables: tuple[TableRecord, ...]
+    splits: Mapping[str, tuple[ShardRecord, ...]]
+    source: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    made_by: str = ""
+
+    def table(self, name: str) -> TableRecord:
+        for each in self.tables:
+            if each.name == name:
+                return each
+        raise ValueError(
+            f"the data has no table {name!r}; it has {', '.join(t.name for t in self.tables)}"
+        )
+
+    def samples(self, split: str) -> int:
+        return sum(shard.samples for shard in self.splits[split])
+
+    @property
+    def files(self) -> list[FileRecord]:
+        tables = [file for each in self.tables for file in (each.counts, each.keys) if file]
+        return [*(shard for shards in self.splits.values() for shard in shards), *tables]
+
+
+def id_dtype(rows: Sequence[int]) -> str:
+    return "int32" if max(rows, default=0) <= _INT32_ROWS else "int64"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Where an array lies in a shard."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        size = np.dtype(self.dtype).itemsize
+        for each in self.shape:
+            size *= each
+        return self.offset + size
+
+
+def sections(schema: Schema, samples: int, values: Mapping[str, int]) -> dict[str, Section]:
+    """The arrays of a shard by name; the last one's end is the size of the file."""
+    wanted: list[tuple[str, str, tuple[int, ...]]] = [
+        ("ids", schema.id_dtype, (samples, len(schema.single))),
+        ("dense", "float32", (samples, len(schema.dense))),
+        ("label", "uint8", (samples,)),
+    ]
+    for each in schema.jagged:
+        wanted.append((f"{each.name}.offsets", "int64", (samples + 1,)))
+        wanted.append((f"{each.name}.values", schema.id_dtype, (values[each.name],)))
+    return side_by_side(wanted)
+
+
+def side_by_side(wanted: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Section]:
+    """Places for arrays (name, dtype, shape) in one file, in that order."""
+    found: dict[str, Section] = {}
+    end = 0
+    for name, dtype, shape in wanted:
+        found[name] = Section(-(-end // _ALIGNED) * _ALIGNED, dtype, shape)
+        end = found[name].end
+    return found
+
+
+def shard_bytes(schema: Schema, samples: int, values: Mapping[str, int]) -> int:
+    return list(sections(schema, samples, values).values())[-1].end
+
+
+def to_json(manifest: Manifest) -> str:
+    return json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, checked; a ValueError says what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MOST_MANIFEST_BYTES:
+            raise ValueError(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "; preparing was not finished: give the same `hotrow prepare` again to resume"
+        unfinished = (folder / ".work").is_dir()
+        raise ValueError(
+            f"{folder} has no {MANIFEST}" + (hint if unfinished else ", so it is no prepared data")
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    return from_json(found, where=str(path))
+
+
+def from_json(found: Any, *, where: str) -> Manifest:
+    read = _Reader(where)
+    top = read.table(found, "the manifest")
+    version = read.number(top, "format")
+    if version != FORMAT:
+        what = "made by a newer hotrow" if version > FORMAT else "of a form no longer read"
+        raise ValueError(
+            f"{where} is {what}: format {version}, and this hotrow reads {FORMAT}; "
+            + ("update hotrow, or prepare again" if version > FORMAT else "prepare again")
+        )
+    manifest = Manifest(
+        schema=_schema(read, read.table(top.get("schema"), "schema")),
+        tables=tuple(_table(read, each) for each in read.items(top, "tables")),
+        splits={
+            read.text({"name": name}, "name"): tuple(
+                _shard(read, each) for each in read.items(top["splits"], name)
+            )
+            for name in read.table(top.get("splits"), "splits")
+        },
+        source=read.table(top.get("source"), "source"),
+        settings=read.table(top.get("settings"), "settings"),
+        made_by=read.text(top, "made_by"),
+    )
+    _check(manifest, where)
+    return manifest
+
+
+class _Reader:
+    """Takes values out of JSON that anybody may have written."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(f"{self._where}: {what}; the file is damaged: prepare again")
+
+    def table(self, found: Any, name: str) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            raise self.wrong(f"{name} is missing or no table")
+        return found
+
+    def items(self, found: Mapping[str, Any], key: str) -> list[Any]:
+        if not isinstance(found.get(key), list):
+            raise self.wrong(f"{key} is missing or no list")
+        return list(found[key])
+
+    def text(self, found: Mapping[str, Any], key: str) -> str:
+        if not isinstance(found.get(key), str):
+            raise self.wrong(f"{key} is missing or no text")
+        return str(found[key])
+
+    def number(self, found: Mapping[str, Any], key: str) -> int:
+        value = found.get(key)
+        if type(value) is not int or not 0 <= value < 2**62:
+            raise self.wrong(f"{key} must be a whole number of at least 0, not {value!r}")
+        return value
+
+    def path(self, found: Mapping[str, Any]) -> str:
+        name = self.text(found, "file")
+        parts = PurePosixPath(name).parts
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", name) or ".." in parts:
+            raise self.wrong(f"file {name!r} is no file inside the folder")
+        return name
+
+
+def _schema(read: _Reader, found: dict[str, Any]) -> Schema:
+    dense = [read.text({"dense": each}, "dense") for each in read.items(found, "dense")]
+    features = [read.table(each, "a feature") for each in read.items(found, "features")]
+    return Schema(
+        label=read.text(found, "label"),
+        dense=tuple(dense),
+        features=tuple(
+            Feature(read.text(f, "name"), read.text(f, "table"), f.get("jagged") is True)
+            for f in features
+        ),
+        id_dtype=read.text(found, "id_dtype"),
+    )
+
+
+def _file(read: _Reader, found: Any) -> FileRecord:
+    found = read.table(found, "a file")
+    return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
+
+
+def _shard(read: _Reader, found: Any) -> ShardRecord:
+    file = _file(read, found)
+    values = read.table(found.get("values"), "values")
+    return ShardRecord(
+        file.file, file.bytes, file.sha256, samples=read.number(found, "samples"),
+        values={name: read.number(values, name) for name in values},
+    )  # fmt: skip
+
+
+def _table(read: _Reader, found: Any) -> TableRecord:
+    found = read.table(found, "a table")
+    return TableRecord(
+        name=read.text(found, "name"),
+        rows=read.number(found, "rows"),
+        ids=read.text(found, "ids"),
+        values=None if found.get("values") is None else read.number(found, "values"),
+        counts=_file(read, found.get("counts")),
+        keys=None if found.get("keys") is None else _file(read, found["keys"]),
+        key_dtype=read.text(found, "key_dtype"),
+    )
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """Numbers that contradict each other are found before they size anything."""
+    wrong = _Reader(where).wrong
+    schema, names = manifest.schema, [each.name for each in manifest.tables]
+    if schema.id_dtype not in ("int32", "int64"):
+        raise wrong(f"id_dtype is {schema.id_dtype!r}")
+    if len(set(names)) != len(names) or set(schema.tables) - set(names):
+        raise wrong(f"features read the tables {schema.tables}, and there are {names}")
+    if len({each.name for each in schema.features}) != len(schema.features):
+        raise wrong("two features have one name")
+    for table in manifest.tables:
+        if table.counts.bytes != 8 * table.rows:
+            raise wrong(f"table {table.name} has {table.rows} rows, {table.counts.bytes} bytes of"
+                        " counts")  # fmt: skip
+        if table.key_dtype not in ("uint32", "uint64"):
+            raise wrong(f"key_dtype is {table.key_dtype!r}")
+        size = np.dtype(table.key_dtype).itemsize
+        if table.keys is not None and table.keys.bytes != size * (table.rows - 1):
+            raise wrong(f"table {table.name} has {table.rows} rows, {table.keys.bytes} bytes of"
+                        " keys")  # fmt: skip
+    jagged = {each.name for each in schema.jagged}
+    for shards in manifest.splits.values():
+        for shard in shards:
+            if set(shard.values) != jagged:
+                raise wrong(f"{shard.file} has values for {sorted(shard.values)}")
+            expected = shard_bytes(schema, shard.samples, shard.values)
+            if shard.bytes != expected:
+                raise wrong(
+                    f"{shard.file} has {shard.bytes} bytes, and {shard.samples} samples need "
+                    f"{expected}"
+                )
+    files = [each.file for each in manifest.files]
+    if len(set(files)) != len(files):
+        raise wrong("a file is named twice")

@@ -1,0 +1,211 @@
+"""What the public data sets look like, and how their lines become samples.
+
+A layout turns a piece of text into columns. It knows nothing of rows, splits or shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import BadLines, Fields, Judge, one
+from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
+from hotrow.data.prepared.text import Piece, Place, TextFiles
+from hotrow.data.prepared.vocabulary import Keys
+
+_PART_BYTES = 1 << 19  # of text that is parsed together: its columns fit a core's cache
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The good lines of a piece, as columns; ids are still keys."""
+
+    lines: NDArray[np.int64]  # [samples], counted from the start of the piece
+    label: NDArray[np.uint8]  # [samples]
+    dense: NDArray[np.float32]  # [samples, dense columns]
+    keys: dict[str, Keys]  # of each feature: [samples], or of a jagged one all its values
+    bad: BadLines = field(default_factory=BadLines)
+    num_lines: int = 0  # good and bad ones
+    lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
+
+    @property
+    def num_bytes(self) -> int:
+        arrays: list[NDArray[Any]] = [
+            self.lines,
+            self.label,
+            self.dense,
+            *self.keys.values(),
+            *self.lengths.values(),
+        ]
+        return sum(each.nbytes for each in arrays)
+
+
+class Layout(Protocol):
+    name: str
+    schema: Schema
+    key_dtype: str
+    header: bytes | None
+
+    def parse(self, text: bytes) -> Samples: ...
+
+
+class Source(Protocol):
+    """Files that become samples, piece by piece. Pieces depend on the files alone."""
+
+    name: str
+    schema: Schema
+    key_dtype: str
+    paths: list[Path]
+    describes: dict[str, Any]  # what else decides about its samples
+    times: bool  # whether samples' "lines" are times, of which quantiles make splits
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None: ...  # before any piece
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
+    def parse(self, piece: Piece) -> Samples: ...
+
+
+class TextSource:
+    """Files of lines in one of the layouts below."""
+
+    def __init__(self, layout: Layout, paths: Sequence[Path], *, piece_bytes: int) -> None:
+        self.name, self.schema, self.key_dtype = layout.name, layout.schema, layout.key_dtype
+        self._layout = layout
+        self._files = TextFiles(paths, header=layout.header, piece_bytes=piece_bytes)
+        self.paths = self._files.paths
+        self.describes: dict[str, Any] = getattr(layout, "describes", {})
+        self.times = False
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
+        """Nothing is to be done before."""
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        return self._files.pieces(start)
+
+    def parse(self, piece: Piece) -> Samples:
+        text: bytes = piece.data
+        first = line = 0
+        if self._layout.header is not None and not piece.place.file_line:
+            first, line = text.find(b"\n") + 1 or len(text), 1
+        parts: list[Samples] = []
+        while first < len(text) or not parts:
+            last = text.rfind(b"\n", first, first + _PART_BYTES) + 1
+            last = last or text.find(b"\n", first) + 1 or len(text)
+            part = text[first:last]
+            parts.append(_later(self._layout.parse(part), line))
+            first, line = last, line + parts[-1].num_lines
+        return parts[0] if len(parts) == 1 else _together(parts)
+
+
+def _later(found: Samples, lines: int) -> Samples:
+    if not lines:
+        return found
+    return replace(found, lines=found.lines + lines, bad=found.bad.later(lines))
+
+
+def _together(parts: list[Samples]) -> Samples:
+    return Samples(
+        np.concatenate([each.lines for each in parts]),
+        np.concatenate([each.label for each in parts]),
+        np.concatenate([each.dense for each in parts]),
+        {name: np.concatenate([each.keys[name] for each in parts]) for name in parts[0].keys},
+        BadLines.joined(each.bad for each in parts),
+    )
+
+
+class Criteo:
+    """Criteo's Kaggle and Terabyte logs: label, 13 whole numbers, 26 hexadecimal categories.
+
+    As the DLRM reference treats them: a missing number is 0, a negative one becomes 0, then
+    log(x + 1); a missing category is the category 0.
+    """
+
+    name = "criteo"
+    key_dtype = "uint32"
+    header: bytes | None = None
+    dense = tuple(f"I{i}" for i in range(1, 14))
+    categories = tuple(f"C{i}" for i in range(1, 27))
+    schema = Schema("label", dense, tuple(Feature(name, name) for name in categories))
+
+    def parse(self, text: bytes) -> Samples:
+        fields = Fields(text, separator="\t", columns=40)
+        judge = Judge(fields)
+        label = label_of(fields, judge, column=0)
+        where = slice(1, 14)
+        values, _, wrong = fields.integers(where)
+        judge.refuse(
+            wrong, where, lambda i, found: f"{self.dense[i]} is {found!r}, not a whole number"
+        )
+        dense = np.empty((len(fields), 13), np.float32)
+        np.maximum(values.T, 0, out=dense, casting="unsafe")
+        dense += 1
+        np.log(dense, out=dense)
+        where = slice(14, 40)
+        found, wrong = fields.hexadecimal(where)
+        judge.refuse(
+            wrong,
+            where,
+            lambda i, found: f"{self.categories[i]} is {found!r}, not up to 8 hexadecimal digits",
+        )
+        return samples_of(
+            fields, judge, label, dense, dict(zip(self.categories, found, strict=True))
+        )
+
+
+class Avazu:
+    """Avazu's log: a CSV file with a header, 21 categories, and the hour as the one number.
+
+    The hour is that of the day, as a part of it: 0, 1/24, ... 23/24. The column `id` names the
+    sample and is left out.
+    """
+
+    name = "avazu"
+    key_dtype = "uint64"
+    columns = (
+        "id", "click", "hour", "C1", "banner_pos", "site_id", "site_domain", "site_category",
+        "app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model",
+        "device_type", "device_conn_type", "C14", "C15", "C16", "C17", "C18", "C19", "C20", "C21",
+    )  # fmt: skip
+    header: bytes | None = ",".join(columns).encode()
+    schema = Schema("click", ("hour",), tuple(Feature(name, name) for name in columns[3:]))
+
+    def parse(self, text: bytes) -> Samples:
+        fields = Fields(text, separator=",", columns=24)
+        judge = Judge(fields)
+        label = label_of(fields, judge, column=1)
+        hours, empty, wrong = fields.integers(one(2))
+        wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
+        judge.refuse(wrong, one(2), lambda _, found: f"hour is {found!r}, not YYMMDDHH")
+        dense = (hours % 100 / 24).astype(np.float32).T
+        keys = dict(zip(self.columns[3:], fields.texts(slice(3, 24)), strict=True))
+        return samples_of(fields, judge, label, dense, keys)
+
+
+LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
+
+
+def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
+    if (bits := fields.bits(column)) is not None:
+        return bits
+    values, empty, wrong = fields.integers(one(column))
+    wrong = wrong | empty | (values < 0) | (values > 1)
+    judge.refuse(wrong, one(column), lambda _, found: f"the label is {found!r}, neither 0 nor 1")
+    label: NDArray[np.uint8] = values[0].astype(np.uint8)
+    return label
+
+
+def samples_of(
+    fields: Fields, judge: Judge, label: NDArray[Any], dense: NDArray[Any], keys: dict[str, Keys]
+) -> Samples:
+    lines, good = fields.lines, judge.good
+    if not good.all():
+        lines, label, dense = lines[good], label[good], dense[good]
+        keys = {name: each[good] for name, each in keys.items()}
+    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines)

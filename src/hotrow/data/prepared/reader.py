@@ -1,0 +1,106 @@
+"""Prepared data as memory-mapped arrays. Reads; knows nothing of how it was made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.disk import inside, why_wrong
+from hotrow.data.prepared.format import Manifest, Schema, ShardRecord, read_manifest, sections
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Lists of ids: those of sample i are values[offsets[i]:offsets[i + 1]]."""
+
+    offsets: NDArray[np.int64]  # [samples + 1]
+    values: NDArray[Any]  # [offsets[-1]] int32 or int64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive samples, mapped into memory: nothing is read until it is looked at."""
+
+    samples: int
+    ids: NDArray[Any]  # [samples, single features] int32 or int64
+    dense: NDArray[np.float32]  # [samples, dense columns]
+    label: NDArray[np.uint8]  # [samples]
+    jagged: dict[str, Jagged]
+
+
+class Prepared:
+    """A folder made by `hotrow prepare`.
+
+    data = Prepared("prepared/criteo")
+    for shard in data.shards("train"):
+        shard.ids, shard.dense, shard.label
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        for record in self.manifest.files:
+            if wrong := why_wrong(self.folder, record, contents=False):
+                raise ValueError(f"{wrong}; prepare it again")
+
+    @property
+    def schema(self) -> Schema:
+        return self.manifest.schema
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        return {each.name: each.rows for each in self.manifest.tables}
+
+    def samples(self, split: str) -> int:
+        self._shards(split)
+        return self.manifest.samples(split)
+
+    def shards(self, split: str) -> list[Shard]:
+        return [self._open(record) for record in self._shards(split)]
+
+    def counts(self, table: str) -> NDArray[np.int64]:
+        """How often the training split reads each row of a table: [rows], memory-mapped."""
+        record = self.manifest.table(table)
+        counts = self._map(record.counts.file, 0, "int64", (record.rows,))
+        return counts
+
+    def verify(self, advance: Callable[[int], None] = lambda size: None) -> None:
+        """Reads every file and compares checksums; a ValueError names what has changed."""
+        records = self.manifest.files
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            checked = pool.map(lambda each: why_wrong(self.folder, each, contents=True), records)
+            for record, wrong in zip(records, checked, strict=True):
+                if wrong:
+                    raise ValueError(f"{wrong}; prepare it again")
+                advance(record.bytes)
+
+    def _shards(self, split: str) -> tuple[ShardRecord, ...]:
+        if split not in self.manifest.splits:
+            names = ", ".join(self.manifest.splits)
+            raise ValueError(f"{self.folder} has no split {split!r}; it has {names}")
+        return self.manifest.splits[split]
+
+    def _open(self, record: ShardRecord) -> Shard:
+        found = {
+            name: self._map(record.file, each.offset, each.dtype, each.shape)
+            for name, each in sections(self.schema, record.samples, record.values).items()
+        }
+        jagged = {
+            each.name: Jagged(found[f"{each.name}.offsets"], found[f"{each.name}.values"])
+            for each in self.schema.jagged
+        }
+        return Shard(record.samples, found["ids"], found["dense"], found["label"], jagged)
+
+    def _map(self, name: str, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        if 0 in shape:
+            return np.empty(shape, dtype)  # no bytes, which cannot be mapped
+        path = inside(self.folder, name)
+        kind = np.dtype(dtype).newbyteorder("<")
+        return np.memmap(path, dtype=kind, mode="r", offset=offset, shape=shape)

@@ -1,0 +1,209 @@
+"""Taobao's UserBehavior.csv into sequences: what a user has touched, and what comes next.
+
+Lines are events (user, item, category, behaviour, time), in no order. They are dealt out by user
+to files that fit into memory; each of those is sorted by user and time and cut into samples.
+
+A sample is an event with up to 20 events of the same user before it, as TBSM takes them: of each
+user at most 10 are drawn, and in half of the samples the item is another one, drawn from all
+different items of the same file, with its category; those have label 0. `gap` is the time since
+the last event before it, as log(seconds + 1), the same for both labels.
+
+Every kind of behaviour counts as an event; who has but one event has no sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import BadLine, BadLines, Fields, Judge, mixed, one
+from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.layouts import Samples
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.settings import Watch
+from hotrow.data.prepared.spool import WORK, as_bytes
+from hotrow.data.prepared.text import PIECE_BYTES, Piece, Place, TextFiles
+
+STEPS = 20
+POINTS = 10
+_FILE_BYTES = 6 << 20  # of text in one file of events, about
+_COMPRESSION = 5  # how much larger text becomes, about, when it is uncompressed
+_BEHAVIOURS = [int.from_bytes(each, "little") for each in (b"pv", b"buy", b"cart", b"fav")]
+
+Events = NDArray[np.int64]  # [events, 4]: user, item, category, time
+
+
+class Taobao:
+    """The source. Events are dealt out once, before there are pieces."""
+
+    name = "taobao"
+    key_dtype = "uint32"
+    times = True
+    schema = Schema(
+        "next",
+        ("gap",),
+        (
+            Feature("user", "user"),
+            Feature("item", "item"),
+            Feature("category", "category"),
+            Feature("history_item", "item", jagged=True),
+            Feature("history_category", "category", jagged=True),
+        ),
+    )
+
+    def __init__(
+        self, paths: list[Path], out: Path, *, seed: int, skip_bad: bool,
+        file_bytes: int = _FILE_BYTES, piece_bytes: int = PIECE_BYTES,
+    ) -> None:  # fmt: skip
+        if len(paths) != 1:
+            raise ValueError(f"taobao is one file of events, UserBehavior.csv; not {len(paths)}")
+        self._files = TextFiles(paths, piece_bytes=piece_bytes)
+        self.paths = self._files.paths
+        self._out, self._seed, self._skip_bad = out, seed, skip_bad
+        size = paths[0].stat().st_size
+        text = size * (_COMPRESSION if paths[0].suffix in (".gz", ".zst") else 1)
+        self._count = max(1, -(-text // file_bytes))
+        self.describes: dict[str, Any] = {"steps": STEPS, "points": POINTS, "files_of": file_bytes}
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        """One piece for each file of events; `offset` is its number."""
+        noted = json.loads(self._noted.read_text())
+        dealt = BadLines(noted["count"], tuple(BadLine(**each) for each in noted["first"]))
+        size = self.paths[0].stat().st_size
+        place = start or Place()
+        for number in range(place.offset, self._count):
+            events = np.fromfile(self._path(number), np.int64).reshape(-1, 4)
+            bad = BadLines() if number else dealt
+            # Lines over all files do not advance: times stand in their place.
+            after = Place(0, number + 1, place.file_line + len(events) + bad.count, 0)
+            yield Piece(place, after, (events, bad), size * (number + 1) // self._count)
+            place = after
+
+    def _path(self, number: int) -> Path:
+        return self._out / WORK / f"events-{number:04}"
+
+    @property
+    def _noted(self) -> Path:
+        return self._out / WORK / "events.json"
+
+    def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
+        """Writes every event to the file of its user."""
+        if self._noted.exists():
+            return
+        for number in range(self._count):
+            disk.write(f"{WORK}/{self._path(number).name}", [], durable=False)
+        watch.stage("dealing out events", self.paths[0].stat().st_size)
+        bad = BadLines()
+        dealt = 0
+        for piece, (events, found) in cores.in_order(_events, self._files.pieces()):
+            found = found.later(piece.place.file_line)
+            if found.count and not self._skip_bad:
+                first = found.first[0]
+                raise ValueError(
+                    f"{self.paths[0]}, line {first.line + 1:,}: {first.reason}. --bad-rows skip "
+                    "leaves such lines out and counts them"
+                )
+            bad = BadLines.joined([bad, found])
+            self._append(events, disk)
+            dealt += len(events)
+            watch.advance(piece.read_bytes, dealt)
+        disk.write(f"{WORK}/{self._noted.name}", [json.dumps(asdict(bad)).encode()])
+
+    def _append(self, events: Events, disk: Disk) -> None:
+        to = mixed(events[:, 0].astype(np.uint64)) % np.uint64(self._count)
+        order = np.argsort(to, kind="stable")
+        bounds = np.searchsorted(to[order], np.arange(self._count + 1, dtype=np.uint64))
+        for number in range(self._count):
+            if bounds[number] < bounds[number + 1]:
+                mine = events[order[bounds[number] : bounds[number + 1]]]
+                disk.extend(f"{WORK}/{self._path(number).name}", as_bytes(mine))
+
+    def parse(self, piece: Piece) -> Samples:
+        events, bad = piece.data
+        seed = mixed(mixed(np.array([self._seed], np.uint64)) ^ np.uint64(piece.place.offset))
+        return make_samples(events, np.random.default_rng(int(seed[0])), bad)
+
+
+def _events(piece: Piece) -> tuple[Events, BadLines]:
+    """On a worker."""
+    fields = Fields(piece.data, separator=",", columns=5)
+    judge = Judge(fields)
+    columns = []
+    for place, name in ((0, "user"), (1, "item"), (2, "category"), (4, "time")):
+        values, empty, wrong = fields.integers(one(place))
+        wrong = wrong | empty | (values < 0) | (values >= 2**32)
+        judge.refuse(wrong, one(place), partial(_no_number, name))
+        columns.append(values[0])
+    known = np.isin(fields.texts(one(3)), _BEHAVIOURS)
+    judge.refuse(~known, one(3), lambda _, found: f"behaviour is {found!r}, not pv, buy, cart, fav")
+    return np.stack(columns, axis=1)[judge.good], judge.bad
+
+
+def _no_number(column: str, _: int, found: str) -> str:
+    return f"{column} is {found!r}, not a whole number below 2**32"
+
+
+def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Samples:
+    """Samples of the events of some users: all events of each of them."""
+    events = events[np.lexsort((events[:, 3], events[:, 0]))]  # stable: equal times keep order
+    user, item, category, time = events.T
+    starts = np.flatnonzero(np.concatenate([[True], user[1:] != user[:-1]])) if len(user) else user
+    sizes = np.diff(np.append(starts, len(user)))
+    position = np.arange(len(user)) - np.repeat(starts, sizes)
+    targets = _some_of_each(user, position, draw)
+    lengths = np.minimum(position[targets], STEPS)
+    # The events before each target, the oldest first.
+    ends = np.cumsum(lengths)
+    history = np.arange(ends[-1] if len(ends) else 0)
+    history += np.repeat(targets - lengths - (ends - lengths), lengths)
+    label = draw.integers(0, 2, len(targets)).astype(np.uint8)
+    chosen = np.where(label == 1, targets, _others(item, targets, draw))
+    gap = np.log1p((time[targets] - time[targets - 1]).astype(np.float32))
+    keys = {
+        "user": user[targets],
+        "item": item[chosen],
+        "category": category[chosen],
+        "history_item": item[history],
+        "history_category": category[history],
+    }
+    return Samples(
+        lines=time[targets].copy(),
+        label=label,
+        dense=gap[:, None],
+        keys={name: each.astype(np.uint32) for name, each in keys.items()},
+        bad=bad,
+        lengths={"history_item": lengths, "history_category": lengths},
+    )
+
+
+def _some_of_each(
+    user: NDArray[np.int64], position: NDArray[np.int64], draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """Up to POINTS events of each user that have one before them, in order."""
+    found = np.flatnonzero(position > 0)
+    order = found[np.lexsort((draw.random(len(found)), user[found]))]
+    mine = user[order]
+    first = np.flatnonzero(np.concatenate([[True], mine[1:] != mine[:-1]])) if len(mine) else mine
+    rank = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    return np.sort(order[rank < POINTS])
+
+
+def _others(
+    item: NDArray[np.int64], targets: NDArray[np.int64], draw: np.random.Generator
+) -> NDArray[np.int64]:
+    """For each target an event with another item, every different item being as likely."""
+    different, places = np.unique(item, return_index=True)
+    if len(different) < 2:
+        return targets
+    drawn = draw.integers(0, len(different) - 1, len(targets))
+    own = np.searchsorted(different, item[targets])
+    result: NDArray[np.int64] = places[drawn + (drawn >= own)]
+    return result

@@ -1,0 +1,176 @@
+"""Files of text in pieces of whole lines: plain, .gz or .zst. Knows nothing of columns.
+
+Where pieces begin depends on the files alone, so that a second pass, or a resumed one, sees the
+same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.fields import count_lines
+
+PIECE_BYTES = 4 << 20
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\x03\x04": ".zip"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in the source, at the start of a line."""
+
+    file: int = 0
+    offset: int = 0  # bytes of text before it in its file
+    file_line: int = 0  # lines before it in its file
+    line: int = 0  # lines before it in all files
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole lines of one file."""
+
+    place: Place
+    after: Place  # of what follows in the same file
+    data: Any  # bytes, for text
+    read_bytes: int  # of its file as it lies on the disk, up to the end of this piece
+
+    @property
+    def lines(self) -> int:
+        return self.after.file_line - self.place.file_line
+
+
+class TextFiles:
+    """Several files, read one after the other."""
+
+    def __init__(
+        self, paths: Sequence[Path], *, header: bytes | None = None, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.paths = list(paths)
+        self._header = header  # the first line of every file, or None
+        self._piece_bytes = piece_bytes
+        for path in self.paths:
+            _check(path)
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        place = start or Place()
+        for number in range(place.file, len(self.paths)):
+            if number > place.file:
+                place = Place(number, 0, 0, place.line)
+            for piece in self._file(place):
+                yield piece
+                place = piece.after
+
+    def _file(self, place: Place) -> Iterator[Piece]:
+        path = self.paths[place.file]
+        with _Stream(path) as stream:
+            stream.skip(place.offset)
+            # What follows the last end of line is kept for the next piece.
+            rest = b""
+            while True:
+                more = stream.read(self._piece_bytes - len(rest))
+                text = rest + more
+                if not text:
+                    return
+                cut = text.rfind(b"\n") + 1 if more else len(text)
+                if not cut:
+                    raise ValueError(
+                        f"{path}, line {place.file_line + 1:,}: no end of line within "
+                        f"{self._piece_bytes:,} bytes; this is no text file of lines"
+                    )
+                text, rest = text[:cut], text[cut:]
+                piece = Piece(place, _after(place, text), text, stream.tell())
+                place = piece.after
+                if not piece.place.file_line:
+                    self._check_header(piece)
+                yield piece
+
+    def _check_header(self, piece: Piece) -> None:
+        first, _, _ = piece.data.partition(b"\n")
+        if self._header is not None and first.rstrip(b"\r") != self._header:
+            raise ValueError(
+                f"{self.paths[piece.place.file]} begins with "
+                f"{first[:80].decode(errors='replace')!r}; expected is the header "
+                f"{self._header.decode()!r}"
+            )
+
+
+def _after(place: Place, text: bytes) -> Place:
+    lines = count_lines(text) + (not text.endswith(b"\n"))
+    return Place(place.file, place.offset + len(text), place.file_line + lines, place.line + lines)
+
+
+def _check(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    with path.open("rb") as file:
+        start = file.read(4)
+    for magic, suffix in _STARTS.items():
+        if start.startswith(magic) and path.suffix != suffix:
+            raise ValueError(
+                f"{path} is compressed; give it a name that ends in {suffix}"
+                if suffix in _COMPRESSED
+                else f"{path} is a {suffix} archive: unpack it first"
+            )
+
+
+class _Stream:
+    """A file's text, uncompressed where needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._raw = path.open("rb")
+        self._text: Any = self._raw
+        kind = _COMPRESSED.get(path.suffix)
+        if kind:
+            self._text = pyarrow().CompressedInputStream(self._raw, kind)
+        self._is_compressed = kind is not None
+
+    def read(self, size: int) -> bytes:
+        """`size` bytes, or fewer at the end of the file."""
+        parts = []
+        while size > 0:
+            part = self._read(size)
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return bytes(self._text.read(size))
+        except OSError as error:
+            if not self._is_compressed:
+                raise
+            raise ValueError(
+                f"{self._path} cannot be uncompressed beyond byte {self.tell():,} of its "
+                f"{self._path.stat().st_size:,}: {error}. It was cut off or damaged; get it again"
+            ) from error
+
+    def skip(self, size: int) -> None:
+        if not self._is_compressed:
+            self._raw.seek(size)
+            return
+        while size:
+            found = len(self.read(min(size, 8 << 20)))
+            if not found:
+                raise ValueError(
+                    f"{self._path} ends {size:,} bytes of text before the place where reading "
+                    "stopped: it has changed; --restart prepares it anew"
+                )
+            size -= found
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()

@@ -1,0 +1,129 @@
+"""The third stage: shards are read back, checked, and their accesses counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.disk import inside, make_durable, read_parts, why_wrong
+from hotrow.data.prepared.encoding import Splits
+from hotrow.data.prepared.format import FileRecord, Schema, ShardRecord, sections
+from hotrow.data.prepared.job import Job
+from hotrow.data.prepared.spool import WORK, as_bytes
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a table."""
+
+    table: str
+    first: int
+    last: int
+
+
+class Verify:
+    """Counts the accesses of as many rows at a time as fit the memory."""
+
+    def __init__(self, job: Job, schema: Schema, rows: dict[str, int], splits: Splits) -> None:
+        self._job, self._schema, self._rows, self._splits = job, schema, rows, splits
+
+    def run(self) -> dict[str, FileRecord]:
+        job = self._job
+        shards = [(s, name == "train") for name, found in self._splits.items() for s in found]
+        groups = self._groups()
+        job.watch.stage("verifying", len(groups) * sum(each.bytes for each, _ in shards))
+        done = samples = 0
+        found: dict[str, list[FileRecord]] = {}
+        for turn, group in enumerate(groups):
+            counts = {each: np.zeros(each.last - each.first, np.int64) for each in group}
+            check = self._why_wrong if turn == 0 else lambda _: None
+            checked = job.cores.in_order(check, (shard for shard, _ in shards), ahead=2)
+            for (shard, is_counted), (_, wrong) in zip(shards, checked, strict=True):
+                if wrong:
+                    raise ValueError(f"{wrong}; give the same command again to make it anew")
+                self._count(shard, counts if is_counted else {})
+                done, samples = done + shard.bytes, samples + shard.samples
+                job.watch.advance(done, samples)
+            for each, uses in counts.items():
+                parts = found.setdefault(each.table, [])
+                parts.append(job.disk.write(self._file(each), [as_bytes(uses)]))
+        make_durable(job.out / "shards")
+        return {name: self._joined(name, found[name]) for name in self._rows}
+
+    def _file(self, rows: _Rows) -> str:
+        """Where the counts of these rows go; not yet to their place, if there are others."""
+        place = self._schema.tables.index(rows.table)
+        is_whole = rows.last - rows.first == self._rows[rows.table]
+        return f"tables/{place:03}.counts" if is_whole else f"{WORK}/{place:03}-{rows.first}.counts"
+
+    def _joined(self, table: str, parts: list[FileRecord]) -> FileRecord:
+        if len(parts) == 1:
+            return parts[0]
+        job = self._job
+        data = (each for part in parts for each in read_parts(job.out / part.file))
+        return job.disk.write(self._file(_Rows(table, 0, self._rows[table])), data)
+
+    def _groups(self) -> list[list[_Rows]]:
+        """Tables, or parts of them, whose counts fit the memory together."""
+        groups: list[list[_Rows]] = [[]]
+        most = left = max(1, self._job.values_bytes // 8)
+        for name, rows in self._rows.items():
+            first = 0
+            while first < rows:
+                if not left or (left < rows - first and left < most):
+                    groups.append([])
+                    left = most
+                last = min(rows, first + left)
+                groups[-1].append(_Rows(name, first, last))
+                left -= last - first
+                first = last
+        return groups
+
+    def _arrays(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
+        """The ids of each feature."""
+        path = inside(self._job.out, shard.file)
+        found = {}
+        for name, each in sections(self._schema, shard.samples, shard.values).items():
+            if name == "ids" or name.endswith(".values"):
+                empty = 0 in each.shape
+                found[name] = (
+                    np.empty(each.shape, each.dtype)
+                    if empty
+                    else np.memmap(path, each.dtype, "r", each.offset, each.shape)
+                )
+        ids = found.pop("ids")
+        columns = {each.name: ids[:, place] for place, each in enumerate(self._schema.single)}
+        return columns | {each.name: found[f"{each.name}.values"] for each in self._schema.jagged}
+
+    def _why_wrong(self, shard: ShardRecord) -> str | None:
+        """On a worker."""
+        make_durable(inside(self._job.out, shard.file))
+        if wrong := why_wrong(self._job.out, shard, contents=True):
+            return wrong
+        arrays = self._arrays(shard)
+        for each in self._schema.features:
+            top = arrays[each.name].max(initial=0)
+            assert top < self._rows[each.table], f"{shard.file}: {each.name} has row {top}"
+        return None
+
+    def _count(self, shard: ShardRecord, counts: dict[_Rows, NDArray[np.int64]]) -> None:
+        arrays = self._arrays(shard) if counts else {}
+
+        def count(rows: _Rows) -> None:
+            mine = counts[rows]
+            for each in self._schema.features:
+                if each.table != rows.table:
+                    continue
+                ids = arrays[each.name]
+                if len(mine) < self._rows[rows.table]:
+                    ids = ids[(ids >= rows.first) & (ids < rows.last)] - rows.first
+                if len(mine) < 1 << 16:
+                    mine += np.bincount(ids, minlength=len(mine))
+                else:
+                    used, uses = np.unique(ids, return_counts=True)
+                    mine[used] += uses
+
+        self._job.cores.each(count, counts)

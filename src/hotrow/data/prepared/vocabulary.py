@@ -1,0 +1,193 @@
+"""Which value has which row: counted and looked up, or hashed. Sees numbers (keys), not text.
+
+    tally.add(keys)  ...  tally.vocabulary(...)  ->  Vocabulary.rows_of(keys)
+
+Keys are multiplied by an odd number first, which spreads them evenly and loses nothing. So the
+sorted keys can be searched from a table of their leading bits, a few steps for each; and rows come
+in an order that has nothing to do with popularity or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.fields import mixed
+
+Keys = NDArray[Any]  # uint32 or uint64
+
+_ODD = {4: np.uint32(0x9E3779B1), 8: np.uint64(0x9E3779B97F4A7C15)}
+_MOST_COUNT = np.uint64(2**32 - 1)  # counts stop there; by then the order of values is clear
+_LEAST_PENDING = 1 << 18
+_BOUNDS = 1 << 20  # keys or buckets that are looked at together
+_MOST_STEPS = 8  # from the start of a bucket; what lies deeper is searched for by halving
+
+
+def spread(keys: Keys) -> Keys:
+    """Different keys stay different."""
+    found: Keys = keys * _ODD[keys.itemsize]
+    return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Different keys, sorted, and how often each was seen."""
+
+    keys: Keys
+    counts: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, keys: Keys) -> Counted:
+        found, counts = np.unique(spread(keys), return_counts=True)
+        return cls(found, counts.astype(np.uint32))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def bytes_per_value(key_dtype: str) -> int:
+    """What a different value costs while it is counted; looking it up later costs less.
+
+    Its key and its count, twice, because a table is copied when new values come in.
+    """
+    return 2 * (np.dtype(key_dtype).itemsize + 4)
+
+
+class Tally:
+    """Counts the values of a table. New ones wait until they are worth a pass over all."""
+
+    def __init__(self, key_dtype: str) -> None:
+        self._keys: Keys = np.empty(0, key_dtype)  # different ones, sorted
+        self._counts = np.empty(0, np.uint32)
+        self._pending: list[Counted] = []
+
+    def add(self, found: Counted) -> None:
+        self._pending.append(found)
+        if sum(map(len, self._pending)) > max(_LEAST_PENDING, len(self._keys) // 8):
+            self.settle()
+
+    def __len__(self) -> int:
+        """How many values are kept: all different ones, and some that may be the same."""
+        return len(self._keys) + sum(map(len, self._pending))
+
+    def settle(self) -> None:
+        """Adds what waits. Costs a pass over all, but sorts nothing of it."""
+        if not self._pending:
+            return
+        new = joined(self._pending)
+        self._pending = []
+        places = np.searchsorted(self._keys, new.keys)
+        known = np.zeros(len(new), np.bool_)
+        within = places < len(self._keys)
+        known[within] = self._keys[places[within]] == new.keys[within]
+        at = places[known]
+        sums = self._counts[at].astype(np.uint64) + new.counts[known]
+        self._counts[at] = np.minimum(sums, _MOST_COUNT)
+        del within, at, sums
+        fresh = np.flatnonzero(~known)
+        if len(fresh):
+            is_old = np.ones(len(self._keys) + len(fresh), np.bool_)
+            is_old[places[fresh] + np.arange(len(fresh))] = False
+            del places, known
+            # One after the other: only one of the two is there twice at a time.
+            self._keys = _woven(is_old, self._keys, new.keys[fresh])
+            self._counts = _woven(is_old, self._counts, new.counts[fresh])
+
+    def vocabulary(self, *, min_frequency: int, max_rows: int | None) -> tuple[Keys, int]:
+        """The keys that get rows, sorted, and how many different ones there are."""
+        self.settle()
+        kept = self._counts >= min_frequency
+        if max_rows is not None and np.count_nonzero(kept) >= max_rows:
+            kept = self._most_frequent(max_rows - 1)
+        return self._keys[kept], len(self._keys)
+
+    def _most_frequent(self, most: int) -> NDArray[np.bool_]:
+        """Of equally frequent ones the smaller keys stay: the same ones every time."""
+        last = len(self._counts) - most
+        least = np.partition(self._counts, last)[last]
+        kept: NDArray[np.bool_] = self._counts > least
+        left = most - np.count_nonzero(kept)
+        for first in range(0, len(kept), _BOUNDS):
+            same = np.flatnonzero(self._counts[first : first + _BOUNDS] == least)[:left]
+            kept[first + same] = True
+            left -= len(same)
+        return kept
+
+
+def _woven(is_old: NDArray[np.bool_], old: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+    found = np.empty(len(is_old), old.dtype)
+    found[is_old] = old
+    found[~is_old] = new
+    return found
+
+
+def joined(parts: list[Counted]) -> Counted:
+    """Counts of several parts, added up."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = np.concatenate([each.keys for each in parts])
+    counts = np.concatenate([each.counts for each in parts])
+    order = np.argsort(keys)
+    keys, counts = keys[order], counts[order]
+    del order
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    sums = np.add.reduceat(counts, starts, dtype=np.uint64)
+    return Counted(keys[starts], np.minimum(sums, _MOST_COUNT).astype(np.uint32))
+
+
+class Vocabulary:
+    """Row i + 1 for the key at position i of the sorted keys; row 0 for all others."""
+
+    how = "vocabulary"
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self.rows = len(keys) + 1
+        # One or two buckets for each key: most keys are then found at the first look.
+        bits = keys.itemsize * 8
+        leading_bits = min(bits - 1, max(1, len(keys).bit_length()))
+        self._shift = keys.dtype.type(bits - leading_bits)
+        small = np.int32 if len(keys) < 2**31 else np.int64
+        self._starts = np.empty(1 << leading_bits, small)
+        for first in range(0, len(self._starts), _BOUNDS):
+            part = self._starts[first : first + _BOUNDS]
+            bounds = np.arange(first, first + len(part), dtype=keys.dtype) << self._shift
+            part[:] = np.searchsorted(keys, bounds)
+
+    def rows_of(self, keys: Keys) -> NDArray[np.int64]:
+        if not len(self.keys):
+            return np.zeros(len(keys), np.int64)
+        wanted = spread(keys)
+        at = self._starts[(wanted >> self._shift).astype(np.int64)]
+        found = np.take(self.keys, at, mode="clip")
+        rows = np.where(found == wanted, at + 1, 0).astype(np.int64)
+        rest = np.flatnonzero(found < wanted)
+        at, wanted = at[rest], wanted[rest]
+        for _ in range(_MOST_STEPS):
+            if not len(rest):
+                return rows
+            at += 1
+            found = np.take(self.keys, at, mode="clip")
+            same = found == wanted
+            rows[rest[same]] = at[same] + 1
+            left = (found < wanted) & (at < len(self.keys))
+            rest, at, wanted = rest[left], at[left], wanted[left]
+        at = np.searchsorted(self.keys, wanted)  # keys that multiplying did not spread
+        found = np.take(self.keys, at, mode="clip")
+        rows[rest] = np.where(found == wanted, at + 1, 0)
+        return rows
+
+
+class Hashed:
+    """Any key has a row; some share one. Needs no memory, and no pass to count."""
+
+    how = "hash"
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def rows_of(self, keys: Keys) -> NDArray[np.int64]:
+        return (mixed(keys.astype(np.uint64)) % np.uint64(self.rows)).astype(np.int64)

@@ -1,0 +1,128 @@
+"""Prepares: reads samples and counts their values, encodes them into shards, verifies these.
+
+    files -> pieces -> samples with keys -> spool (.work/)          reading
+                                |-> counts of values -> vocabularies
+                          spool -> samples with rows -> splits -> shards   encoding
+                         shards -> checksums, ranges; accesses of each row     verifying
+
+Pieces are read in order by one thread and worked on by all cores. In memory are: the pieces under
+way, one stretch of them, and the values of all tables, which get a fixed part of `memory_bytes`
+(see `memory`); a table that does not fit is hashed instead. So memory does not depend on the size
+of the input.
+
+Whatever is finished is noted in .work/, and a stopped run goes on from there. What is written
+depends on the files and the settings alone: not on cores, on time, or on how often it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hotrow import __version__
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.encoding import Encode
+from hotrow.data.prepared.folder import alone
+from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, read_manifest, to_json
+from hotrow.data.prepared.job import Job
+from hotrow.data.prepared.layouts import Source
+from hotrow.data.prepared.memory import share
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.reading import Read
+from hotrow.data.prepared.settings import NoWatch, Settings, Watch
+from hotrow.data.prepared.splits import (
+    AtRandom,
+    ByTime,
+    Split,
+    by_quantiles,
+    last_day_halved,
+    out_of_order,
+)
+from hotrow.data.prepared.spool import WORK, Spool, Stretch
+from hotrow.data.prepared.verifying import Verify
+
+
+def prepare(
+    source: Source,
+    out: Path,
+    settings: Settings,
+    *,
+    workers: int | None = None,
+    restart: bool = False,
+    watch: Watch | None = None,
+    disk: Disk | None = None,
+) -> Manifest:
+    """Makes the folder `out`, or finishes it; see the top of this module."""
+    shared = share(settings.memory_bytes, workers)
+    watch, disk, described = watch or NoWatch(), disk or Disk(out), _described(source, settings)
+    if shared.idle:
+        watch.say(f"{shared.idle} cores stay idle: more than {shared.workers} need more --memory")
+    if settings.split == "time" and (hint := out_of_order([path.name for path in source.paths])):
+        watch.say(hint)
+    spool = Spool(disk, source.schema, source.key_dtype)
+    with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
+        job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
+        if (out / MANIFEST).exists():
+            job.watch.say(f"{out} is finished already: nothing is left to do")
+            return read_manifest(out)
+        manifest = _run(job, described)
+        disk.write(MANIFEST, [to_json(manifest).encode()])
+        shutil.rmtree(out / WORK)
+        return manifest
+
+
+def _described(source: Source, settings: Settings) -> dict[str, Any]:
+    """All that decides about what is written."""
+    files = []
+    for path in source.paths:
+        found = path.stat()
+        files.append({"name": path.name, "bytes": found.st_size, "changed_ns": found.st_mtime_ns})
+    return {"layout": source.name, "files": files, **source.describes, **asdict(settings)}
+
+
+def _run(job: Job, described: dict[str, Any]) -> Manifest:
+    reading = Read(job)
+    stretches = reading.run()
+    tables = reading.tables()
+    bad, lines = stretches[-1].bad, _lines_of_files(stretches, len(job.source.paths))
+    rows = {name: each.ids.rows for name, each in tables.items()}
+    records = {name: each.record() for name, each in tables.items()}
+    schema = replace(job.source.schema, id_dtype=id_dtype(list(rows.values())))
+    splits = Encode(job, schema, tables, _split(job, stretches, lines)).run(stretches)
+    del tables  # their memory is for counts now
+    if not splits["train"]:
+        raise ValueError(
+            f"{sum(lines):,} lines leave none for training; give more, or --split random"
+        )
+    counts = Verify(job, schema, rows, splits).run()
+    return Manifest(
+        schema=schema,
+        tables=tuple(record(counts[name]) for name, record in records.items()),
+        splits=splits,
+        source={"lines": sum(lines), "bad_rows": bad.count, "bad_examples": bad.examples},
+        settings=described,
+        made_by=f"hotrow {__version__}",
+    )
+
+
+def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
+    if job.settings.split == "random":
+        return AtRandom(job.settings.seed)
+    if not job.source.times:
+        return last_day_halved(lines)
+    noted = job.out / WORK / "split.json"  # the spool goes while shards are made
+    if not noted.exists():
+        split = by_quantiles([job.spool.read(each).lines for each in stretches])
+        job.disk.write(f"{WORK}/split.json", [json.dumps(asdict(split)).encode()])
+    return ByTime(**json.loads(noted.read_text()))
+
+
+def _lines_of_files(stretches: list[Stretch], files: int) -> list[int]:
+    found = [0] * files
+    for stretch in stretches:
+        for file, lines in stretch.lines.items():
+            found[file] += lines
+    return found

@@ -1,0 +1,169 @@
+"""`hotrow prepare` makes folders that training can read, and tells of mistakes in a sentence."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from clicks import criteo_lines, write
+from hotrow.cli import make_app
+from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.memory import needed
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(make_app(), ["prepare", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
+    lines = [*criteo_lines(100), ["junk"]]
+    path = write(tmp_path / "train.txt", lines)
+    code, output = run("criteo", path, "--out", tmp_path / "out", "--bad-rows", "skip")
+    assert code == 0, output
+    for words in ("1 bad rows left out", "line 101: 1 columns", "C26", "vocabulary", "written to"):
+        assert words in output
+    assert Prepared(tmp_path / "out").samples("train") == 87
+
+
+def test_machines_get_one_object_per_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(100))
+    code, output = run("criteo", path, "--out", tmp_path / "out", "--json", "--seed", "4")
+    assert code == 0, output
+    events = [json.loads(line) for line in output.splitlines()]
+    assert [e["stage"] for e in events if e["event"] == "stage"] == [
+        "reading", "encoding", "verifying",
+    ]  # fmt: skip
+    assert events[-1]["event"] == "end"
+    assert events[-1]["samples"] == {"train": 86, "validation": 7, "test": 7}
+    assert events[-1]["bad_rows"] == 0
+
+
+def test_parquet_with_columns(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"y": [0, 1] * 20, "user": list(range(40))}), tmp_path / "a.parquet")
+    (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
+    code, output = run(
+        "parquet", tmp_path / "a.parquet", "--columns", tmp_path / "columns.toml",
+        "--out", tmp_path / "out", "--split", "random",
+    )  # fmt: skip
+    assert code == 0, output
+    assert Prepared(tmp_path / "out").table_rows == {"user": 41}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["criteo", "none.txt"], "none.txt does not exist"),
+        (["critero", "none.txt"], "did you mean criteo?"),
+        (["parquet", "none.parquet"], "parquet needs --columns"),
+        (["criteo", "none.txt", "--hash"], "--hash needs --max-rows"),
+        (["criteo", "none.txt", "--memory", "much"], "cannot read 'much' as a number of bytes"),
+        (["criteo", "none.txt", "--split", "day"], "--split must be time or random"),
+        (["criteo", "none.txt", "--bad-rows", "keep"], "--bad-rows must be skip or error"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(tmp_path: Path, words: list[str], message: str) -> None:
+    code, output = run(*words, "--out", tmp_path / "out")
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+
+
+def _words(line: str) -> list[str]:
+    """What a shell makes of it."""
+    words: list[str] = []
+    for word in shlex.split(line):
+        if found := re.fullmatch(r"(.*)\{0\.\.([0-9]+)\}(.*)", word):
+            words += [f"{found[1]}{i}{found[3]}" for i in range(int(found[2]) + 1)]
+        else:
+            words += sorted(glob.glob(word)) if "*" in word else [word]
+    return words
+
+
+def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    log = write(tmp_path / "train.txt", criteo_lines(40)).read_bytes()
+    for day in range(24):
+        (tmp_path / f"day_{day}.gz").write_bytes(gzip.compress(log))
+    avazu = [list(Avazu.columns), *([str(i), "0", "14102100", *["a"] * 21] for i in range(40))]
+    with pa.CompressedOutputStream("train.csv.zst", "zstd") as file:
+        file.write("".join(",".join(line) + "\n" for line in avazu).encode())
+    write(Path("UserBehavior.csv"), [["1", str(i), "2", "pv", str(i)] for i in range(9)],
+          separator=",")  # fmt: skip
+    table = {name: [f"{i}" for i in range(20)] for name in ("user", "item", "last")}
+    numbers = {"clicked": [0, 1] * 10, "price": [0.5] * 20, "age": [30] * 20}
+    for part in range(2):
+        pq.write_table(pa.table(table | numbers), f"part-{part}.parquet")
+    (toml,) = re.findall(r"```\n(label = .*?)```", page, re.DOTALL)
+    Path("columns.toml").write_text(toml)
+    commands = re.findall(r"^hotrow (prepare .*)$", page, re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        code, output = run(*_words(command)[1:])
+        assert code == 0, f"{command}: {output}"
+    block = page[page.index("    from hotrow") :].partition("\n\n##")[0]
+    exec(textwrap.dedent(block), {})
+
+
+def test_help_teaches_with_examples() -> None:
+    result = CliRunner().invoke(make_app(), ["prepare", "--help"], env={"COLUMNS": "200"})
+    for words in ("hotrow prepare criteo train.txt", "--max-rows", "UserBehavior.csv", "--columns"):
+        assert words in result.output
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(100))
+    script = """
+        import sys
+        sys.modules["pyarrow"] = None  # every import of it fails
+        from hotrow.cli import main
+        sys.argv = ["hotrow", "prepare", *sys.argv[1:]]
+        main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), "criteo"]
+    plain = [*command, str(path), "--out", str(tmp_path / "1")]
+    assert subprocess.run(plain, capture_output=True).returncode == 0, "plain text needs none"
+    packed = path.with_suffix(".gz")
+    path.rename(packed)
+    done = subprocess.run(
+        [*command, str(packed), "--out", str(tmp_path / "2")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "pip install 'hotrow[data]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    block = write(tmp_path / "block.txt", criteo_lines(4000, values=3000)).read_bytes()
+    peaks = []
+    for megabytes in (100, 220):
+        path = tmp_path / "train.txt"
+        with path.open("wb") as file:
+            for _ in range(megabytes * 10**6 // len(block)):
+                file.write(block)
+        script = """
+            import resource, sys
+            from hotrow.cli import make_app
+            make_app()(["prepare", *sys.argv[1:]], standalone_mode=False)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+        """
+        command = [sys.executable, "-c", textwrap.dedent(script), "criteo", str(path)]
+        options = ["--out", str(tmp_path / f"{megabytes}"), "--workers", "2", "--json"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert max(peaks) < needed(2)
+    assert peaks[1] - peaks[0] < 64 << 20

@@ -1,0 +1,444 @@
+"""Avazu, Taobao, CSV and Parquet: what their files say is what the shards hold."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from clicks import assert_same_grouping, files_of, write
+from hotrow.data.prepared import Prepared, columns, encoding
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.fields import BadLines
+from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.sources import open_source
+from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
+from hotrow.data.prepared.work import prepare
+
+EVERY = ("train", "validation", "test")
+
+
+@pytest.fixture(autouse=True)
+def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spool, "PIECES", 3)
+    monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
+    monkeypatch.setattr(encoding, "CHUNK", 50)
+    monkeypatch.setattr(columns, "_PIECE_SAMPLES", 40)
+    monkeypatch.setattr("hotrow.data.prepared.sources.PIECE_BYTES", 4000)
+
+
+def run(
+    kind: str, out: Path, *paths: Path, toml: str = "", disk: Disk | None = None, **options: Any
+) -> Prepared:
+    settings = Settings(**options)
+    described = out.with_suffix(".toml") if toml else None
+    if described:
+        described.write_text(toml)
+    source = open_source(kind, list(paths), out=out, columns=described, settings=settings)
+    prepare(source, out, settings, workers=2, disk=disk)
+    return Prepared(out)
+
+
+def all_of(data: Prepared, name: str) -> Any:
+    return np.concatenate([getattr(s, name) for split in EVERY for s in data.shards(split)])
+
+
+def avazu_lines(count: int) -> list[list[str]]:
+    draw = random.Random(0)
+    return [
+        [str(i), str(draw.randrange(2)), f"141021{draw.randrange(24):02}"]
+        + [f"{draw.randrange(30):08x}" if c % 2 else str(draw.randrange(-1, 9)) for c in range(21)]
+        for i in range(count)
+    ]
+
+
+def test_avazu(tmp_path: Path) -> None:
+    lines = avazu_lines(300)
+    path = write(tmp_path / "train.csv", [list(Avazu.columns), *lines], separator=",")
+    data = run("avazu", tmp_path / "out", path)
+    assert data.samples("train") + data.samples("validation") + data.samples("test") == 300
+    np.testing.assert_array_equal(all_of(data, "label"), [int(line[1]) for line in lines])
+    hours = np.array([int(line[2]) % 100 / 24 for line in lines], "f")
+    np.testing.assert_array_equal(all_of(data, "dense")[:, 0], hours)
+    ids = all_of(data, "ids")
+    for place in range(21):
+        assert_same_grouping(ids[:, place], [line[3 + place] for line in lines])
+
+
+def test_avazu_with_another_header_or_a_bad_hour_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.csv", avazu_lines(3), separator=",")
+    with pytest.raises(ValueError, match=r"train\.csv begins with '0,.*expected is the header"):
+        run("avazu", tmp_path / "out", path)
+    lines = avazu_lines(3)
+    lines[1][2] = "14102125"
+    write(path, [list(Avazu.columns), *lines], separator=",")
+    with pytest.raises(ValueError, match=r"train\.csv, line 3: hour is '14102125', not YYMMDDHH"):
+        run("avazu", tmp_path / "out2", path)
+
+
+CSV = """
+label = "clicked"
+dense = ["price", "age"]
+log = ["price"]
+categories = ["user", "item", "last"]
+[tables]
+last = "item"
+"""
+
+
+def table(count: int) -> dict[str, list[Any]]:
+    draw = random.Random(1)
+    return {
+        "extra": [f"{i}" for i in range(count)],
+        "item": [draw.choice("abcde") + "-item-of-some-length" for _ in range(count)],
+        "user": [draw.randrange(20) for _ in range(count)],
+        "price": [draw.choice([0.5, 3.0, -2.0, 1e3]) for _ in range(count)],
+        "age": [draw.randrange(90) for _ in range(count)],
+        "last": [draw.choice("cdefg") + "-item-of-some-length" for _ in range(count)],
+        "clicked": [draw.randrange(2) for _ in range(count)],
+    }
+
+
+def assert_holds_table(data: Prepared, found: dict[str, list[Any]]) -> None:
+    count = len(found["user"])
+    assert all_of(data, "label").tolist() == found["clicked"]
+    prices = np.log1p(np.maximum(np.array(found["price"]), 0)).astype("f")
+    np.testing.assert_array_equal(all_of(data, "dense")[:, 0], prices)
+    np.testing.assert_array_equal(all_of(data, "dense")[:, 1], np.array(found["age"], "f"))
+    ids = all_of(data, "ids")
+    assert_same_grouping(ids[:, 0], [str(each) for each in found["user"]])
+    # One table for both: equal items have equal rows in either column.
+    assert_same_grouping(ids[:, 1:].T.reshape(-1), found["item"] + found["last"])
+    assert data.table_rows == {"user": len(set(found["user"])) + 1, "item": 8}
+    assert sum(map(data.samples, EVERY)) == count
+    train = data.samples("train")
+    expected = np.bincount(ids[:train, 1:].reshape(-1), minlength=8)
+    np.testing.assert_array_equal(data.counts("item"), expected)
+
+
+def test_csv(tmp_path: Path) -> None:
+    found = table(300)
+    rows = [list(map(str, row)) for row in zip(*found.values(), strict=True)]
+    path = write(tmp_path / "a.csv", [list(found), *rows], separator=",")
+    assert_holds_table(run("csv", tmp_path / "out", path, toml=CSV), found)
+
+
+def test_csv_with_quotes(tmp_path: Path) -> None:
+    found = table(200)
+    found["item"] = [f'{each}, "nice"' for each in found["item"]]
+    found["last"] = [f'{each}, "nice"' for each in found["last"]]
+    rows = [
+        ['"' + str(each).replace('"', '""') + '"' for each in row]
+        for row in zip(*found.values(), strict=True)
+    ]
+    path = write(tmp_path / "a.csv", [list(found), *rows], separator=",", end="\r\n")
+    assert_holds_table(run("csv", tmp_path / "out", path, toml=CSV), found)
+
+
+def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
+    found = table(30)
+    found["price"][20] = "cheap"
+    rows = [list(map(str, row)) for row in zip(*found.values(), strict=True)]
+    path = write(tmp_path / "a.csv", [list(found), *rows], separator=",")
+    with pytest.raises(ValueError, match=r"a\.csv, line 22: price is 'cheap', not a number"):
+        run("csv", tmp_path / "out", path, toml=CSV)
+    with pytest.raises(ValueError, match=r"a\.csv has no column 'shop'; it has extra, item"):
+        run("csv", tmp_path / "out", path, toml=CSV.replace('"user"', '"shop"'))
+
+
+def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
+    """The last field of a line could otherwise be half of one that goes on in the next."""
+    lines = ["clicked,user,item", '1,2,"good, too"', '0,3,"goes', 'on"', '1,4,"more" text', "0,5,x"]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines) + "\n")
+    toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
+    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: unexpected end of data"):
+        run("csv", tmp_path / "1", path, toml=toml, split="random")
+    data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == 3
+    assert "line 4: 1 columns instead of 3" in data.manifest.source["bad_examples"][1]
+    assert data.table_rows == {"user": 3, "item": 3}
+
+
+def test_csv_whose_header_names_a_used_column_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["y", "user", "user"], ["0", "1", "2"]], separator=",")
+    with pytest.raises(ValueError, match="has 2 columns 'user'"):
+        run("csv", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
+
+
+WRONG = [
+    ("", "csv needs --columns"),
+    ('categories = ["a"]', "say which column is the label"),
+    ('label = "a"', "say which columns are categories"),
+    ('label = "a"\ncategories = ["a"]', "'a' is named twice"),
+    ('label = "a"\ncategories = ["b"]\nlog = ["c"]', "log names 'c'"),
+    ('label = "a"\ncategories = ["b"]\n[tables]\nc = "d"', r"\[tables\] names 'c'"),
+    ('label = "a"\ncategories = "b"', "categories must be a list of texts"),
+    ('label = 3\ncategories = ["b"]', "label must be text"),
+    ('label = "a"\ncategory = ["b"]', "unknown key 'category'"),
+    ('label = "a"\ncategories = ["b"]\nseparator = "::"', "must be one character"),
+]
+
+
+@pytest.mark.parametrize(("toml", "message"), WRONG)
+def test_columns_that_cannot_be_are_refused(tmp_path: Path, toml: str, message: str) -> None:
+    path = write(tmp_path / "a.csv", [["a", "b"], ["0", "1"]], separator=",")
+    with pytest.raises(ValueError, match=message):
+        run("csv", tmp_path / "out", path, toml=toml)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    found = table(330)
+    whole = pa.table(found)
+    pq.write_table(whole.slice(0, 200), tmp_path / "a.parquet", row_group_size=90)
+    pq.write_table(whole.slice(200), tmp_path / "b.parquet", use_dictionary=False)
+    data = run(
+        "parquet", tmp_path / "out", tmp_path / "a.parquet", tmp_path / "b.parquet", toml=CSV
+    )
+    assert_holds_table(data, found)
+    assert data.samples("train") == 200
+
+
+def test_parquet_and_csv_give_texts_the_same_rows(tmp_path: Path) -> None:
+    found = table(200)
+    found["user"] = [f"user {each}" for each in found["user"]]
+    rows = [list(map(str, row)) for row in zip(*found.values(), strict=True)]
+    one = run(
+        "csv", tmp_path / "1", write(tmp_path / "a.csv", [list(found), *rows], separator=","),
+        toml=CSV,
+    )  # fmt: skip
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    other = run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=CSV)
+    np.testing.assert_array_equal(all_of(one, "ids"), all_of(other, "ids"))
+
+
+LISTS = 'label = "y"\ncategories = ["user", "seen"]\n'
+
+
+def lists(count: int) -> dict[str, list[Any]]:
+    draw = random.Random(2)
+    return {
+        "y": [draw.randrange(2) for _ in range(count)],
+        "user": [draw.choice([None, 3, 4]) for _ in range(count)],
+        "seen": [
+            draw.choice([None, [draw.randrange(9) for _ in range(draw.randrange(5))]])
+            for _ in range(count)
+        ],
+    }
+
+
+def test_parquet_lists_become_jagged(tmp_path: Path) -> None:
+    found = lists(300)
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    data = run("parquet", tmp_path / "out", tmp_path / "a.parquet", toml=LISTS)
+    bags = [
+        jagged.values[jagged.offsets[i] : jagged.offsets[i + 1]].tolist()
+        for split in EVERY
+        for shard in data.shards(split)
+        for jagged in [shard.jagged["seen"]]
+        for i in range(shard.samples)
+    ]
+    expected = [each or [] for each in found["seen"]]
+    assert [len(each) for each in bags] == [len(each) for each in expected]
+    assert_same_grouping(np.concatenate(bags), [str(v) for each in expected for v in each])
+    assert_same_grouping(all_of(data, "ids")[:, 0], [str(each) for each in found["user"]])
+    used = [row for split in ["train"] for bag in bags[: data.samples(split)] for row in bag]
+    np.testing.assert_array_equal(data.counts("seen"), np.bincount(used, minlength=10))
+    data.verify()
+
+
+def test_parquet_at_random_keeps_lists_with_their_samples(tmp_path: Path) -> None:
+    found = lists(300)
+    found["user"] = list(range(300))
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    data = run("parquet", tmp_path / "out", tmp_path / "a.parquet", toml=LISTS, split="random")
+    keys = np.fromfile(tmp_path / "out" / data.manifest.tables[0].keys.file, "uint64")  # type: ignore[union-attr]
+    back = pow(0x9E3779B97F4A7C15, -1, 2**64)
+    for split in EVERY:
+        for shard in data.shards(split):
+            jagged = shard.jagged["seen"]
+            for i in range(shard.samples):
+                user = int(keys[shard.ids[i, 0] - 1]) * back % 2**64
+                assert len(found["seen"][user] or []) == jagged.offsets[i + 1] - jagged.offsets[i]
+
+
+def test_parquet_leaves_out_bad_samples_with_their_lists(tmp_path: Path) -> None:
+    found = lists(100)
+    found["y"][60] = 7
+    found["y"][61] = None
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"line 61: the label, neither 0 nor 1, is 7"):
+        run("parquet", tmp_path / "1", tmp_path / "a.parquet", toml=LISTS)
+    data = run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=LISTS, bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == 2
+    total = sum(len(s.jagged["seen"].values) for split in EVERY for s in data.shards(split))
+    assert total == sum(len(v or []) for i, v in enumerate(found["seen"]) if i not in (60, 61))
+
+
+def test_parquet_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    with pytest.raises(ValueError, match="does not exist"):
+        run("parquet", tmp_path / "out", path, toml=LISTS)
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match="is no whole Parquet file"):
+        run("parquet", tmp_path / "out", path, toml=LISTS)
+    pq.write_table(pa.table({"y": [0, 1], "user": [0.5, 1.5]}), path)
+    with pytest.raises(ValueError, match="'user' of double cannot be a category"):
+        run("parquet", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
+    pq.write_table(pa.table({"y": ["no", "yes"], "user": [1, 2]}), path)
+    with pytest.raises(ValueError, match="column 'y' holds no numbers"):
+        run("parquet", tmp_path / "out2", path, toml='label = "y"\ncategories = ["user"]')
+
+
+def test_parquet_files_that_hold_other_kinds_of_values_are_refused(tmp_path: Path) -> None:
+    """7 and "7" would be two values of one table."""
+    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pq.write_table(pa.table({"y": [0, 1] * 20, "user": list(range(40))}), one)
+    pq.write_table(pa.table({"y": [0, 1], "user": ["7", "8"]}), other)
+    toml = 'label = "y"\ncategories = ["user"]\n'
+    with pytest.raises(ValueError, match=r"'user' .* whole numbers in .*a\.parquet and texts in"):
+        run("parquet", tmp_path / "1", one, other, toml=toml)
+    pq.write_table(pa.table({"y": [0, 1], "user": pa.nulls(2)}), other)
+    assert run("parquet", tmp_path / "2", one, other, toml=toml).table_rows == {"user": 42}
+
+
+def test_parquet_lists_of_one_length_and_none_at_all_are_lists(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    pairs = pa.array([[i, i + 1] for i in range(20)], pa.list_(pa.int64(), 2))
+    pq.write_table(pa.table({"y": [0, 1] * 10, "seen": pairs}), one)
+    pq.write_table(pa.table({"y": [0, 1], "seen": pa.nulls(2)}), other)
+    data = run("parquet", tmp_path / "out", one, other, toml='label = "y"\ncategories = ["seen"]\n')
+    assert np.diff(data.shards("train")[0].jagged["seen"].offsets).tolist() == [2] * 20
+    assert [len(s.jagged["seen"].values) for s in data.shards("test")] == [0]
+
+
+class Stops(Disk):
+    def __init__(self, folder: Path, after: int) -> None:
+        super().__init__(folder)
+        self._left = after
+
+    def append(self, name: str, line: str) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise SystemExit
+        super().append(name, line)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 7])
+def test_parquet_resumes(tmp_path: Path, after: int) -> None:
+    for name, rows in (("a", 170), ("b", 330)):
+        pq.write_table(pa.table(lists(rows)), tmp_path / f"{name}.parquet", row_group_size=95)
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    run("parquet", tmp_path / "whole", *paths, toml=LISTS)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        run("parquet", out, *paths, toml=LISTS, disk=Stops(out, after))
+    run("parquet", out, *paths, toml=LISTS)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def taobao_lines(users: int, *, seed: int = 0) -> list[list[str]]:
+    draw = random.Random(seed)
+    lines = []
+    for user in range(users):
+        for _ in range(draw.choice([1, 2, 5, 40])):
+            item = draw.randrange(200)
+            time = 1511658000 + draw.randrange(100_000)
+            lines.append([str(user), str(item), str(item % 7 + 500), "pv", str(time)])
+    draw.shuffle(lines)
+    return lines
+
+
+def test_taobao_samples_are_what_came_before_and_what_came_next() -> None:
+    lines = taobao_lines(60)
+    events = np.array([[int(line[i]) for i in (0, 1, 2, 4)] for line in lines])
+    found = make_samples(events, np.random.default_rng(0), BadLines())
+    by_user: dict[int, list[tuple[int, int]]] = {}
+    for line in lines:
+        by_user.setdefault(int(line[0]), []).append((int(line[4]), int(line[1])))
+    for each in by_user.values():
+        each.sort(key=lambda event: event[0])  # stable, as the events of one second are
+    ends = np.cumsum(found.lengths["history_item"])
+    points: dict[int, int] = {}
+    for i, end in enumerate(ends):
+        user, time = int(found.keys["user"][i]), int(found.lines[i])
+        history = found.keys["history_item"][end - found.lengths["history_item"][i] : end].tolist()
+        mine = by_user[user]
+        (place,) = [
+            at
+            for at, event in enumerate(mine)
+            if event[0] == time and [e[1] for e in mine[max(0, at - STEPS) : at]] == history
+        ]
+        assert place > 0
+        item = int(found.keys["item"][i])
+        assert (item == mine[place][1]) == bool(found.label[i])
+        assert int(found.keys["category"][i]) == item % 7 + 500
+        gap = np.log1p(np.float32(time - mine[place - 1][0]))
+        np.testing.assert_allclose(found.dense[i, 0], gap, rtol=1e-6)
+        points[user] = points.get(user, 0) + 1
+    assert points == {u: min(POINTS, len(e) - 1) for u, e in by_user.items() if len(e) > 1}
+    assert 0.4 < found.label.mean() < 0.6
+
+
+def test_taobao_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "UserBehavior.csv", taobao_lines(300), separator=",")
+
+    def prepared(out: Path, disk: Disk | None = None) -> Prepared:
+        source = Taobao([path], out, seed=3, skip_bad=False, file_bytes=20_000, piece_bytes=5000)
+        prepare(source, out, Settings(seed=3), workers=2, disk=disk)
+        return Prepared(out)
+
+    data = prepared(tmp_path / "whole")
+    sizes = [data.samples(name) for name in EVERY]
+    assert abs(sizes[0] / sum(sizes) - 0.7) < 0.05
+    assert abs(sizes[1] / sizes[2] - 1) < 0.2
+    assert list(data.table_rows) == ["user", "item", "category"]
+    assert data.table_rows["category"] == 8
+    shard = data.shards("train")[0]
+    assert np.diff(shard.jagged["history_item"].offsets).max() == STEPS
+    for after in range(4):
+        out = tmp_path / f"out{after}"
+        with pytest.raises(SystemExit):
+            prepared(out, Stops(out, after))
+        prepared(out)
+        assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_taobao_bad_lines(tmp_path: Path) -> None:
+    lines = taobao_lines(50)
+    lines[7][1] = "item"
+    lines[9] = ["1", "2"]
+    path = write(tmp_path / "a.csv", lines, separator=",")
+    with pytest.raises(ValueError, match=r"a\.csv, line 8: item is 'item', not a whole number"):
+        run("taobao", tmp_path / "1", path)
+    lines[12][3] = "click"
+    write(path, lines, separator=",")
+    data = run("taobao", tmp_path / "2", path, bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == 3
+    assert data.manifest.source["lines"] == len(lines)
+    assert "line 13: behaviour is 'click', not pv" in data.manifest.source["bad_examples"][2]
+    assert "line 10: 2 columns instead of 5" in data.manifest.source["bad_examples"][1]
+    with pytest.raises(ValueError, match="taobao is one file of events"):
+        run("taobao", tmp_path / "3", path, path)
+
+
+def test_taobao_takes_any_seed_and_any_number_of_bad_lines(tmp_path: Path) -> None:
+    lines = [*taobao_lines(50), *([["junk"]] * 100_001)]
+    path = write(tmp_path / "a.csv", lines, separator=",")
+    data = run("taobao", tmp_path / "out", path, bad_rows="skip", seed=2**63 - 1)
+    assert data.manifest.source["bad_rows"] == 100_001
+    assert len(data.manifest.source["bad_examples"]) == 5
+
+
+def test_an_unknown_kind_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown kind of files 'critero'; did you mean criteo"):
+        run("critero", tmp_path / "out", tmp_path)
+    with pytest.raises(ValueError, match="--columns is for parquet and csv"):
+        run("criteo", tmp_path / "out", tmp_path, toml=CSV)

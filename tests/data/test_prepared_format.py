@@ -1,0 +1,212 @@
+"""Prepared folders: what is written is read back; what is damaged is refused, and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+
+from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
+from hotrow.data.prepared.disk import Disk
+from hotrow.data.prepared.format import (
+    MANIFEST,
+    ShardRecord,
+    TableRecord,
+    from_json,
+    sections,
+    shard_bytes,
+    to_json,
+)
+
+SCHEMA = Schema(
+    "click",
+    ("age", "price"),
+    (Feature("item", "item"), Feature("shop", "shop"), Feature("seen", "item", jagged=True)),
+)
+ROWS = {"item": 9, "shop": 4}
+
+
+def arrays(samples: int) -> dict[str, Any]:
+    random = np.random.default_rng(samples)
+    lengths = random.integers(0, 4, samples)
+    return {
+        "ids": random.integers(0, 4, (samples, 2)).astype("int32"),
+        "dense": random.random((samples, 2), dtype="float32"),
+        "label": random.integers(0, 2, samples).astype("uint8"),
+        "seen.offsets": np.concatenate([[0], np.cumsum(lengths)]).astype("int64"),
+        "seen.values": random.integers(0, 9, lengths.sum()).astype("int32"),
+    }
+
+
+def write_shard(disk: Disk, name: str, samples: int) -> ShardRecord:
+    found = arrays(samples)
+    values = {"seen": len(found["seen.values"])}
+    data = bytearray(shard_bytes(SCHEMA, samples, values))
+    for key, section in sections(SCHEMA, samples, values).items():
+        data[section.offset : section.end] = found[key].tobytes()
+    return ShardRecord(**asdict(disk.write(name, [bytes(data)])), samples=samples, values=values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    disk = Disk(tmp_path)
+    tables = []
+    for place, (name, rows) in enumerate(ROWS.items()):
+        counts = disk.write(f"tables/{place:03}.counts", [np.arange(rows).tobytes()])
+        tables.append(TableRecord(name, rows, "hash", None, counts, None))
+    splits = {
+        "train": tuple(write_shard(disk, f"shards/train-{i:05}.bin", i) for i in (5, 17)),
+        "test": (write_shard(disk, "shards/test-00000.bin", 3),),
+    }
+    manifest = Manifest(SCHEMA, tuple(tables), splits, source={}, settings={})
+    disk.write(MANIFEST, [to_json(manifest).encode()])
+    return tmp_path
+
+
+def test_what_is_written_is_read_back(folder: Path) -> None:
+    data = Prepared(folder)
+    assert data.samples("train") == 22
+    assert data.table_rows == ROWS
+    for shard, samples in zip(data.shards("train"), (5, 17), strict=True):
+        expected = arrays(samples)
+        np.testing.assert_array_equal(shard.ids, expected["ids"])
+        np.testing.assert_array_equal(shard.dense, expected["dense"])
+        np.testing.assert_array_equal(shard.label, expected["label"])
+        np.testing.assert_array_equal(shard.jagged["seen"].offsets, expected["seen.offsets"])
+        np.testing.assert_array_equal(shard.jagged["seen"].values, expected["seen.values"])
+    np.testing.assert_array_equal(data.counts("item"), np.arange(9))
+    data.verify()
+
+
+def test_arrays_are_mapped_and_aligned(folder: Path) -> None:
+    (shard,) = Prepared(folder).shards("test")
+    assert isinstance(shard.ids, np.memmap)
+    assert not shard.ids.flags.writeable
+    for array in (shard.ids, shard.dense, shard.label, shard.jagged["seen"].offsets):
+        assert array.ctypes.data % 64 == 0
+
+
+def test_a_changed_byte_is_found_by_verify(folder: Path) -> None:
+    path = folder / "shards/train-00017.bin"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"train-00017\.bin has changed since it was prepared"):
+        Prepared(folder).verify()
+
+
+def test_a_shard_of_another_size_or_none_is_found_at_once(folder: Path) -> None:
+    path = folder / "shards/train-00017.bin"
+    os.truncate(path, 10)
+    with pytest.raises(ValueError, match=r"train-00017\.bin has 10 bytes instead of"):
+        Prepared(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train-00017\.bin is missing"):
+        Prepared(folder)
+
+
+def change(folder: Path, edit: Callable[[Any], None]) -> None:
+    found = json.loads((folder / MANIFEST).read_text())
+    edit(found)
+    (folder / MANIFEST).write_text(json.dumps(found))
+
+
+EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "newer": (lambda m: m.update(format=2), "made by a newer hotrow"),
+    "path": (lambda m: m["splits"]["train"][0].update(file="../secret"), "no file inside"),
+    "absolute": (lambda m: m["splits"]["train"][0].update(file="/etc/passwd"), "no file inside"),
+    "huge": (lambda m: m["splits"]["train"][0].update(samples=10**15), "samples need"),
+    "negative": (lambda m: m["splits"]["train"][0].update(samples=-1), "at least 0"),
+    "boolean": (lambda m: m["splits"]["train"][0].update(samples=True), "at least 0"),
+    "text": (lambda m: m["splits"]["train"][0].update(bytes="many"), "at least 0"),
+    "rows": (lambda m: m["tables"][0].update(rows=10**12), "bytes of counts"),
+    "dtype": (lambda m: m["schema"].update(id_dtype="object"), "id_dtype is 'object'"),
+    "table": (lambda m: m["tables"].pop(), "features read the tables"),
+    "twice": (lambda m: m["splits"]["test"].append(m["splits"]["test"][0]), "named twice"),
+    "no schema": (lambda m: m.pop("schema"), "schema is missing"),
+    "splits": (lambda m: m.update(splits=[]), "splits is missing or no table"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_manifest_that_contradicts_itself_is_refused(folder: Path, name: str) -> None:
+    edit, message = EDITS[name]
+    change(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        Prepared(folder)
+
+
+def test_a_manifest_that_is_no_json_is_refused(folder: Path) -> None:
+    (folder / MANIFEST).write_text('{"format": 1,')
+    with pytest.raises(ValueError, match=r"manifest\.json is not valid JSON"):
+        Prepared(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path_factory: Any) -> None:
+    path = folder / "shards/train-00005.bin"
+    outside = tmp_path_factory.mktemp("outside") / "other.bin"
+    path.rename(outside)
+    path.symlink_to(outside)
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        Prepared(folder)
+
+
+def test_a_folder_that_is_not_finished_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no manifest\.json, so it is no prepared data"):
+        Prepared(tmp_path)
+    (tmp_path / ".work").mkdir()
+    with pytest.raises(ValueError, match="not finished: give the same"):
+        Prepared(tmp_path)
+
+
+def test_a_table_or_split_that_the_data_lacks_is_named(folder: Path) -> None:
+    data = Prepared(folder)
+    with pytest.raises(ValueError, match="no table 'user'; it has item, shop"):
+        data.counts("user")
+    with pytest.raises(ValueError, match="no split 'validation'; it has train, test"):
+        data.shards("validation")
+
+
+def test_a_manifest_survives_json(folder: Path) -> None:
+    manifest = Prepared(folder).manifest
+    assert from_json(json.loads(to_json(manifest)), where="here") == manifest
+    assert replace(manifest, made_by="other") != manifest
+
+
+class _Full:
+    def __init__(self, file: IO[bytes], room: int) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: bytes) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            self._file.write(data[: len(data) // 2])  # as disks do: a part is there
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Full:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class FullDisk(Disk):
+    def open(self, path: Path) -> Any:
+        return _Full(super().open(path), room=100)
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"the disk is full: .*000\.bin was not written"):
+        FullDisk(tmp_path).write("shards/000.bin", [bytes(60), bytes(60)])
+    assert list((tmp_path / "shards").iterdir()) == []
