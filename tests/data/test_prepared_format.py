@@ -13,6 +13,8 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
+import hotrow
+from hotrow.data import Loader
 from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.format import (
@@ -210,3 +212,41 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"the disk is full: .*000\.bin was not written"):
         FullDisk(tmp_path).write("shards/000.bin", [bytes(60), bytes(60)])
     assert list((tmp_path / "shards").iterdir()) == []
+
+
+def test_a_loader_gives_every_sample_of_a_split(folder: Path) -> None:
+    batches = list(Loader(folder, "train", batch_size=8))
+    assert [len(each) for each in batches] == [8, 8, 6]
+    expected = [arrays(samples) for samples in (5, 17)]
+    label = np.concatenate([each["label"] for each in expected])
+    dense = np.concatenate([each["dense"] for each in expected])
+    np.testing.assert_array_equal(np.concatenate([each.label for each in batches]), label)
+    np.testing.assert_array_equal(np.concatenate([each.dense for each in batches]), dense)
+    lists = [
+        part
+        for each in expected
+        for part in np.split(each["seen.values"], each["seen.offsets"][1:-1])
+    ]
+    shops = np.concatenate([each["ids"][:, 1] for each in expected])
+    place = 0
+    for batch in batches:
+        sparse, size = batch.sparse, len(batch)
+        assert isinstance(sparse, hotrow.KeyedJaggedTensor)
+        assert sparse.keys() == ["item", "shop", "seen"]
+        values, offsets = sparse.values(), sparse.offsets()
+        for sample in range(size):
+            seen = values[offsets[2 * size + sample] : offsets[2 * size + sample + 1]]
+            np.testing.assert_array_equal(seen, lists[place + sample])
+            assert values[offsets[size + sample]] == shops[place + sample]
+        place += size
+
+
+def test_a_loader_shuffles_over_shards(folder: Path) -> None:
+    def dense(**options: Any) -> list[Any]:
+        batches = Loader(folder, "train", batch_size=4, **options)
+        return [line for batch in batches for line in batch.dense.tolist()]
+
+    assert dense(seed=1) != dense()
+    assert sorted(dense(seed=1)) == sorted(dense())
+    with pytest.raises(ValueError, match="has no split 'valid'; it has train, test"):
+        Loader(folder, "valid", batch_size=4)

@@ -1,6 +1,8 @@
 """Sources of batches. Imported by trainers and benchmarks, never by the core."""
 
+from hotrow.data.loader import Loader
 from hotrow.data.sequences import SequenceBatch
+from hotrow.data.sources import ParquetSource, PreparedSource
 from hotrow.data.synthetic import (
     KAGGLE_ROWS,
     TERABYTE_ROWS,
@@ -13,6 +15,9 @@ __all__ = [
     "KAGGLE_ROWS",
     "TERABYTE_ROWS",
     "ClickBatch",
+    "Loader",
+    "ParquetSource",
+    "PreparedSource",
     "SequenceBatch",
     "SyntheticClicks",
     "SyntheticConfig",

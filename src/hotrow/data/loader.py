@@ -1,0 +1,217 @@
+"""Batches out of files: read, shuffled and put together by threads, ahead of training.
+
+    loader = Loader("prepared/criteo", batch_size=8192, seed=0)
+    for batch in hotrow.ahead(loader, model, ids=lambda batch: batch.sparse):
+        ...
+
+A batch is known by its number alone (see order.py), so a run that was stopped after n batches goes
+on with `loader.batches(start=n)`, and gets what it would have got.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+from hotrow.data.order import Order, Stretch
+from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.parallel import Cores
+from hotrow.data.sources import PreparedSource, Samples, Source
+from hotrow.data.synthetic import ClickBatch
+
+MIXED = 1 << 18  # samples that are shuffled together
+_MOST_WORKERS = 4
+
+
+class Loader:
+    """Batches of a source, epoch after epoch; none holds samples of two epochs.
+
+    With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
+    leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
+    more than it teaches. `sparse` is [B, F] where every sample has one id of each feature, and
+    jagged otherwise. Memory: about (2 x workers + 1) x `mixed` samples.
+    """
+
+    def __init__(
+        self,
+        source: Source | Prepared | str | Path,
+        split: str = "train",
+        *,
+        batch_size: int,
+        seed: int | None = None,
+        epochs: int = 1,
+        drop_last: bool = False,
+        mixed: int = MIXED,
+        workers: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        for name, value in {"batch_size": batch_size, "epochs": epochs, "mixed": mixed}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if isinstance(source, Prepared | str | Path):
+            source = PreparedSource(source, split)
+        self.source, self.batch_size, self.epochs = source, batch_size, epochs
+        self.features, self._drop_last = source.features, drop_last
+        self._order = Order(source.sizes, mixed=mixed, seed=seed)
+        self.samples = self._order.samples
+        if not self.batches_per_epoch:
+            raise ValueError(
+                f"there are {self.samples:,} samples, which do not fill one batch of {batch_size:,}"
+            )
+        self.workers = workers or min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
+        self._pins = torch.cuda.is_available() if pin_memory is None else pin_memory
+
+    @property
+    def batches_per_epoch(self) -> int:
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole + bool(rest and not self._drop_last)
+
+    def __len__(self) -> int:
+        return self.epochs * self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[ClickBatch]:
+        return self.batches()
+
+    def batches(self, start: int = 0) -> Iterator[ClickBatch]:
+        """From batch number `start` of all epochs on."""
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
+        with Cores(self.workers) as cores:
+            waiting: list[_Columns] = []
+            for _, found in cores.in_order(self._made, self._stretches(start)):
+                for each in found:
+                    if isinstance(each, ClickBatch):
+                        yield each
+                    else:
+                        waiting.append(each)
+                        if each.ends:
+                            yield self._batch(self._joined(waiting))
+                            waiting = []
+
+    def _stretches(self, start: int) -> Iterator[tuple[Stretch, int]]:
+        """With the place in its epoch of the first sample that is wanted."""
+        epoch, batch = divmod(start, self.batches_per_epoch)
+        for each in range(epoch, self.epochs):
+            begin = batch * self.batch_size if each == epoch else 0
+            for stretch in self._order.stretches(each, begin):
+                yield stretch, begin
+
+    def _made(self, item: tuple[Stretch, int]) -> list[ClickBatch | _Columns]:
+        """Batches that lie in a stretch, and the parts of those that reach beyond it."""
+        stretch, begin = item
+        end = self.samples
+        if self._drop_last:
+            end = self.batches_per_epoch * self.batch_size
+        low, high = max(begin, stretch.first), min(end, stretch.first + stretch.samples)
+        if low >= high:
+            return []
+        columns = self._picked(self.source.read(stretch.blocks), stretch, low, high)
+        made: list[ClickBatch | _Columns] = []
+        at = low
+        while at < high:
+            edge = min(end, (at // self.batch_size + 1) * self.batch_size)
+            part = columns.part(at - low, min(edge, high) - low, ends=edge <= high)
+            is_whole = part.ends and at % self.batch_size == 0
+            made.append(self._batch(part) if is_whole else part)
+            at = edge
+        return made
+
+    def _picked(self, samples: Samples, stretch: Stretch, low: int, high: int) -> _Columns:
+        """The samples at these places of the epoch, in its order."""
+        order = stretch.order()
+        here = slice(low - stretch.first, high - stretch.first)
+        places = np.arange(here.start, here.stop) if order is None else order[here]
+        jagged = {}
+        for name, lists in samples.jagged.items():
+            first, lengths = lists.offsets[places], np.diff(lists.offsets)[places]
+            offsets = self._new(len(places) + 1, torch.int64)
+            ends = offsets.numpy()
+            ends[0] = 0
+            np.cumsum(lengths, out=ends[1:])
+            inside = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+            jagged[name] = offsets, self._taken(lists.values, np.repeat(first, lengths) + inside)
+        label = self._new(len(places), torch.float32)
+        label.numpy()[:] = samples.label[places]
+        ids, dense = self._taken(samples.ids, places), self._taken(samples.dense, places)
+        return _Columns(ids, dense, label, jagged)
+
+    def _taken(self, array: NDArray[Any], places: NDArray[np.int64]) -> Tensor:
+        """numpy throughout: torch would start threads of its own in each of ours."""
+        dtype = torch.from_numpy(array[:0]).dtype
+        out = self._new((len(places), *array.shape[1:]), dtype)
+        np.take(array, places, axis=0, out=out.numpy(), mode="clip")  # "raise" makes a copy
+        return out
+
+    def _new(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pins)
+
+    def _joined(self, parts: Sequence[_Columns]) -> _Columns:
+        if len(parts) == 1:
+            return parts[0]
+        jagged = {}
+        for name in parts[0].jagged:
+            lengths = self._cat([each.jagged[name][0].diff() for each in parts])
+            offsets = self._new(len(lengths) + 1, torch.int64)
+            offsets[0] = 0
+            torch.cumsum(lengths, 0, out=offsets[1:])
+            jagged[name] = offsets, self._cat([each.jagged[name][1] for each in parts])
+        ids, dense, label = (
+            self._cat([getattr(each, name) for each in parts]) for name in ("ids", "dense", "label")
+        )
+        return _Columns(ids, dense, label, jagged)
+
+    def _cat(self, tensors: Sequence[Tensor]) -> Tensor:
+        count = sum(map(len, tensors))
+        out = self._new((count, *tensors[0].shape[1:]), tensors[0].dtype)
+        np.concatenate([each.numpy() for each in tensors], out=out.numpy())
+        return out
+
+    def _batch(self, columns: _Columns) -> ClickBatch:
+        return ClickBatch(columns.dense, self._sparse(columns), columns.label)
+
+    def _sparse(self, columns: _Columns) -> Tensor | KeyedJaggedTensor:
+        if not columns.jagged:
+            return columns.ids
+        size, values = len(columns.label), []
+        offsets = self._new(len(self.features) * size + 1, torch.int64)
+        ends = offsets.numpy()
+        ends[0] = end = 0
+        for number, name in enumerate(self.features):
+            here = ends[number * size + 1 : (number + 1) * size + 1]
+            if name in columns.jagged:
+                mine, found = columns.jagged[name]
+                here[:] = mine.numpy()[1:] - int(mine[0]) + end
+                values.append(found)
+            else:
+                here[:] = np.arange(end + 1, end + size + 1)
+                values.append(columns.ids[:, self.source.single.index(name)])
+            end = int(here[-1])
+        return KeyedJaggedTensor(self.features, self._cat(values), offsets=offsets)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Samples in their order, in memory that a GPU may read."""
+
+    ids: Tensor
+    dense: Tensor
+    label: Tensor
+    jagged: dict[str, tuple[Tensor, Tensor]]  # offsets, which may begin above 0, and their values
+    ends: bool = True  # a batch ends with its last sample
+
+    def part(self, first: int, last: int, *, ends: bool) -> _Columns:
+        here = slice(first, last)
+        jagged = {}
+        for name, (offsets, values) in self.jagged.items():
+            low, high = int(offsets[first]), int(offsets[last])
+            jagged[name] = offsets[first : last + 1], values[low:high]
+        return _Columns(self.ids[here], self.dense[here], self.label[here], jagged, ends)

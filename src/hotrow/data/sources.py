@@ -1,0 +1,199 @@
+"""Where a loader finds samples: blocks of them, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared import Jagged, Prepared
+from hotrow.data.prepared.arrow import pyarrow
+
+BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Columns of some samples."""
+
+    ids: NDArray[Any]  # [N, single features] int32 or int64
+    dense: NDArray[np.float32]  # [N, dense columns]
+    label: NDArray[Any]  # [N], 0 or 1
+    jagged: dict[str, Jagged]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+class Source(Protocol):
+    """Blocks of samples that are read as a whole, by several threads at once."""
+
+    features: tuple[str, ...]  # in the order of a batch's columns
+    single: tuple[str, ...]  # those with one id in each sample: the columns of `ids`
+    sizes: NDArray[np.int64]  # samples of each block
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        """All samples of these blocks, in this order."""
+
+
+class PreparedSource:
+    """A split of what `hotrow prepare` has made."""
+
+    def __init__(self, data: Prepared | str | Path, split: str) -> None:
+        self.data = data if isinstance(data, Prepared) else Prepared(data)
+        self.features = tuple(each.name for each in self.data.schema.features)
+        self.single = tuple(each.name for each in self.data.schema.single)
+        self._shards = self.data.shards(split)
+        self._blocks = [
+            (number, first, min(first + BLOCK, shard.samples))
+            for number, shard in enumerate(self._shards)
+            for first in range(0, shard.samples, BLOCK)
+        ]
+        sizes = [last - first for _, first, last in self._blocks]
+        self.sizes = np.array(sizes, dtype=np.int64)
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        count, schema = int(self.sizes[blocks].sum()), self.data.schema
+        ids = np.empty((count, len(self.single)), schema.id_dtype)
+        dense = np.empty((count, len(schema.dense)), np.float32)
+        label = np.empty(count, np.uint8)
+        lists: dict[str, list[Jagged]] = {each.name: [] for each in schema.jagged}
+        at = 0
+        for number, first, last in self._runs(blocks):
+            shard, here = self._shards[number], slice(at, at + last - first)
+            ids[here], dense[here] = shard.ids[first:last], shard.dense[first:last]
+            label[here] = shard.label[first:last]
+            for name, found in lists.items():
+                mine = shard.jagged[name]
+                offsets = mine.offsets[first : last + 1]
+                values = mine.values[offsets[0] : offsets[-1]]
+                found.append(Jagged(offsets - offsets[0], values))
+            at = here.stop
+        return Samples(ids, dense, label, {name: _joined(parts) for name, parts in lists.items()})
+
+    def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """(shard, first, last) of blocks, with neighbours joined: unshuffled ones are many."""
+        run: tuple[int, int, int] | None = None
+        for number, first, last in (self._blocks[block] for block in blocks.tolist()):
+            if run and run[0] == number and run[2] == first:
+                run = number, run[1], last
+                continue
+            if run:
+                yield run
+            run = number, first, last
+        if run:
+            yield run
+
+
+class ParquetSource:
+    """Parquet files whose columns are ids already: whole numbers below their table's rows, or
+    lists of them. A block is a row group, so those of a few ten thousand rows shuffle best."""
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        *,
+        label: str,
+        features: Sequence[str],
+        dense: Sequence[str] = (),
+    ) -> None:
+        self._parquet = pyarrow("parquet")
+        self._files = [Path(file) for file in files]
+        self.features, self._dense, self._label = tuple(features), tuple(dense), label
+        self._groups: list[tuple[Path, int]] = []
+        sizes = []
+        self._columns = [label, *dense, *features]
+        kinds: dict[str, str] = {}
+        for file in self._files:
+            opened = self._open(file)
+            kinds |= self._kinds(file, opened.schema_arrow, kinds)
+            for group in range(opened.metadata.num_row_groups):
+                self._groups.append((file, group))
+                sizes.append(opened.metadata.row_group(group).num_rows)
+        if not sum(sizes):
+            raise ValueError(f"{', '.join(map(str, self._files)) or 'no file'}: there are no rows")
+        self.single = tuple(name for name in features if kinds[name] == "single")
+        self.sizes = np.array(sizes, dtype=np.int64)
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        parts = [self._read(*self._groups[block]) for block in blocks.tolist()]
+        lists = [name for name in self.features if name not in self.single]
+        return Samples(
+            np.concatenate([each.ids for each in parts]),
+            np.concatenate([each.dense for each in parts]),
+            np.concatenate([each.label for each in parts]),
+            {name: _joined([each.jagged[name] for each in parts]) for name in lists},
+        )
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return self._parquet.ParquetFile(file, memory_map=True)
+        except FileNotFoundError:
+            raise ValueError(f"{file}: there is no such file") from None
+        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
+            raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
+
+    def _kinds(self, file: Path, schema: Any, before: dict[str, str]) -> dict[str, str]:
+        types = pyarrow("types")
+        found = {}
+        for name in self._columns:
+            if name not in schema.names:
+                raise ValueError(f"{file} has no column {name!r}; it has {', '.join(schema.names)}")
+            kind = schema.field(name).type
+            if name not in self.features:
+                continue
+            is_list = types.is_list(kind) or types.is_large_list(kind)
+            if not types.is_integer(kind.value_type if is_list else kind):
+                raise ValueError(
+                    f"{file}: column {name!r} has values of type {kind}, and ids are whole numbers;"
+                    " `hotrow prepare parquet` makes ids of texts"
+                )
+            found[name] = "jagged" if is_list else "single"
+            if before.get(name, found[name]) != found[name]:
+                raise ValueError(
+                    f"{file}: column {name!r} is {found[name]}, and {before[name]} in the files"
+                    " before it"
+                )
+        return found
+
+    def _read(self, file: Path, group: int) -> Samples:
+        where = f"{file}, row group {group}"
+        table = self._open(file).read_row_group(group, columns=self._columns, use_threads=False)
+        columns = {name: table.column(name).combine_chunks() for name in self._columns}
+        for name, column in columns.items():
+            if column.null_count:
+                raise ValueError(f"{where}: column {name!r} has {column.null_count:,} empty values")
+        label = columns[self._label].to_numpy(zero_copy_only=False)
+        if not np.isin(label, (0, 1)).all():
+            odd = label[~np.isin(label, (0, 1))][0].item()
+            raise ValueError(f"{where}: column {self._label!r} has {odd}, and a label is 0 or 1")
+        count = len(label)
+        ids = np.empty((count, len(self.single)), np.int64)
+        for place, name in enumerate(self.single):
+            ids[:, place] = columns[name].to_numpy(zero_copy_only=False)
+        dense = np.empty((count, len(self._dense)), np.float32)
+        for place, name in enumerate(self._dense):
+            dense[:, place] = columns[name].to_numpy(zero_copy_only=False)
+        jagged = {}
+        for name in self.features:
+            if name not in self.single:
+                offsets = columns[name].offsets.to_numpy().astype(np.int64)
+                values = columns[name].flatten()
+                if values.null_count:
+                    raise ValueError(f"{where}: lists of {name!r} have empty values")
+                numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
+                jagged[name] = Jagged(offsets - offsets[0], numbers)
+        return Samples(ids, dense, label.astype(np.uint8), jagged)
+
+
+def _joined(parts: Sequence[Jagged]) -> Jagged:
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([np.diff(each.offsets) for each in parts])
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Jagged(offsets, np.concatenate([each.values for each in parts]))
