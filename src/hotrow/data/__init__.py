@@ -1,5 +1,6 @@
 """Sources of batches. Imported by trainers and benchmarks, never by the core."""
 
+from hotrow.data.counted import Counted
 from hotrow.data.loader import Loader
 from hotrow.data.sequences import SequenceBatch
 from hotrow.data.sources import ParquetSource, PreparedSource
@@ -15,6 +16,7 @@ __all__ = [
     "KAGGLE_ROWS",
     "TERABYTE_ROWS",
     "ClickBatch",
+    "Counted",
     "Loader",
     "ParquetSource",
     "PreparedSource",

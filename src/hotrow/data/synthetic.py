@@ -3,11 +3,15 @@
 Batch k depends on the configuration and k alone, so any worker can make any batch at any time.
 
     uniform --Zipf--> rank --drift--> position --Scatter--> id --PlantedModel--> label
+
+With counts of real tables `Counted` takes the place of Zipf and Scatter. What is real then is how
+often each row is read, in each column by itself; which rows come together, what follows what within
+minutes, and the clicks stay generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +22,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedModel, click_probability
 from hotrow.data.scatter import Scatter, key_of
 from hotrow.data.zipf import Zipf
@@ -136,13 +141,31 @@ class SyntheticClicks:
     `DataLoader(clicks, batch_size=None, sampler=range(100), num_workers=2)`.
     """
 
-    def __init__(self, config: SyntheticConfig) -> None:
+    def __init__(
+        self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
+    ) -> None:
+        """`counts`: of some tables, by their names, in place of `skew`."""
         self.config = config
-        self._zipf = [Zipf(n, s) for n, s in zip(config.rows, config.skew_per_table, strict=True)]
-        self._scatter = [
-            Scatter(num_rows, key=key_of(config.seed, "scatter", table))
-            for table, num_rows in enumerate(config.rows)
-        ]
+        given = counts or {}
+        for name in given:
+            if name not in config.table_names:
+                raise ValueError(
+                    f"there are counts of {name!r}; the tables are {', '.join(config.table_names)}"
+                )
+        self._popularity: list[Zipf | Counted] = []
+        self._row_of: list[Callable[[NDArray[np.int64]], NDArray[np.int64]]] = []
+        for table, (name, num_rows) in enumerate(zip(config.table_names, config.rows, strict=True)):
+            counted = given.get(name)
+            if counted is None:
+                self._popularity.append(Zipf(num_rows, config.skew_per_table[table]))
+                self._row_of.append(Scatter(num_rows, key=key_of(config.seed, "scatter", table)))
+                continue
+            if counted.num_rows != num_rows:
+                raise ValueError(
+                    f"table {name!r} has {num_rows:,} rows, and counts of {counted.num_rows:,}"
+                )
+            self._popularity.append(counted)
+            self._row_of.append(counted.rows)
         self._planted = self._calibrated_model()
 
     def batch(self, index: int) -> ClickBatch:
@@ -176,17 +199,17 @@ class SyntheticClicks:
 
     def hottest(self, table: int, count: int, *, index: int = 0) -> Tensor:
         """The `count` ids of a table that batch `index` reads most often, hottest first."""
-        ranks = np.arange(min(count, self.config.rows[table]))
+        ranks = np.arange(min(count, self._popularity[table].num_ranks))
         return torch.from_numpy(self._ids(ranks, table=table, index=index))
 
     def expected_counts(self, table: int, count: int) -> Tensor:
         """Lookups in one batch of the ids that `hottest` gives, in its order, [count] float64."""
         lookups = self.config.batch_size * self.config.lookups_per_table[table]
-        return torch.from_numpy(lookups * self._zipf[table].probabilities(count))
+        return torch.from_numpy(lookups * self._popularity[table].probabilities(count))
 
     def expected_share(self, table: int, count: int) -> float:
         """Share of a table's lookups that read the `count` ids of `hottest`."""
-        return self._zipf[table].share(count)
+        return self._popularity[table].share(count)
 
     def _calibrated_model(self) -> PlantedModel:
         config = self.config
@@ -211,16 +234,16 @@ class SyntheticClicks:
             # ones. Bands are equally likely, so each column by itself keeps its distribution.
             banded = (cluster + uniform) / config.num_clusters
             uniform = np.where(is_correlated, banded, uniform).reshape(-1)
-            ids = self._ids(self._zipf[table].ranks(uniform), table=table, index=index)
+            ids = self._ids(self._popularity[table].ranks(uniform), table=table, index=index)
             columns.append(ids.reshape(size, lookups))
         return dense, columns
 
     def _ids(self, ranks: NDArray[np.int64], *, table: int, index: int) -> NDArray[np.int64]:
         # Rows age: what is new enters at the top, and everything else moves down.
-        num_rows = self.config.rows[table]
-        positions = ranks - int(index * self.config.drift * num_rows) % num_rows
-        positions[positions < 0] += num_rows
-        return self._scatter[table](positions)
+        num_ranks = self._popularity[table].num_ranks
+        positions = ranks - int(index * self.config.drift * num_ranks) % num_ranks
+        positions[positions < 0] += num_ranks
+        return self._row_of[table](positions)
 
     def _sparse(self, columns: Columns) -> Tensor | KeyedJaggedTensor:
         if all(column.shape[1] == 1 for column in columns):
