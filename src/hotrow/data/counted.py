@@ -39,7 +39,9 @@ class Counted:
             raise ValueError(f"the counts add up to {counted:,.0f}, which exceeds {total:,} in all")
         others = named[:0]
         if self._rest:
-            others = np.setdiff1d(np.arange(self.num_rows), named)
+            is_other = np.ones(self.num_rows, dtype=bool)
+            is_other[named] = False
+            others = np.flatnonzero(is_other)
         if self._rest and not len(others):
             raise ValueError(
                 f"{self._rest:,.0f} of {total:,} accesses are left for rows that are not named, "
