@@ -53,6 +53,9 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "CHUNK", 50)
 
 
+IN_ORDER = ("train", "test", "validation")  # of the lines, in Criteo's splits
+
+
 def run(
     out: Path, *paths: Path, kind: str = "criteo", piece_bytes: int = 9000, **options: Any
 ) -> Prepared:
@@ -96,14 +99,14 @@ def test_every_line_is_there_as_the_reference_reads_it(tmp_path: Path) -> None:
     lines = criteo_lines(700)
     data = run(tmp_path / "out", write(tmp_path / "train.txt", lines))
     last = held_back(700)
-    train, validation = 700 - last, last - last // 2
+    train, test = 700 - last, last - last // 2
     assert len(data.manifest.splits["train"]) > 3
     assert_holds(
         data,
         {
             "train": lines[:train],
-            "validation": lines[train : train + validation],
-            "test": lines[train + validation :],
+            "test": lines[train : train + test],
+            "validation": lines[train + test :],
         },
     )
     data.verify()
@@ -115,7 +118,7 @@ def test_of_several_days_the_last_is_halved(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"day_{i}", lines) for i, lines in enumerate(days)]
     data = run(tmp_path / "out", *paths)
     assert_holds(
-        data, {"train": days[0] + days[1], "validation": days[2][:51], "test": days[2][51:]}
+        data, {"train": days[0] + days[1], "test": days[2][:51], "validation": days[2][51:]}
     )
 
 
@@ -133,7 +136,7 @@ def test_a_random_split_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
     assert files_of(tmp_path / "1") != files_of(tmp_path / "3")
     for data in (one, other, third):
-        parts = [data.samples(name) for name in ("train", "validation", "test")]
+        parts = [data.samples(name) for name in IN_ORDER]
         assert sum(parts) == 1000
         assert 60 < parts[1] < 140
         assert 60 < parts[2] < 140
@@ -188,7 +191,7 @@ def test_counts_of_a_table_larger_than_the_memory_come_in_parts(tmp_path: Path) 
 def test_rare_values_share_row_0(tmp_path: Path) -> None:
     lines = criteo_lines(600, values=300)
     data = run(tmp_path / "out", write(tmp_path / "train.txt", lines), min_frequency=4)
-    ids = np.concatenate([together(data, name)[0] for name in ("train", "validation", "test")])
+    ids = np.concatenate([together(data, name)[0] for name in IN_ORDER])
     for place in (0, 7, 25):
         uses = counts_of(lines, 14 + place)
         frequent = [uses[line[14 + place]] >= 4 for line in lines]
@@ -199,7 +202,7 @@ def test_rare_values_share_row_0(tmp_path: Path) -> None:
 def test_the_most_frequent_values_keep_rows(tmp_path: Path) -> None:
     lines = criteo_lines(600, values=300)
     data = run(tmp_path / "out", write(tmp_path / "train.txt", lines), max_rows=9)
-    ids = np.concatenate([together(data, name)[0] for name in ("train", "validation", "test")])
+    ids = np.concatenate([together(data, name)[0] for name in IN_ORDER])
     for place in (0, 11):
         uses = counts_of(lines, 14 + place)
         assert data.table_rows[f"C{place + 1}"] == 9
@@ -211,7 +214,7 @@ def test_the_most_frequent_values_keep_rows(tmp_path: Path) -> None:
 def test_hashing_needs_no_vocabulary(tmp_path: Path) -> None:
     lines = criteo_lines(400)
     data = run(tmp_path / "out", write(tmp_path / "train.txt", lines), hash=True, max_rows=10_000)
-    ids = np.concatenate([together(data, name)[0] for name in ("train", "validation", "test")])
+    ids = np.concatenate([together(data, name)[0] for name in IN_ORDER])
     assert set(data.table_rows.values()) == {10_000}
     assert {each.ids for each in data.manifest.tables} == {"hash"}
     for place in range(26):

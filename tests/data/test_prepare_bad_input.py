@@ -93,7 +93,7 @@ def test_bad_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert examples[1].endswith("a.txt, line 23: 41 columns instead of 40 columns")
     labels = [
         label
-        for split in ("train", "validation", "test")
+        for split in ("train", "test", "validation")  # in the order of time
         for shard in data.shards(split)
         for label in shard.label
     ]

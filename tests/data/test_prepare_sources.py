@@ -22,7 +22,7 @@ from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
 from hotrow.data.prepared.work import prepare
 
-EVERY = ("train", "validation", "test")
+EVERY = ("train", "test", "validation")  # in the order of time
 
 
 @pytest.fixture(autouse=True)

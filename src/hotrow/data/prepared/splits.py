@@ -41,15 +41,30 @@ class AtRandom:
         return np.where(part < 2, part + 1, 0).astype(np.uint8)
 
 
-Split = ByTime | AtRandom
+@dataclass(frozen=True)
+class LastDay:
+    """Lines from `held` on are held back: before `middle` for the test, the others for validation.
+
+    In that order, because published figures are of the first half.
+    """
+
+    held: int
+    middle: int
+
+    def __call__(self, lines: NDArray[np.int64]) -> NDArray[np.uint8]:
+        is_test = (lines >= self.held) & (lines < self.middle)
+        return np.where(lines >= self.middle, 1, np.where(is_test, 2, 0)).astype(np.uint8)
 
 
-def last_day_halved(lines_of_files: Sequence[int]) -> ByTime:
-    """The last of several files, or the last seventh of one: its first half for validation, its
-    second half for the test. A seventh is rounded down, as the DLRM reference does it."""
+Split = ByTime | AtRandom | LastDay
+
+
+def last_day_halved(lines_of_files: Sequence[int]) -> LastDay:
+    """The last of several files, or the last seventh of one, rounded down: its first half for the
+    test and its second for validation, all as in the DLRM reference."""
     total = sum(lines_of_files)
     held = lines_of_files[-1] if len(lines_of_files) > 1 else total // _LAST
-    return ByTime(total - held, total - held // 2)
+    return LastDay(total - held, total - held // 2)
 
 
 def out_of_order(names: Sequence[str]) -> str | None:
