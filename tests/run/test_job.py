@@ -40,12 +40,12 @@ def test_on_a_cpu_the_dense_optimizer_has_the_settings_of_the_run(name: str) -> 
 
 def test_on_a_cpu_batches_are_left_as_they_are() -> None:
     job = build(config())
-    assert not any(each.is_pinned() for each in tensors_in(next(job.batches())))
+    assert not any(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
 
 
 def trained(settings: RunConfig) -> Job:
     job = build(settings)
-    for _ in job.trainer.run(job.batches()):
+    for _ in job.train():
         pass
     return job
 
@@ -148,7 +148,7 @@ class TestOnAGpu:
     def test_every_dense_optimizer_gives_the_bits_of_all_fast(self, name: str) -> None:
         settings = config("run.device=cuda", f"training.optimizer.name={name}")
         left, right = build(settings), build(all_fast(settings))
-        losses = [list(job.trainer.run(job.batches())) for job in (left, right)]
+        losses = [list(job.train()) for job in (left, right)]
         assert [x.loss for x in losses[0]] == [x.loss for x in losses[1]]
         assert differences(left, right) == []
 
@@ -160,7 +160,7 @@ class TestOnAGpu:
 
     def test_batches_are_page_locked_and_the_model_is_on_the_device(self) -> None:
         job = build(config("run.device=cuda:0"))
-        assert all(each.is_pinned() for each in tensors_in(next(job.batches())))
+        assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
         assert {each.device.type for each in job.model.parameters()} == {"cuda"}
 
     def test_a_learning_rate_is_a_tensor_on_the_device(self) -> None:

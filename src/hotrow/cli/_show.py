@@ -91,7 +91,7 @@ class JsonLines:
         self._write(
             "start",
             folder=str(folder),
-            steps=job.config.total_steps,
+            steps=job.total_steps,
             strategy=embedding.strategy.name,
             rows=embedding.num_rows,
             slots=embedding.num_slots,

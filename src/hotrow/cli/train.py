@@ -135,7 +135,7 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
         _train(job, tally, run, show, stop)
         outcome = "interrupted" if stop.asked else "finished"
         if not stop.asked:
-            tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
+            tally.evaluations.append(job.evaluate(at_end=True))
             if job.config.training.check_equality:
                 is_equal = _is_equal_to_all_fast(job, tally.losses, show, stop)
     except KeyboardInterrupt:
@@ -148,13 +148,13 @@ def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord
 
 
 def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterStep) -> None:
-    every, steps = job.config.training.eval_every, job.config.total_steps
+    every, steps = job.config.training.eval_every, job.total_steps
     with show.progress("training", steps=steps) as advance:
         for record in job.train():
             tally.add(record)
             run.step(record)
             if every and record.step % every == 0 and record.step < steps:
-                tally.evaluations.append(job.trainer.evaluate(job.eval_batches))
+                tally.evaluations.append(job.evaluate())
             advance(tally)
             if stop.asked or _has_settled(tally.evaluations, job.config.training.patience):
                 break

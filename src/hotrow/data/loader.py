@@ -37,8 +37,9 @@ class Loader:
 
     With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `sparse` is [B, F] where every sample has one id of each feature, and
-    jagged otherwise. Memory: about (2 x workers + 1) x `mixed` samples.
+    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
+    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
+    `mixed` samples.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Loader:
         split: str = "train",
         *,
         batch_size: int,
+        features: Sequence[str] | None = None,
         seed: int | None = None,
         epochs: int = 1,
         drop_last: bool = False,
@@ -60,7 +62,14 @@ class Loader:
         if isinstance(source, Prepared | str | Path):
             source = PreparedSource(source, split)
         self.source, self.batch_size, self.epochs = source, batch_size, epochs
-        self.features, self._drop_last = source.features, drop_last
+        self.features, self._drop_last = tuple(features or source.features), drop_last
+        for name in self.features:
+            if name not in source.features:
+                raise ValueError(
+                    f"the data has no feature {name!r}; it has {', '.join(source.features)}"
+                )
+        self._single = [each for each in self.features if each in source.single]
+        self._columns = [source.single.index(each) for each in self._single]
         self._order = Order(source.sizes, mixed=mixed, seed=seed)
         self.samples = self._order.samples
         if not self.batches_per_epoch:
@@ -132,6 +141,8 @@ class Loader:
         places = np.arange(here.start, here.stop) if order is None else order[here]
         jagged = {}
         for name, lists in samples.jagged.items():
+            if name not in self.features:
+                continue
             first, lengths = lists.offsets[places], np.diff(lists.offsets)[places]
             offsets = self._new(len(places) + 1, torch.int64)
             ends = offsets.numpy()
@@ -141,7 +152,10 @@ class Loader:
             jagged[name] = offsets, self._taken(lists.values, np.repeat(first, lengths) + inside)
         label = self._new(len(places), torch.float32)
         label.numpy()[:] = samples.label[places]
-        ids, dense = self._taken(samples.ids, places), self._taken(samples.dense, places)
+        found = samples.ids
+        if self._columns != list(range(found.shape[1])):
+            found = found[:, self._columns]
+        ids, dense = self._taken(found, places), self._taken(samples.dense, places)
         return _Columns(ids, dense, label, jagged)
 
     def _taken(self, array: NDArray[Any], places: NDArray[np.int64]) -> Tensor:
@@ -193,7 +207,7 @@ class Loader:
                 values.append(found)
             else:
                 here[:] = np.arange(end + 1, end + size + 1)
-                values.append(columns.ids[:, self.source.single.index(name)])
+                values.append(columns.ids[:, self._single.index(name)])
             end = int(here[-1])
         return KeyedJaggedTensor(self.features, self._cat(values), offsets=offsets)
 

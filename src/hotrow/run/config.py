@@ -80,17 +80,26 @@ class RunSection:
 
 @dataclass(frozen=True)
 class DataSection(SyntheticConfig):
-    """`[data]`: generated clicks, and how many of them make one epoch."""
+    """`[data]`: generated clicks, and how many of them make one epoch; or, with `kind` "prepared",
+    the `folder` that `hotrow prepare` has made, of which only `batch_size`, `shuffle`, its `seed`
+    and `eval_batches` are chosen here."""
 
     kind: str = "synthetic"
+    folder: str | None = None
+    shuffle: bool = True
     rows: tuple[int, ...] = (200_000, 100_000, 50_000, 20_000, 5_000, 1_000, 100, 10)
     samples: int = 524_288
-    eval_batches: int = 8
+    eval_batches: int | None = None  # of generated data 8, of prepared data all that are held back
 
     def __post_init__(self) -> None:
-        _one_of(("synthetic",), kind=self.kind)
+        _one_of(("synthetic", "prepared"), kind=self.kind)
         super().__post_init__()
         _at_least(1, eval_batches=self.eval_batches)
+        if (self.folder is not None) != (self.kind == "prepared"):
+            raise ValueError(
+                'kind "prepared" and folder belong together: name the folder that `hotrow prepare` '
+                "has made"
+            )
         if self.samples < self.batch_size:
             raise ValueError(
                 f"samples must fill one batch of {self.batch_size:,} at least, got {self.samples:,}"
@@ -101,10 +110,6 @@ class DataSection(SyntheticConfig):
         """The generator's part of the section."""
         names = [each.name for each in fields(SyntheticConfig)]
         return SyntheticConfig(**{name: getattr(self, name) for name in names})
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self.samples // self.batch_size
 
 
 @dataclass(frozen=True)
@@ -255,10 +260,6 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
     training: TrainingSection = field(default_factory=TrainingSection)
-
-    @property
-    def total_steps(self) -> int:
-        return self.training.steps or self.training.epochs * self.data.batches_per_epoch
 
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:

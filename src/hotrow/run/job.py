@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.ahead import map_tensors
-from hotrow.data import ClickBatch, SyntheticClicks
+from hotrow.data import ClickBatch
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.models import MODELS
-from hotrow.records import StepRecord
+from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
+from hotrow.run.source import Samples, open_samples
 from hotrow.tables import EmbeddingBagConfig
 from hotrow.trainer import Trainer
 
@@ -26,7 +25,7 @@ class Job:
     """Everything one run needs; two jobs of one configuration start from the same bits."""
 
     config: RunConfig
-    clicks: SyntheticClicks
+    samples: Samples
     embedding: EmbeddingBagCollection
     model: nn.Module
     trainer: Trainer[ClickBatch]
@@ -37,32 +36,28 @@ class Job:
         if self.trainer.dense_optimizer is not None:
             optimizers.append(self.trainer.dense_optimizer)
         schedules = self.config.training.schedule.drive(optimizers)
-        for record in self.trainer.run(self.batches()):
+        for record in self.trainer.run(self.samples.batches(self.total_steps)):
             for schedule in schedules:
                 schedule.step()
             yield record
 
-    def batches(self) -> Iterator[ClickBatch]:
-        """The training batches, epoch after epoch; for a GPU in page-locked memory."""
-        per_epoch = self.config.data.batches_per_epoch
-        for step in range(self.config.total_steps):
-            batch = self.clicks.batch(step % per_epoch)
-            on_gpu = self.embedding.device.type == "cuda"
-            yield map_tensors(batch, Tensor.pin_memory) if on_gpu else batch
+    @property
+    def total_steps(self) -> int:
+        training = self.config.training
+        return training.steps or training.epochs * self.samples.batches_per_epoch
 
-    @cached_property
-    def eval_batches(self) -> list[ClickBatch]:
-        """Batches that follow the training data, kept because every evaluation reads them."""
-        first = self.config.data.batches_per_epoch
-        return list(self.clicks.batches(first, first + self.config.data.eval_batches))
+    def evaluate(self, *, at_end: bool = False) -> EvalRecord:
+        """Quality on what is held back for the way, or for the end."""
+        return self.trainer.evaluate(self.samples.test if at_end else self.samples.validation)
 
 
 def build(config: RunConfig) -> Job:
-    clicks = SyntheticClicks(config.data.clicks)
-    embedding = _embedding(config)
+    on_gpu = config.run.device.startswith("cuda") and torch.cuda.is_available()
+    samples = open_samples(config.data, pin_memory=on_gpu)
+    embedding = _embedding(config, samples)
     model = MODELS[config.model.kind](
         embedding,
-        config.data.num_dense,
+        samples.num_dense,
         **config.model.arguments,
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
@@ -77,9 +72,9 @@ def build(config: RunConfig) -> Job:
         clip_norm=config.training.clip_norm,
     )
     # What is told of its memory before the first batch is to be what it will be.
-    lookups = dict(zip(embedding.features, config.data.clicks.lookups_per_table, strict=True))
-    embedding.reserve(config.data.clicks.batch_size, lookups)
-    return Job(config, clicks, embedding, model, trainer)
+    if samples.lookups is not None:
+        embedding.reserve(config.data.batch_size, samples.lookups)
+    return Job(config, samples, embedding, model, trainer)
 
 
 def all_fast(config: RunConfig) -> RunConfig:
@@ -135,13 +130,12 @@ def _dense_optimizer(
     return DENSE_OPTIMIZERS[section.name](model.parameters(), **options)
 
 
-def _embedding(config: RunConfig) -> EmbeddingBagCollection:
-    names = config.data.clicks.table_names
+def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
     try:
         return EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name, num_rows, config.model.row_width, [name])
-                for name, num_rows in zip(names, config.data.rows, strict=True)
+                EmbeddingBagConfig(name, num_rows, config.model.row_width, features)
+                for name, (num_rows, features) in samples.tables.items()
             ],
             optimizer=config.embedding.optimizer.rule(),
             budget=config.embedding.budget,
