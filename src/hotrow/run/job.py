@@ -56,14 +56,13 @@ def build(config: RunConfig) -> Job:
         num_features=len(config.data.rows),
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
-    depth = config.embedding.depth
     trainer: Trainer[ClickBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
         dense_optimizer=_dense_optimizer(config.training.optimizer, model, embedding.device),
         ids=lambda batch: batch.sparse,
         device=embedding.device,
-        depth=None if isinstance(depth, str) else depth,
+        depth=config.embedding.depth,
     )
     # What is told of its memory before the first batch is to be what it will be.
     lookups = dict(zip(embedding.features, config.data.clicks.lookups_per_table, strict=True))
