@@ -583,6 +583,18 @@ def _evaluate(embedding: Any, batch: Any, how: str) -> Tensor:
         return readout(embedding(batch)).clone()
 
 
+def test_rows_are_frozen_in_eval_mode_also_where_gradients_are_on() -> None:
+    embedding = tight()
+    before, batch = embedding.state_dict(), CASE.batches(1)[0]
+    embedding.eval()
+    vectors = embedding(batch).values()
+    assert not vectors.requires_grad
+    dense = nn.Linear(vectors.shape[1], 1)
+    dense(vectors).sum().backward()
+    assert dense.weight.grad is not None
+    assert all(torch.equal(before[key], value) for key, value in embedding.state_dict().items())
+
+
 def test_evaluating_touches_no_map_hold_or_counter() -> None:
     embedding = tight()
     train(embedding, CASE.batches(10))
