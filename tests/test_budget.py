@@ -302,6 +302,29 @@ def test_the_budget_that_would_hold_a_batch_holds_it(
     assert told(budget * float(times[1])) == []
 
 
+def test_pinned_rows_that_are_in_the_way_are_told() -> None:
+    budget = hotrow.Budget((hotrow.Share(200, 200, True),), window_bytes=1000)
+    hot = {"long": (torch.arange(100), torch.ones(100))}
+    embedding = hotrow.EmbeddingBagCollection(
+        [LONG], hotrow.SGD(), budget, strategy="static", profile=hot
+    )
+    embedding(torch.arange(4000, 4020).unsqueeze(1))  # pins the hundred
+    with pytest.warns(UserWarning, match="Pinned rows give way to the next ones of its size"):
+        embedding(torch.arange(4000, 4190).unsqueeze(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embedding(torch.arange(4200, 4390).unsqueeze(1))
+    assert embedding.traffic().chunked_batches == 1
+
+
+def test_a_larger_batch_in_flight_counts() -> None:
+    budget = hotrow.Budget((hotrow.Share(100, 200, True),), window_bytes=1000)
+    embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lookahead")
+    batches = [torch.arange(0, 90).unsqueeze(1), torch.arange(90, 130).unsqueeze(1)]
+    with pytest.warns(UserWarning, match=r"a batch of 40 .* 130 slots would hold it"):
+        list(hotrow.ahead(batches, embedding))
+
+
 def test_slots_given_by_hand_get_advice_in_slots() -> None:
     budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
     embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lru")

@@ -177,10 +177,12 @@ class RowGroup:
 
     def _advice(self, rows: int) -> str:
         """What would hold batches of so many different rows."""
-        # Those in flight may be as large, but no two slots have the same row.
-        needed = min(self.planner.hold.batches * rows, self.layout.num_rows)
+        # Those in flight may be as large, or larger, but no two slots have the same row.
+        others = (self.planner.hold.batches - 1) * max(rows, self.planner.largest_batch)
+        needed = min(rows + others, self.layout.num_rows)
         if needed <= self.pad.num_slots:
-            return "Pinned rows give way to the next ones of its size"
+            pins = "Pinned rows give way to the next ones of its size"
+            return pins if self.strategy.pinned_part else "A larger budget would hold it"
         if self.times_as_large is None:
             return f"{needed:,} slots would hold it"
         times = self.times_as_large(needed, self.pad.num_slots)

@@ -90,17 +90,13 @@ def _options(
     """
 
 
-def _warn(message: str) -> None:
-    typer.echo(f"warning: {message}", err=True)
-
-
 def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     """Mistakes of users end in one sentence and exit code 2; anything else is a bug and shows."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **options: Any) -> None:
         try:
-            with one_line_warnings(_warn):
+            with one_line_warnings():
                 command(*args, **options)
         except BrokenPipeError:
             # Whoever read the output has gone, as `head` does; nothing is left to be said to it.

@@ -26,8 +26,12 @@ from hotrow.strategy import STRATEGIES
 Advance = Callable[[Tally], None]
 
 
+def tell_people(message: str) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
 @contextmanager
-def one_line_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+def one_line_warnings(tell: Callable[[str], None] = tell_people) -> Iterator[None]:
     """Warnings inside are told as sentences: which line of Python warns is nothing to act upon."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: tell(" ".join(str(message).split()))
@@ -51,7 +55,7 @@ class Screen:
         self._all_rows = 0
 
     def warn(self, message: str) -> None:
-        typer.echo(f"warning: {message}", err=True)
+        tell_people(message)
 
     def start(self, job: Job, folder: Path) -> None:
         config, embedding = job.config, job.embedding
