@@ -35,10 +35,28 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/timeline.py --record t.json.gz` | draws what runs beside training |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 
-`--list` names the runs and guesses their seconds, `--only target` or `--only 'target/hotrow-*'`
-chooses, `--missing` leaves out what has a result, `--minutes 8` begins nothing that would end
-later, `--smoke` tries a suite on a CPU (with TRITON_INTERPRET=1). FBGEMM is left out where it
-cannot be imported. What was tried and did not help is in [LOG.md](LOG.md).
+All but criteo_sample.py take `--minutes 8` (begin nothing that would end later), `--results`,
+`--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1). Other options belong to some:
+
+- `--only NAME ...` (terabyte, multihot, kernels, belady, ceilings): only these runs, such as
+  `target` or `'target/hotrow-*'`; of ceilings, parts.
+- `--list` (terabyte, multihot, kernels, belady): names the runs; the first two guess their seconds.
+- `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): what has no result yet; some
+  systems alone; every system in every setting; a process for each run.
+- `--timed`, `--warmup` (terabyte, multihot, scale, timeline): timed steps, and those before them.
+- `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, timeline): how hotrow's rows move; a
+  dense part without torch.compile; steps without CUDA graphs.
+- `--interaction`, `--masters` (terabyte, ceilings, timeline): forms of the dense part, the same for
+  all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
+  product, `fused` by hotrow's kernel. `--masters plain` updates the float32 masters of the bfloat16
+  weights by compiled SGD, `hotrow` by `hotrow.masters.MasterWeights`. Both are `plain` if left out.
+
+`hotrow-lookahead-written` is `hotrow-lookahead` in which all rows count as written: every miss is
+read over the link, as after an epoch of training. Without that, rows that nobody has written yet
+are made in their slots, and cross no link when they come for the first time.
+
+FBGEMM is left out where it cannot be imported. What was tried and did not help is in
+[LOG.md](LOG.md).
 
 How the figures are taken:
 

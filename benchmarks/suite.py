@@ -330,9 +330,19 @@ def add_bench_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--warmup", type=int, help="steps before them; else until caches are full")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     made.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")
-    made.add_argument("--interaction", choices=("plain", "fused"), default="plain")
+    made.add_argument(
+        "--interaction",
+        choices=("plain", "fused"),
+        default="plain",
+        help="of the dense part's vectors: PyTorch's operations, or hotrow's kernel",
+    )
     made.add_argument("--fill", choices=FILLS, default="auto", help="how hotrow's rows move")
-    made.add_argument("--masters", choices=("plain", "hotrow"), default="plain")
+    made.add_argument(
+        "--masters",
+        choices=("plain", "hotrow"),
+        default="plain",
+        help="who updates float32 copies of dense weights: compiled SGD, or hotrow.masters",
+    )
 
 
 def _without_results(runs: list[Run], suite: Suite, arguments: argparse.Namespace) -> list[Run]:

@@ -255,22 +255,27 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "a negative id": (
         pair(long(1, -1, 3), ends),
         ValueError,
-        r"feature 'g', position 1: id -1 is outside table 'b', which has rows 0 to 29",
+        r"feature 'g', position 1, sample 0: id -1 is outside table 'b', which has rows 0 to 29",
     ),
     "an id too large": (
         pair(long(1, 2, 3, 4, 5, 30), long(0, 2, 6, 6)),
         ValueError,
-        r"feature 'g', position 5: id 30 is outside table 'b', which has rows 0 to 29",
+        r"feature 'g', position 5, sample 0: id 30 is outside table 'b', which has rows 0 to 29",
+    ),
+    "an id too large behind samples without ids": (
+        pair(long(1, 2, 30, 4), long(0, 1, 1, 1, 1, 1, 1, 4, 4, 4, 4, 4, 4)),
+        ValueError,
+        r"feature 'g', position 2, sample 2: id 30 is outside table 'b'",
     ),
     "an id beyond 32 bits": (
         pair(long(2**32, 2, 3), ends),
         ValueError,
-        r"feature 'f', position 0: id 4294967296 is outside table 'a'",
+        r"feature 'f', position 0, sample 0: id 4294967296 is outside table 'a'",
     ),
     "an id too large in a keyed jagged tensor of another order": (
         hotrow.KeyedJaggedTensor(["h", "f", "g"], long(1, 40, 3), offsets=ends),
         ValueError,
-        r"feature 'f', position 1: id 40 is outside table 'a', which has rows 0 to 39",
+        r"feature 'f', position 1, sample 0: id 40 is outside table 'a', which has rows 0 to 39",
     ),
     "offsets that fall": (
         pair(ids, long(0, 2, 1, 3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ from hotrow.budget import (
         ("1.5 MiB", 3 * 2**19),
         ("  2 kB ", 2000),
         ("0.5TiB", 2**39),
+        (1e6, 1_000_000),
+        ("1e6", 1_000_000),
+        ("2.5E+3 kB", 2_500_000),
     ],
 )
 def test_a_budget_is_read_as_written(text: Any, value: int) -> None:
@@ -50,12 +54,42 @@ def test_a_percentage_is_of_the_total(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["4 gigs", "", " ", "GiB", "-1", "4G", "four", "4GiB extra", "1.2.3", "1e9", True, None]
+    "text",
+    [
+        "4 gigs",
+        "",
+        " ",
+        "GiB",
+        "-1",
+        "4G",
+        "four",
+        "4GiB extra",
+        "1.2.3",
+        "1e",
+        "1e400",
+        True,
+        None,
+    ],
 )
 def test_what_is_no_number_of_bytes_is_refused(text: Any) -> None:
     message = f"cannot read {text!r} as a number of bytes; write .*'512MiB', '4GB'.*'4GiB'"
     with pytest.raises(ValueError, match=message):
         parse_bytes(text, total=2000)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.05, "write '5%'"),
+        (1.0, "write '100%'"),
+        (1.5, "1.5 is not a whole number of bytes; write"),
+        (float("inf"), "inf is not a whole number of bytes"),
+        (float("nan"), "nan is not a whole number of bytes"),
+    ],
+)
+def test_a_float_that_is_no_number_of_bytes_is_refused(value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_bytes(value, total=2000)
 
 
 def test_a_percentage_of_nothing_is_refused() -> None:
@@ -150,6 +184,20 @@ def test_a_budget_below_the_smallest_is_refused(request: dict[str, Any]) -> None
         share_out(**request)
 
 
+@pytest.mark.parametrize(("rows", "most"), [([50], 2_000), ([50, 1000], 20_000)])
+def test_the_window_is_no_larger_than_tables_that_fit_would_have_it(
+    rows: list[int], most: int
+) -> None:
+    widths = len(rows)
+    parts = [1 / widths] * widths
+    tables: dict[str, Any] = {"row_bytes": [64] * widths, "num_rows": rows, "parts": parts}
+    found = share_out(10 * 2**30, **tables, buffer_part=1 / 16)
+    assert 0 < found.window_bytes < most
+    assert [share.slots for share in found.shares] == rows
+    # What is too small for them is shared as ever.
+    assert share_out(20_000, **tables, buffer_part=1 / 16).window_bytes <= 20_000 // 16
+
+
 def test_what_a_small_group_leaves_reaches_the_others() -> None:
     # The first group has ten rows; half of the budget would be far more than it needs.
     both = share_out(
@@ -209,6 +257,80 @@ def test_memory_counts_what_lies_in_fast_memory(budget: Any) -> None:
         held += pad.map.num_bytes + sum(each.numel() * each.element_size() for each in tensors)
     counted = sum(embedding.memory().values())
     assert held <= counted <= held + 6 * embedding.num_slots  # as if all that may be pinned were
+
+
+def test_a_budget_far_beyond_the_tables_is_not_taken() -> None:
+    embedding = collection("10GiB")
+    assert embedding.num_slots == embedding.num_rows
+    # Beside rows: slot state, a map, a buffer that holds all of them at most, ids.
+    assert sum(embedding.memory().values()) < 4 * embedding.bytes_total
+    for batch in hotrow.ahead([torch.randint(40, (9, 3)) for _ in range(40)], embedding):
+        embedding(batch).values().sum().backward()
+    embedding.check()
+
+
+WIDE = hotrow.EmbeddingBagConfig("wide", 700, 40, ["w"])
+LONG = hotrow.EmbeddingBagConfig("long", 5000, 16, ["l"])
+
+
+@pytest.mark.parametrize("strategy", ["lru", "lookahead"])
+@pytest.mark.parametrize("budget", [20, 55, 101])
+@pytest.mark.parametrize("rows", [600, 2_000, 5_000])
+@pytest.mark.parametrize("tables", [[LONG], [WIDE, LONG]], ids=["one width", "two widths"])
+def test_the_budget_that_would_hold_a_batch_holds_it(
+    tables: list[Any], rows: int, budget: float, strategy: str
+) -> None:
+    ids = torch.arange(rows).unsqueeze(1)
+    batch = torch.cat([ids % 50, ids], dim=1) if len(tables) == 2 else ids
+
+    def told(percent: float) -> list[str]:
+        embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.AdamW(), f"{percent}%", strategy=strategy
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for each in hotrow.ahead([batch, batch + 0, batch + 0], embedding):
+                embedding(each).values().sum().backward()
+        return [str(each.message) for each in caught]
+
+    first = told(budget)
+    if not first:
+        return  # it fits as it is
+    times = re.search(r"A budget ([\d.]+) times as large would hold it", first[0])
+    assert times is not None, first
+    assert 1 < float(times[1]) < 1.5 * 160 / budget  # all rows need 140 percent or so
+    assert told(budget * float(times[1])) == []
+
+
+def test_pinned_rows_that_are_in_the_way_are_told() -> None:
+    budget = hotrow.Budget((hotrow.Share(200, 200, True),), window_bytes=1000)
+    hot = {"long": (torch.arange(100), torch.ones(100))}
+    embedding = hotrow.EmbeddingBagCollection(
+        [LONG], hotrow.SGD(), budget, strategy="static", profile=hot
+    )
+    embedding(torch.arange(4000, 4020).unsqueeze(1))  # pins the hundred
+    with pytest.warns(UserWarning, match="Pinned rows give way to the next ones of its size"):
+        embedding(torch.arange(4000, 4190).unsqueeze(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embedding(torch.arange(4200, 4390).unsqueeze(1))
+    assert embedding.traffic().chunked_batches == 1
+
+
+def test_a_larger_batch_in_flight_counts() -> None:
+    budget = hotrow.Budget((hotrow.Share(100, 200, True),), window_bytes=1000)
+    embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lookahead")
+    batches = [torch.arange(0, 90).unsqueeze(1), torch.arange(90, 130).unsqueeze(1)]
+    with pytest.warns(UserWarning, match=r"a batch of 40 .* 130 slots would hold it"):
+        list(hotrow.ahead(batches, embedding))
+
+
+def test_slots_given_by_hand_get_advice_in_slots() -> None:
+    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
+    embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lru")
+    with pytest.warns(UserWarning, match=r"right but slow\. 100 slots would hold it$") as caught:
+        embedding(torch.arange(100).unsqueeze(1))
+    assert caught[0].filename == __file__
 
 
 def test_the_error_names_the_smallest_budget_and_that_one_trains() -> None:

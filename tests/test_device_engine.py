@@ -323,8 +323,8 @@ def spoiled(batch: Any, feature: int) -> Any:
     ("case", "feature", "message"),
     [
         ("one-hot", 1, r"feature 'g', sample 1: id 77 is outside table 'b'.* rows 0 to 39"),
-        ("two-widths", 0, r"feature 'f', position \d+: id 77 is outside table 'a'"),
-        ("two-widths", 1, r"feature 'g', position \d+: id 77 is outside table 'b'"),
+        ("two-widths", 0, r"feature 'f', position \d+, sample \d+: id 77 is outside table 'a'"),
+        ("two-widths", 1, r"feature 'g', position \d+, sample \d+: id 77 is outside table 'b'"),
     ],
 )
 def test_a_bad_id_is_told_in_its_turn_and_leaves_the_bits_of_the_steps_before(

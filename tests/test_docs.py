@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from hotrow.run.config import load
+from hotrow.run import toml
+from hotrow.run.config import BUILT_IN, RunConfig, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,10 +29,33 @@ def test_the_blocks_of_a_page_run_as_printed(page: Path) -> None:
         exec(compile(block, f"{page.name}, block {place}", "exec"), names)
 
 
-def test_the_run_file_in_the_guide_is_one(tmp_path: Path) -> None:
+def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:
     (text,) = blocks(ROOT / "docs" / "guide.md", "toml")
     (tmp_path / "run.toml").write_text(text)
-    assert load(tmp_path / "run.toml").run.name == "first"
+    assert load(tmp_path / "run.toml") == RunConfig()
+
+
+def test_the_run_file_in_the_guide_names_every_key(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs" / "guide.md", "toml")
+    (tmp_path / "run.toml").write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+    whole = toml.read(tmp_path / "run.toml")
+
+    def unnamed(kind: Any, found: dict[str, Any]) -> list[str]:
+        hints = get_type_hints(kind)
+        missing = [key for key in hints if key not in found]
+        for key in hints:
+            if is_dataclass(hints[key]):
+                missing += unnamed(hints[key], found[key])
+        return missing
+
+    assert unnamed(RunConfig, whole) == []
+
+
+def test_the_guide_says_what_the_job_without_a_file_adds() -> None:
+    text = (ROOT / "docs" / "guide.md").read_text()
+    for section, added in BUILT_IN.items():
+        for key, value in added.items():
+            assert f"`{section}.{key} = {str(value).lower()}`" in text
 
 
 def test_every_run_file_in_configs_can_be_read() -> None:

@@ -323,7 +323,8 @@ def test_a_bad_id_leaves_the_bits_of_the_steps_before_it() -> None:
     sparse: Any = source[bad].sparse
     sparse.values()[int(sparse.offsets()[SIZE])] = 300  # the first of g
     run, twin = Run("two-widths", "adam", "lookahead", "60%"), Run("two-widths", "adam")
-    with pytest.raises(ValueError, match=r"feature 'g', position \d+: id 300 is outside table 'b'"):
+    message = r"feature 'g', position \d+, sample \d+: id 300 is outside table 'b'"
+    with pytest.raises(ValueError, match=message):
         run.graphed(source)
     assert run.num_graphs > 1
     assert same_bits(run.found(), twin.by_hand(source[:bad]).found())

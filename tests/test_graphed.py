@@ -696,6 +696,7 @@ def test_on_a_cpu_a_step_gives_the_bits_of_a_loop_written_by_hand() -> None:
         ({"loss_fn": None}, "loss_fn must be a function, got NoneType"),
         ({"labels": "label"}, "labels must be a function, got str"),
         ({"optimizer": hotrow.SGD()}, "optimizer must be a torch optimizer .* got SGD"),
+        ({"optimizer": make("sum").embedding.optimizer}, "optimizer is a collection's own"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
         ({"max_lookups": 1.5}, r"max_lookups must be a whole number of at least 1, not 1\.5"),
         ({"model": nn.Linear(1, 1)}, "Linear holds no hotrow collection"),
@@ -710,3 +711,18 @@ def test_wrong_arguments_are_told(wrong: dict[str, Any], message: str) -> None:
 def test_a_step_that_graphed_did_not_give_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step must be what hotrow.graphed gave, got function"):
         hotrow.ahead([], make("sum"), step=squares)
+
+
+def test_labels_that_were_not_named_are_asked_for() -> None:
+    model = make("sum")
+    step = hotrow.graphed(model, squares, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(AttributeError, match=r"a dict, has no \.label; say where .* labels=lambda"):
+        step(batches_of("sum", 1)[0])
+
+
+def test_a_trainer_refuses_rows_settings_for_the_dense_part() -> None:
+    model = make("sum")
+    with pytest.raises(TypeError, match="dense_optimizer is a collection's own"):
+        hotrow.Trainer(
+            model, squares, dense_optimizer=model.embedding.optimizer, ids=lambda b: b["ids"]
+        )

@@ -230,7 +230,9 @@ def test_odd_batches_train_like_all_fast(batch: Any, pooling: str, form: str) ->
 def test_a_bad_id_is_named_before_any_row_changes() -> None:
     embedding = one_table("hybrid")
     before = embedding.state_dict()
-    with pytest.raises(ValueError, match=r"feature 'f', position 1: id 50 is outside table 't'"):
+    with pytest.raises(
+        ValueError, match=r"feature 'f', position 1, sample .: id 50 is outside table 't'"
+    ):
         embedding(jagged([3, 50], [2]))
     with pytest.raises(ValueError, match=r"feature 'f', sample 1: id -1 is outside table 't'"):
         embedding(torch.tensor([[3], [-1]]))

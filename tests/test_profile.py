@@ -192,6 +192,12 @@ def test_a_profile_that_names_no_rows_is_refused(profile: Any) -> None:
         check_profile(profile, TABLES)
 
 
+@pytest.mark.parametrize("profile", [[torch.ones(10), torch.ones(20)], torch.ones(10), "hot"])
+def test_a_profile_that_is_no_dict_is_refused(profile: Any) -> None:
+    with pytest.raises(TypeError, match="profile must be a dict from a table's name to a tensor"):
+        hotrow.EmbeddingBagCollection(TABLES, hotrow.SGD(), 9000, profile=profile)
+
+
 def test_a_collection_refuses_a_bad_profile() -> None:
     with pytest.raises(ValueError, match="the profile names table 'c'"):
         hotrow.EmbeddingBagCollection(TABLES, hotrow.SGD(), 9000, profile={"c": torch.ones(10)})

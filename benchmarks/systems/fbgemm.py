@@ -34,7 +34,7 @@ PAGE = 4096
 class Fbgemm:
     def __init__(self, bench: Bench, form: str) -> None:
         if bench.device.type != "cuda":
-            raise Unavailable("FBGEMM's cached tables need a GPU")
+            raise Unavailable(f"FBGEMM's form {form!r} needs a GPU")
         try:
             from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
         except (ImportError, OSError) as reason:

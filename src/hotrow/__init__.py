@@ -1,5 +1,6 @@
 """Train recommendation models whose embedding tables are larger than fast memory."""
 
+from hotrow import _quiet  # noqa: F401  (first: before torch is imported)
 from hotrow.ahead import Ahead, ahead
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share

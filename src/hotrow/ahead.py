@@ -44,15 +44,15 @@ def ahead(
     model: nn.Module,
     ids: Callable[[Any], Any] | None = None,
     *,
-    depth: int | None = None,
+    depth: int | str | None = None,
     step: Any = None,
 ) -> Ahead:
     """Iterate over `loader`; rows have arrived, and the batch is on the device, when yielded.
 
     `ids` tells which part of a batch holds the ids: whatever `model` hands to its collection, or
     a dict from the collections' names in `model.named_modules()` to theirs. Without it the batch
-    itself is taken. `depth` is how many batches may be known ahead; by default as many as pay
-    and fit the budget. `step` is what `hotrow.graphed` gave, if that trains the batches.
+    itself is taken. `depth` is how many batches may be known ahead; by default ("auto", or None)
+    as many as pay and fit the budget. `step` is what `hotrow.graphed` gave, if that trains them.
 
         for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse):
             model(batch).backward()
@@ -69,7 +69,7 @@ class Ahead:
         model: nn.Module,
         ids: Callable[[Any], Any] | None,
         *,
-        depth: int | None,
+        depth: int | str | None,
         step: Any = None,
     ) -> None:
         """`step.landing` puts a batch on the device, instead of `to_device`."""
@@ -77,8 +77,12 @@ class Ahead:
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
         if ids is not None and not callable(ids):
             raise TypeError(f"ids must be a function of a batch, got {type(ids).__name__}")
-        if depth is not None and depth < 0:
-            raise ValueError(f"depth must be at least 0 batches, not {depth}")
+        if isinstance(depth, str) and depth == "auto":
+            depth = None
+        if depth is not None and (not isinstance(depth, int) or depth < 0):
+            raise ValueError(
+                f"depth must be a whole number of batches, at least 0, or 'auto', not {depth!r}"
+            )
         if step is not None and not hasattr(step, "landing"):
             raise TypeError(
                 f"step must be what hotrow.graphed gave, got {type(step).__name__}; a step of your "
@@ -341,13 +345,17 @@ def _features_of(
     if not isinstance(features, Mapping):
         return features
     if name not in features:
+        given = f"a dict with {', '.join(map(repr, features))}"
+        if not name:
+            raise TypeError(f"{given} is not ids; the model is one collection: give its ids alone")
         if len(collections) == 1:
-            raise TypeError(
-                f"a dict with {', '.join(map(repr, features))} is not ids; take them out of it"
+            raise ValueError(
+                f"{given} lacks the collection {name!r}, which is the model's only one; give its "
+                f"ids alone, or a dict {{{name!r}: ids}}"
             )
         raise ValueError(
-            f"ids= gave a dict with {', '.join(map(repr, features))}, which lacks the collection "
-            f"{name!r}; the model's collections are {', '.join(map(repr, collections))}"
+            f"ids= gave {given}, which lacks the collection {name!r}; the model's collections are "
+            f"{', '.join(map(repr, collections))}"
         )
     return features[name]
 

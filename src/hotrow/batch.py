@@ -393,7 +393,7 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
     parts: list[Tensor] = []
     for feature, (low, high) in zip(group.features, spans_of(batch, group), strict=True):
         table = group.tables[feature.table]
-        ids = _checked(batch.values[low:high], feature, table, low) + group.bases[feature.table]
+        ids = _checked(batch, low, high, feature, table) + group.bases[feature.table]
         if table.padding_idx is not None:
             ids = ids.masked_fill(ids == group.bases[feature.table] + table.padding_idx, PADDING)
         parts.append(ids)
@@ -561,11 +561,20 @@ def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:
     return torch.cat(parts).float().unsqueeze(1)
 
 
-def _checked(ids: Tensor, feature: Feature, table: EmbeddingBagConfig, first: int) -> Tensor:
+def _checked(
+    batch: Batch, low: int, high: int, feature: Feature, table: EmbeddingBagConfig
+) -> Tensor:
+    ids = batch.values[low:high]
     bad = (ids < 0) | (ids >= table.num_embeddings)
     if bool(bad.any()):
-        position = int(bad.int().argmax())
-        _raise_bad_id(feature.name, f"position {first + position}", int(ids[position]), table)
+        place = int(bad.int().argmax())
+        assert batch.offsets is not None
+        first = batch.keys.index(feature.name) * batch.num_samples
+        starts = batch.offsets[first : first + batch.num_samples]
+        # The last sample that begins there or before: empty ones begin where the next does.
+        sample = int((starts <= low + place).sum()) - 1
+        where = f"position {low + place}, sample {sample}"
+        _raise_bad_id(feature.name, where, int(ids[place]), table)
     return ids
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 _UNITS = {
@@ -11,17 +12,26 @@ _UNITS = {
 }  # fmt: skip
 
 
-def parse_bytes(text: str | int, *, total: int | None = None) -> int:
-    """4_000_000, "4GB", "1.5 GiB", or "10%" of `total` bytes."""
-    if isinstance(text, float):
+# Two digits of exponent are enough for any memory, and no float overflows.
+_NUMBER = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?"
+
+
+def parse_bytes(text: str | float, *, total: int | None = None) -> int:
+    """4_000_000, 4e6, "4GB", "1.5 GiB", or "10%" of `total` bytes."""
+    if isinstance(text, float) and 0 < text <= 1:  # 1.0 is more likely to mean all of them
         raise ValueError(
             f"a budget of {text} is not a number of bytes; for a share of the tables' bytes write "
             f"'{100 * text:g}%'"
         )
-    if isinstance(text, int) and not isinstance(text, bool):
-        value = text
+    if isinstance(text, float) and not text.is_integer():
+        raise ValueError(
+            f"a budget of {text} is not a whole number of bytes; write 4_000_000, '1.5GiB' or "
+            "'10%' of the tables' bytes"
+        )
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        value = int(text)
     else:
-        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", str(text).lower())
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*|%)\s*", str(text).lower())
         unit = match and (match[2] or "b")
         if not match or (unit != "%" and unit not in _UNITS) or (unit == "%" and total is None):
             raise ValueError(
@@ -113,7 +123,7 @@ def share_out(
     """Slots, buffers and look-ahead ids for each width group within `budget_bytes`.
 
     `parts` says how much of the bytes each group gets (it sums to one). Groups that reach all
-    their rows hand what is left to the others.
+    their rows hand what is left to the others; what no group can use stays unused.
     """
     smallest = smallest_budget(row_bytes)
     if budget_bytes < smallest:
@@ -123,7 +133,11 @@ def share_out(
             f"the budget of {show_bytes(budget_bytes)} is too small; the smallest that works "
             f"here is {show_bytes(smallest)} ({smallest:,} bytes){hint}"
         )
-    window_bytes = budget_bytes // 16
+    # Where every row has a slot nobody has to leave, so that there is nothing to look ahead for:
+    # no budget makes the window larger than tables that fit would have it.
+    sizes = zip(row_bytes, num_rows, strict=True)
+    enough = sum(_least_bytes(size) + (slot_bytes(size) + size) * count for size, count in sizes)
+    window_bytes = min(budget_bytes, enough) // 16
     spare = float(budget_bytes - window_bytes - sum(map(_least_bytes, row_bytes)))
     weight, shares = 1.0, {}
     # Those that need the least of their part come first, so that what they leave reaches others.
@@ -141,3 +155,21 @@ def share_out(
         spare -= max(0, used - least)
         weight -= parts[g]
     return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes, budget_bytes)
+
+
+def times_as_large(
+    share: Callable[[int], Budget], budget_bytes: int, group: int, slots: int, instead_of: int
+) -> float:
+    """How many times `budget_bytes` gives a group so many slots, in tenths.
+
+    `share` shares out a budget. `instead_of` are the slots that the group has now, which may be
+    fewer than it was given: on a GPU some make room for plans.
+    """
+    given = share(budget_bytes).shares[group].slots
+    most = share(budget_bytes << 40).shares[group].slots
+    wanted = min(-(-slots * given // instead_of), most)
+    # In proportion, about; minima and other groups bend it, so it is tried.
+    tenths = max(11, 10 * slots // instead_of)
+    while share(budget_bytes * tenths // 10).shares[group].slots < wanted:
+        tenths += max(1, tenths // 20)
+    return tenths / 10

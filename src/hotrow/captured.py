@@ -8,7 +8,6 @@ direct way) runs eagerly, with the same kernels and the same bits.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
+from hotrow.told import warn
 from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
@@ -312,11 +312,10 @@ class CapturedStep:
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
-        warnings.warn(
+        warn(
             "this training step cannot be captured as a CUDA graph, so it runs kernel by kernel, "
             f"with the same result but slower: {reason}; Trainer(graphs=False), or a loop without "
-            "hotrow.graphed, says so beforehand",
-            stacklevel=6,
+            "hotrow.graphed, says so beforehand"
         )
 
     def _capture(self, berth: _Berth) -> _Graph:
@@ -373,12 +372,11 @@ class CapturedStep:
             self._pool = None  # it went with the last of them
             self._stale += 1
             if self._stale == 3:
-                warnings.warn(
+                warn(
                     "the dense optimizer's settings change from step to step, and each change "
                     "captures the step anew, which is slow. Give it its learning rate as a tensor "
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
-                    "fused=True); Adam also wants capturable=True), which graphs follow",
-                    stacklevel=6,
+                    "fused=True); Adam also wants capturable=True), which graphs follow"
                 )
         self._settings = settings
 

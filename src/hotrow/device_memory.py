@@ -5,7 +5,6 @@ Knows bytes; not when rows move.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from hotrow.stages import SPLIT, in_transit_of
 from hotrow.store import Store
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
+from hotrow.told import warn
 from hotrow.writeback import PACKETS, WriteBack
 from hotrow.writer import why_not
 
@@ -77,7 +77,7 @@ class DeviceMemory(RowGroup):
             found = locked_rows(layout.num_rows, self.width, progress=advance)
         self.zero_copy, self.store = found.locked, Store(found.rows)
         if not found.locked:
-            warnings.warn(found.reason, stacklevel=5)
+            warn(found.reason)
         self._make_scratchpad(share)
 
     def _initialise(self, state: list[float], seed: int) -> None:

@@ -6,13 +6,11 @@ Knows inputs, outputs and manners; where rows are is the row groups' business.
 from __future__ import annotations
 
 import gc
-import sys
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -32,7 +30,7 @@ from hotrow.batch import (
     versions_of,
     weights_of,
 )
-from hotrow.budget import Budget, parse_bytes, share_out, show_bytes
+from hotrow.budget import Budget, parse_bytes, share_out, show_bytes, times_as_large
 from hotrow.hybrid import HostRows
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
@@ -44,6 +42,7 @@ from hotrow.stages import SPLIT, Work
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
+from hotrow.told import warn
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
@@ -142,7 +141,7 @@ class EmbeddingBagCollection(nn.Module):
         self,
         tables: Sequence[EmbeddingBagConfig],
         optimizer: RowRule,
-        budget: str | int | Budget | None = None,
+        budget: str | float | Budget | None = None,
         *,
         strategy: str | Strategy = "lookahead",
         device: str | torch.device = "cpu",
@@ -209,6 +208,11 @@ class EmbeddingBagCollection(nn.Module):
             )
             for g, layout in enumerate(layouts)
         ]
+        if shared is not None and shared.total_bytes:
+            for g, group in enumerate(self.groups):
+                group.times_as_large = partial(
+                    times_as_large, self._share_of, shared.total_bytes, g
+                )
         # Rows that are staged need more stages, with which others can go along.
         split = [group.strategy for group in self.groups if group.strategy.stages is SPLIT]
         self.strategy = split[0] if split else self.strategy
@@ -227,7 +231,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def _share(
         self,
-        budget: str | int | Budget | None,
+        budget: str | float | Budget | None,
         row_bytes: list[int],
         layouts: Sequence[WidthGroup],
         profile: Profile | None,
@@ -246,15 +250,10 @@ class EmbeddingBagCollection(nn.Module):
                 f"strategy {self.strategy.name!r} needs a budget: the bytes of fast memory it may "
                 f"use, such as budget='10%' of the {self.bytes_total:,} bytes of rows"
             )
-        total = parse_bytes(budget, total=self.bytes_total)
-        return share_out(
-            total,
-            row_bytes=row_bytes,
-            num_rows=[each.num_rows for each in layouts],
-            parts=byte_parts(layouts, row_bytes, total, profile),
-            # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
-            buffer_part=1 / 64 if self.device.type == "cuda" else self.strategy.buffer_part,
-        )
+        # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
+        buffer_part = 1 / 64 if self.device.type == "cuda" else self.strategy.buffer_part
+        self._share_of = partial(_share_of, layouts, row_bytes, profile, buffer_part)
+        return self._share_of(parse_bytes(budget, total=self.bytes_total))
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -320,11 +319,10 @@ class EmbeddingBagCollection(nn.Module):
         running = self._ahead is not None and self._ahead() is not None
         if running and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "these ids are not the ones hotrow.ahead planned for this batch; ids= gave others, "
                 "or they were changed in place since. They are looked up directly, which is right "
-                "but slower; let ids= return what the model looks up",
-                stacklevel=_frames_to_the_model(),
+                "but slower; let ids= return what the model looks up"
             )
         direct = [work for work in arrival.works if running and not work.group.everything]
         for work in direct:
@@ -495,16 +493,12 @@ class EmbeddingBagCollection(nn.Module):
 
     def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
         """The rows of a table with their state, in chunks: (first row, [n, dim + state])."""
-        group, base, size = self._place(table)
-        for first in range(0, size, group.chunk_rows):
-            ids = torch.arange(first, min(first + group.chunk_rows, size)) + base
-            yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
+        return _in_chunks(*self._place(table))  # a wrong name is refused at once
 
     def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
         """The weights of a table in chunks: (first row, [n, dim])."""
-        dim = self._place(table)[0].dim
-        for first, rows in self.rows(table):
-            yield first, rows[:, :dim].clone()
+        dim, rows = self._place(table)[0].dim, self.rows(table)
+        return ((first, chunk[:, :dim].clone()) for first, chunk in rows)
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
@@ -664,6 +658,28 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
 
 
+def _in_chunks(group: RowGroup, base: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    for first in range(0, size, group.chunk_rows):
+        ids = torch.arange(first, min(first + group.chunk_rows, size)) + base
+        yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
+
+
+def _share_of(
+    layouts: Sequence[WidthGroup],
+    row_bytes: list[int],
+    profile: Profile | None,
+    buffer_part: float,
+    total: int,
+) -> Budget:
+    return share_out(
+        total,
+        row_bytes=row_bytes,
+        num_rows=[each.num_rows for each in layouts],
+        parts=byte_parts(layouts, row_bytes, total, profile),
+        buffer_part=buffer_part,
+    )
+
+
 def _usable(device: torch.device) -> torch.device:
     """The device with its number, if rows can live there."""
     if device.type == "cpu":
@@ -737,17 +753,6 @@ def _check_arguments(
         )
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
-
-
-def _frames_to_the_model() -> int:
-    """How far up the stack the caller of the collection is, for a warning that points there."""
-    depth, frame = 1, sys._getframe(1)
-    here = (__file__, nn.modules.module.__file__)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename in here or "_dynamo" in frame.f_code.co_filename
-    ):
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +13,33 @@ from torch import Tensor, nn
 from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.lanes import Lanes
+from hotrow.optim import RowOptimizer
+
+
+def label_of(batch: Any) -> Any:
+    """`batch.label`, which is where labels are if nobody says otherwise."""
+    try:
+        return batch.label
+    except AttributeError as error:
+        raise AttributeError(
+            f"a batch, which is a {type(batch).__name__}, has no .label; say where its labels are, "
+            "such as labels=lambda batch: batch['label']"
+        ) from error
+
+
+def check_optimizer(optimizer: object, name: str) -> None:
+    """Refuse what is no optimizer of the dense part."""
+    if isinstance(optimizer, RowOptimizer):
+        raise TypeError(
+            f"{name} is a collection's own, which has nothing to do here: rows are updated in "
+            "backward(). Give the dense part's, such as torch.optim.Adam(model.parameters()), or "
+            "None"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{name} must be a torch optimizer of the dense part, or None, got "
+            f"{type(optimizer).__name__}"
+        )
 
 
 def graphed(
@@ -21,7 +47,7 @@ def graphed(
     loss_fn: Callable[[Any, Any], Tensor],
     optimizer: torch.optim.Optimizer | None,
     *,
-    labels: Callable[[Any], Any] = attrgetter("label"),
+    labels: Callable[[Any], Any] = label_of,
     batch_size: int | None = None,
     max_lookups: int | None = None,
     clip_norm: float | None = None,
@@ -43,11 +69,7 @@ def graphed(
     if not callable(loss_fn) or not callable(labels):
         wrong = "loss_fn" if not callable(loss_fn) else "labels"
         raise TypeError(f"{wrong} must be a function, got {type(locals()[wrong]).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            "optimizer must be a torch optimizer of the dense part, or None, got "
-            f"{type(optimizer).__name__}"
-        )
+    check_optimizer(optimizer, "optimizer")
     for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -23,9 +23,18 @@ Setting = Mapping[str, Any]  # a rule's fields, for one table
 Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
 
 
-def _is_setting(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value < 1e30  # type: ignore[operator]
+_TOO_LARGE = 1e30  # squares and products of larger ones would leave float32
+
+
+def _wrong_with(value: object) -> str | None:
+    """What a setting must be that this is not."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "a number"
+    if not math.isfinite(value):
+        return "a finite number"
+    if value < 0:
+        return "a number of at least 0"
+    return None if value < _TOO_LARGE else f"a number below {_TOO_LARGE:g}"
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,9 @@ class RowRule:
             if isinstance(value, list):
                 object.__setattr__(self, field.name, tuple(value))
             values = value if isinstance(value, tuple | list) else (value,)
-            if not all(_is_setting(each) for each in values):
+            for wrong in filter(None, map(_wrong_with, values)):
                 raise ValueError(
-                    f"{type(self).__name__}: {field.name} must be a number of at least 0, "
-                    f"not {value!r}"
+                    f"{type(self).__name__}: {field.name} must be {wrong}, not {value!r}"
                 )
 
     def state_width(self, dim: int) -> int:

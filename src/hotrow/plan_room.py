@@ -6,13 +6,13 @@ Knows bytes and slots; not what plans are.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hotrow.budget import show_bytes
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import Lanes
+from hotrow.told import warn
 
 if TYPE_CHECKING:
     from hotrow.device_rows import DeviceRows
@@ -54,13 +54,12 @@ def make_room(
     if missing > 0:
         taken = sum(group.plan_bytes(*size) for group, *size in sizes)
         slots = sum(group.pad.num_slots for group in groups)
-        warnings.warn(
+        warn(
             f"of the budget of {show_bytes(budget_bytes)}, plans of batches with "
             f"{sum(lookups):,} lookups take {show_bytes(taken)}, and more than half of the "
             f"slots would have to give way. {slots:,} slots are kept, and "
             f"{show_bytes(missing)} more than the budget are used. A budget {2 * part:.1f} "
-            "times as large would hold all, or batches that are so many times smaller",
-            stacklevel=2,
+            "times as large would hold all, or batches that are so many times smaller"
         )
     with lanes.on("plan"):
         for group, *size in sizes:

@@ -23,24 +23,29 @@ _GUESSED_SKEW = 1.05  # Zipf exponent consistent with published skew of the Crit
 def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> None:
     """Refuse a profile that does not belong to these tables."""
     sizes = {table.name: table.num_embeddings for table in tables}
+    if not isinstance(profile, Mapping):
+        raise TypeError(
+            "profile must be a dict from a table's name to a tensor with a count for each of its "
+            f"rows, or to (row numbers, their counts); got {type(profile).__name__}"
+        )
     for name, counts in profile.items():
         if name not in sizes:
             raise ValueError(f"the profile names table {name!r}; there are {', '.join(sizes)}")
-        uses = counts if isinstance(counts, Tensor) else counts[-1]
-        if isinstance(uses, Tensor) and not bool((uses >= 0).all()):
-            raise ValueError(f"profile of table {name!r}: counts must be numbers of at least 0")
         if isinstance(counts, Tensor):
             if counts.shape != (sizes[name],):
                 raise ValueError(
                     f"profile of table {name!r}: {list(counts.shape)} counts for "
                     f"{sizes[name]:,} rows"
                 )
-            continue
-        if not _names_rows(counts, sizes[name]):
+        elif not _names_rows(counts, sizes[name]):
             raise ValueError(
-                f"profile of table {name!r}: give a count for each of its {sizes[name]:,} rows, "
-                "or two tensors of one length: different row numbers, and their counts"
+                f"profile of table {name!r}: give a tensor with a count for each of its "
+                f"{sizes[name]:,} rows, or two tensors of one length: different row numbers, and "
+                "their counts"
             )
+        uses = counts if isinstance(counts, Tensor) else counts[1]
+        if not bool((uses >= 0).all()):
+            raise ValueError(f"profile of table {name!r}: counts must be numbers of at least 0")
 
 
 def _names_rows(counts: object, size: int) -> bool:

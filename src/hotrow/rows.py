@@ -7,8 +7,7 @@ batches larger than the slots and late gradients take it, with the same bits.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from hotrow.stages import Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
+from hotrow.told import warn
 
 
 class RowGroup:
@@ -39,6 +39,8 @@ class RowGroup:
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
+    # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
+    times_as_large: Callable[[int, int], float] | None = None
 
     def __init__(
         self,
@@ -166,14 +168,24 @@ class RowGroup:
 
     def _tell_of_chunks(self, rows: int) -> None:
         if not self.direct_batches:
-            needed = self.planner.hold.batches * rows
-            warnings.warn(
+            warn(
                 f"a batch of {rows:,} different rows does not fit the {self.pad.num_slots:,} slots "
                 f"of width {self.dim} beside those in flight; it passes through in chunks, which "
-                f"is right but slow. A budget {max(1.1, needed / self.pad.num_slots):.1f} times as "
-                "large would hold it",
-                stacklevel=2,
+                f"is right but slow. {self._advice(rows)}"
             )
+
+    def _advice(self, rows: int) -> str:
+        """What would hold batches of so many different rows."""
+        # Those in flight may be as large, or larger, but no two slots have the same row.
+        others = (self.planner.hold.batches - 1) * max(rows, self.planner.largest_batch)
+        needed = min(rows + others, self.layout.num_rows)
+        if needed <= self.pad.num_slots:
+            pins = "Pinned rows give way to the next ones of its size"
+            return pins if self.strategy.pinned_part else "A larger budget would hold it"
+        if self.times_as_large is None:
+            return f"{needed:,} slots would hold it"
+        times = self.times_as_large(needed, self.pad.num_slots)
+        return f"A budget {times:.1f} times as large would hold it"
 
     def fill(self, work: Work) -> None:
         assert work.plan is not None

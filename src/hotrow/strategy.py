@@ -43,6 +43,11 @@ class Strategy:
         return not (self.everything or self.on_host)
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether a row can stay in fast memory from one batch to the next."""
+        return self.everything or (self.has_slots and (self.pinned_part > 0 or not self.refetch))
+
+    @property
     def timed_stages(self) -> tuple[Stage, ...]:
         return self.stages if self.overlapped else sequential(self.stages)
 

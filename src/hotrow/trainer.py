@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep, Late
 from hotrow.embedding import EmbeddingBagCollection
-from hotrow.graphed import GraphedStep, lanes_in
+from hotrow.graphed import GraphedStep, check_optimizer, label_of, lanes_in
 from hotrow.lanes import Lanes, lanes_of
 from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
@@ -59,9 +58,9 @@ class Trainer(Generic[Batch]):
         *,
         dense_optimizer: torch.optim.Optimizer | None,
         ids: Callable[[Batch], Any],
-        labels: Callable[[Batch], Tensor] = attrgetter("label"),
+        labels: Callable[[Batch], Tensor] = label_of,
         device: str | torch.device = "cpu",
-        depth: int | None = None,
+        depth: int | str | None = None,
         deterministic: bool = True,
         graphs: bool = True,
         compile: bool = False,
@@ -69,6 +68,7 @@ class Trainer(Generic[Batch]):
         clip_norm: float | None = None,
     ) -> None:
         """`clip_norm`: the most that the dense part's gradients may be long together."""
+        check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic

@@ -1,12 +1,17 @@
 """The command line teaches itself."""
 
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import hotrow as hotrow_package
+from hotrow._quiet import is_the_command
 from hotrow.cli import make_app
 
 
@@ -29,6 +34,17 @@ def test_help_of_a_command_has_examples(command: str) -> None:
     assert f"hotrow {command}" in result.stdout
 
 
+@pytest.mark.parametrize("words", [[], ["train"], ["simulate"], ["doctor"]])
+def test_flags_are_shown_without_a_value(words: list[str]) -> None:
+    assert "bool" not in hotrow(*words, "--help").stdout
+
+
+def test_simulates_help_names_the_strategies_it_takes() -> None:
+    shown = " ".join(hotrow("simulate", "--help").stdout.replace("│", " ").split())
+    assert "of uncached, static, lru, scratchpipe, lookahead;" in shown
+    assert "…" not in shown
+
+
 def test_without_a_command_help_is_shown() -> None:
     assert "Usage" in hotrow().output
 
@@ -46,3 +62,37 @@ def test_python_dash_m_is_the_same_command() -> None:
         [sys.executable, "-m", "hotrow", "--version"], capture_output=True, text=True, check=True
     )
     assert result.stdout == f"hotrow {version('hotrow')}\n"
+
+
+def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    places = [str(tmp_path), str(Path(hotrow_package.__file__).parents[1])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hotrow", "train"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert told == ""
+    assert process.returncode == -signal.SIGINT  # which shells report as 130
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "expected"),
+    [
+        (["/usr/bin/hotrow", "train"], ["python", "/usr/bin/hotrow", "train"], True),
+        (["-m", "train"], ["python", "-m", "hotrow", "train"], True),
+        (["-m"], ["python", "-m", "pytest"], False),
+        (["mine.py"], ["python", "mine.py", "hotrow"], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_command_itself_is_quiet(
+    argv: list[str], original: list[str], expected: bool
+) -> None:
+    assert is_the_command(argv, original) is expected

@@ -1,8 +1,10 @@
 """`hotrow train` leaves records that are true, and says in one sentence what is wrong."""
 
 import json
+import re
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,53 @@ def test_json_gives_the_same_facts_and_no_bar() -> None:
     assert last["event"] == "end"
     assert last["memory"] == first["memory"]
     assert last["summary"]["auc"] == read_run("runs/small").summary.auc
+
+
+def chunked(*arguments: str) -> Result:
+    """A run whose budget is too small for its batches, with warnings as users have them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        return train("run.toml", "--set", "embedding.budget=30%", *arguments)
+
+
+def test_a_warning_is_one_line() -> None:
+    result = chunked("--set", "data.batch_size=80")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: a batch of ")
+    assert line.endswith("times as large would hold it")
+    assert "warning" not in result.stdout
+
+
+def test_a_warning_is_an_event_for_machines() -> None:
+    result = chunked("--set", "data.batch_size=80", "--json")
+    (told,) = [each for each in events(result) if each["event"] == "warning"]
+    assert told["message"].startswith("a batch of ")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("cpu", "none: rows stay in slow memory"),
+        ("uncached", "% of the rows, none kept between batches"),
+        ("static", "% of the rows\n"),
+        ("all-fast", "for 100.00% of the rows\n"),
+    ],
+)
+def test_the_summary_says_what_slots_are_for(strategy: str, said: str) -> None:
+    result = train("run.toml", "--set", f"embedding.strategy={strategy}")
+    lines = "".join(line.rstrip() + "\n" for line in result.stdout.splitlines())
+    assert said in lines
+    assert not re.search(r"total +0 B", lines)  # a table of fast memory without anything in it
+
+
+def test_a_folder_that_cannot_be_made_is_told() -> None:
+    Path("taken").write_text("")
+    result = train("run.toml", "--runs", "taken/runs")
+    assert result.exit_code == 2
+    assert "cannot make a folder for the run in taken/runs (Not a directory)" in result.stderr
+    assert "--runs" in result.stderr
 
 
 def test_the_built_in_job_needs_no_file() -> None:

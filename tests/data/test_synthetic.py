@@ -180,6 +180,7 @@ def test_kaggle_shape_at_skew_1_05_has_the_locality_of_the_traffic_study():
         ({"skew": (1.0,) * 5}, "skew must be one number or 4"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"drift": float("nan")}, "drift must be at least 0"),
+        ({"drift": 2}, "drift is a share, at most 1, got 2"),
         ({"correlated": 1.5}, "correlated is a share"),
         ({"click_rate": 1.0}, "click_rate must be between 0 and 1"),
         ({"seed": -1}, "seed must be at least 0"),

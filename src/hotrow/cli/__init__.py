@@ -14,19 +14,41 @@ from importlib import import_module
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hotrow import __version__
+from hotrow._quiet import interrupts_raise
 from hotrow.cli._exits import INTERRUPTED, USER_ERROR
+from hotrow.cli._show import one_line_warnings
 
 
 def main() -> None:
     """Entry point of the console script and of `python -m hotrow`."""
+    interrupts_raise()
     make_app()()
+
+
+class _Command(TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+class _Group(TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+def _as_flag(option: Any) -> Any:
+    """typer shows flags with a `<bool>` behind them, as if they took one."""
+    if option is not None:
+        option.metavar = ""
+    return option
 
 
 def make_app() -> typer.Typer:
     app = typer.Typer(
         name="hotrow",
+        cls=_Group,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
@@ -38,7 +60,7 @@ def make_app() -> typer.Typer:
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         if not name.startswith("_"):
             command = getattr(import_module(f"{__name__}.{name}"), name)
-            app.command(name)(_in_plain_words(command))
+            app.command(name, cls=_Command)(_in_plain_words(command))
     return app
 
 
@@ -50,7 +72,12 @@ def _show_version(asked: bool) -> None:
 
 def _options(
     version: bool = typer.Option(
-        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+        False,
+        "--version",
+        metavar="",
+        callback=_show_version,
+        is_eager=True,
+        help="Print the version.",
     ),
 ) -> None:
     """Train recommendation models whose embedding tables exceed fast memory.
@@ -69,7 +96,8 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapped(*args: Any, **options: Any) -> None:
         try:
-            command(*args, **options)
+            with one_line_warnings():
+                command(*args, **options)
         except BrokenPipeError:
             # Whoever read the output has gone, as `head` does; nothing is left to be said to it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

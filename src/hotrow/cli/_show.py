@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,11 +21,25 @@ from hotrow.cli._tally import Tally
 from hotrow.records import RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
+from hotrow.strategy import STRATEGIES
 
 Advance = Callable[[Tally], None]
 
 
+def tell_people(message: str) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
+@contextmanager
+def one_line_warnings(tell: Callable[[str], None] = tell_people) -> Iterator[None]:
+    """Warnings inside are told as sentences: which line of Python warns is nothing to act upon."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: tell(" ".join(str(message).split()))
+        yield
+
+
 class Show(Protocol):
+    def warn(self, message: str) -> None: ...
     def start(self, job: Job, folder: Path) -> None: ...
     def progress(self, title: str, *, steps: int) -> Any: ...
     def differs(self, what: list[str]) -> None: ...
@@ -39,6 +54,9 @@ class Screen:
         self._memory: Mapping[str, int] = {}
         self._all_rows = 0
 
+    def warn(self, message: str) -> None:
+        tell_people(message)
+
     def start(self, job: Job, folder: Path) -> None:
         config, embedding = job.config, job.embedding
         self._console.print(
@@ -49,7 +67,7 @@ class Screen:
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
         self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
-        self._console.print(_memory_table(self._memory, all_rows=self._all_rows))
+        self._show_memory(self._memory)
 
     @contextmanager
     def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
@@ -70,12 +88,16 @@ class Screen:
         with bar:
             yield advance
 
+    def _show_memory(self, memory: Mapping[str, int]) -> None:
+        if any(memory.values()):  # without slots nothing is taken before the first batch
+            self._console.print(_memory_table(memory, all_rows=self._all_rows))
+
     def differs(self, what: list[str]) -> None:
         self._console.print(f"[red]not equal to all-fast:[/] {', '.join(what)}")
 
     def end(self, record: RunRecord, folder: Path) -> None:
         if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
-            self._console.print(_memory_table(record.memory, all_rows=self._all_rows))
+            self._show_memory(record.memory)
         table = Table(show_header=False, box=None, padding=(0, 2))
         for key, value in _summary(record).items():
             table.add_row(key, value)
@@ -85,6 +107,9 @@ class Screen:
 
 class JsonLines:
     """One JSON object per line; progress at most once a second."""
+
+    def warn(self, message: str) -> None:
+        self._write("warning", message=message)
 
     def start(self, job: Job, folder: Path) -> None:
         embedding = job.embedding
@@ -147,6 +172,14 @@ def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:
     return table
 
 
+def _slots(record: RunRecord) -> str:
+    if not record.summary.fast_rows_share:
+        return "none: rows stay in slow memory"
+    strategy = STRATEGIES[record.settings["embedding"]["strategy"]]
+    kept = "" if strategy.keeps_rows else ", none kept between batches"
+    return f"for {record.summary.fast_rows_share:.2%} of the rows{kept}"
+
+
 def _summary(record: RunRecord) -> dict[str, str]:
     found = record.summary
     equality = {
@@ -162,7 +195,7 @@ def _summary(record: RunRecord) -> dict[str, str]:
         "AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
         "log-loss": _log_loss(record),
         "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
-        "rows in fast memory": f"{found.fast_rows_share:.2%}",
+        "slots": _slots(record),
         **chunked,
         "moved": show_bytes(found.bytes_moved),
         "speed": f"{found.samples_per_second:,.0f} samples/s",

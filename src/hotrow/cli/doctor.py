@@ -31,7 +31,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="The same facts for machines.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="The same facts for machines.")
+    ] = False,
 ) -> None:
     """Say what this machine has and what will be used.
 

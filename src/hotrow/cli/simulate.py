@@ -30,13 +30,21 @@ def simulate(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Change the data's settings; repeatable."
+        ),
     ] = None,
     slots: Annotated[
         str, typer.Option(help="Slots: numbers or percent of all rows, with commas between.")
     ] = "1%,5%,10%",
     strategies: Annotated[
-        str, typer.Option("--strategy", help="Strategies, with commas between.")
+        str,
+        typer.Option(
+            "--strategy",
+            help=f"With commas between, of {', '.join(CACHING)}; with the others no row enters or "
+            "leaves a slot.",
+            show_default="all of them",
+        ),
     ] = ",".join(CACHING),
     depth: Annotated[int, typer.Option(help="Batches known ahead, for lookahead.")] = 50,
     batches: Annotated[int, typer.Option(help="Batches that are counted.")] = 50,
@@ -46,13 +54,16 @@ def simulate(
         typer.Option(help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use."),
     ] = "learned",
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
+        bool,
+        typer.Option(
+            "--json", metavar="", help="The same facts for machines, one object per line."
+        ),
     ] = False,
 ) -> None:
-    """Print hit rates and traffic of every strategy, without a single row.
+    """Print hit rates and traffic of every strategy with slots, without a single row.
 
     The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
-    and no memory for tables.
+    and no memory for tables. Of a run's file only `[data]` matters, and `run.threads`.
 
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
     cause one at most, so `uncached` has hits, too. Batches whose rows do not fit the slots together
@@ -66,6 +77,8 @@ def simulate(
 
     - `hotrow simulate configs/traffic-study.toml --slots 1%,2%,5% --pin ranks --depth 50`
     """
+    for setting in settings or ():
+        _refuse_unused(setting)
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
@@ -95,6 +108,20 @@ def simulate(
             typer.echo(to_json(_facts(each)))
     else:
         Console().print(_table(found, trace.num_rows))
+
+
+_INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depth"}
+
+
+def _refuse_unused(setting: str) -> None:
+    """Settings of a file may be there for training; one given by hand is meant."""
+    section, _, key = setting.partition("=")[0].strip().partition(".")
+    if section in ("embedding", "model", "training"):
+        option = _INSTEAD.get(key) if section == "embedding" else None
+        raise ValueError(
+            f"--set {setting}: a simulation uses [data] and run.threads alone"
+            + (f"; give {option} instead" if option else "")
+        )
 
 
 def _slots(text: str, num_rows: int) -> int:

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from hotrow.cli._exits import INTERRUPTED, UNEQUAL
-from hotrow.cli._show import JsonLines, Screen, Show
+from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._tally import Tally
 from hotrow.records import EvalRecord, RunRecord
 from hotrow.run.config import load
@@ -32,7 +32,10 @@ def train(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
+        bool,
+        typer.Option(
+            "--json", metavar="", help="The same facts for machines, one object per line."
+        ),
     ] = False,
     runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
         "runs"
@@ -78,17 +81,21 @@ def train(
     eval_every = 500
     ```
 
+    `training.steps`, where it is given, takes the place of `epochs`. Without a file,
+    `run.threads = 1`, `training.eval_every = 64` and `training.check_equality = true` are set.
+
     Ctrl-C ends the run after the step under way; its records are kept, and the exit code is 130.
     """
     config = load(file, overrides=settings or ())
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    job = build(config)
     show: Show = JsonLines() if as_json else Screen()
-    with RunWriter(runs, name=config.run.name) as run, StopAfterStep() as stop:
-        show.start(job, run.folder)
-        record = _run(job, run, show, stop)
-        show.end(record, run.folder)
+    with one_line_warnings(show.warn):
+        job = build(config)
+        with RunWriter(runs, name=config.run.name) as run, StopAfterStep() as stop:
+            show.start(job, run.folder)
+            record = _run(job, run, show, stop)
+            show.end(record, run.folder)
     if stop.asked:
         raise typer.Exit(INTERRUPTED)
     if record.summary.equal_to_all_fast is False:

@@ -77,8 +77,9 @@ class SyntheticConfig:
         _at_least(1, num_clusters=self.num_clusters)
         _at_least(0, skew=min(self.skew_per_table), num_dense=self.num_dense, drift=self.drift)
         _at_least(0, correlated=self.correlated, signal=self.signal, seed=self.seed)
-        if self.correlated > 1:
-            raise ValueError(f"correlated is a share, at most 1, got {self.correlated}")
+        for name in ("correlated", "drift"):
+            if (share := getattr(self, name)) > 1:
+                raise ValueError(f"{name} is a share, at most 1, got {share}")
         if not 0 < self.click_rate < 1:
             raise ValueError(f"click_rate must be between 0 and 1, got {self.click_rate}")
 

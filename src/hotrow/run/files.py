@@ -159,14 +159,19 @@ def package_version(name: str) -> str | None:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()  # fails when it exists, so two runs started at once never share one
-        except FileExistsError:
-            continue
-        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = root / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir()  # fails when it exists, so two runs started at once never share one
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        raise ValueError(
+            f"cannot make a folder for the run in {root} ({error.strerror}); give another by --runs"
+        ) from error
     raise AssertionError("unreachable")
 
 

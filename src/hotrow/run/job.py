@@ -61,14 +61,13 @@ def build(config: RunConfig) -> Job:
         **config.model.arguments,
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
-    depth = config.embedding.depth
     trainer: Trainer[ClickBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
         dense_optimizer=_dense_optimizer(config.training.optimizer, model, embedding.device),
         ids=lambda batch: batch.sparse,
         device=embedding.device,
-        depth=None if isinstance(depth, str) else depth,
+        depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
     )
     # What is told of its memory before the first batch is to be what it will be.
