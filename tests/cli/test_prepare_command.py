@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,8 +116,12 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     for command in commands:
         code, output = run(*_words(command)[1:])
         assert code == 0, f"{command}: {output}"
-    block = page[page.index("    from hotrow") :].partition("\n\n##")[0]
-    exec(textwrap.dedent(block), {})
+    blocks = re.findall(r"^    from hotrow.*?(?=\n\n\S|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(textwrap.dedent(block).replace("2048", "8"), names)  # there are few lines here
+    assert len(next(names["rest"])) == 8
 
 
 def test_help_teaches_with_examples() -> None:
