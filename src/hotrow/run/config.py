@@ -88,6 +88,7 @@ class DataSection(SyntheticConfig):
     folder: str | None = None
     shuffle: bool = True
     rows: tuple[int, ...] = (200_000, 100_000, 50_000, 20_000, 5_000, 1_000, 100, 10)
+    scale: float = 1.0  # of each generated table, the share of its rows that there is
     samples: int = 524_288
     eval_batches: int | None = None  # of generated data 8, of prepared data all that are held back
 
@@ -95,6 +96,8 @@ class DataSection(SyntheticConfig):
         _one_of(("synthetic", "prepared"), kind=self.kind)
         super().__post_init__()
         _at_least(1, eval_batches=self.eval_batches)
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"scale must be above 0 and at most 1, got {self.scale}")
         if (self.folder is not None) != (self.kind == "prepared"):
             raise ValueError(
                 'kind "prepared" and folder belong together: name the folder that `hotrow prepare` '
@@ -108,8 +111,12 @@ class DataSection(SyntheticConfig):
     @property
     def clicks(self) -> SyntheticConfig:
         """The generator's part of the section."""
-        names = [each.name for each in fields(SyntheticConfig)]
-        return SyntheticConfig(**{name: getattr(self, name) for name in names})
+        given = {each.name: getattr(self, each.name) for each in fields(SyntheticConfig)}
+        return SyntheticConfig(**{**given, "rows": self.scaled_rows})
+
+    @property
+    def scaled_rows(self) -> tuple[int, ...]:
+        return tuple(max(1, round(self.scale * rows)) for rows in self.rows)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Generated:
         self._clicks = SyntheticClicks(section.clicks)
         names = section.clicks.table_names
         self.tables: Tables = {
-            name: (rows, [name]) for name, rows in zip(names, section.rows, strict=True)
+            name: (rows, [name]) for name, rows in zip(names, section.scaled_rows, strict=True)
         }
         self.num_dense = section.num_dense
         self.batches_per_epoch = section.samples // section.batch_size

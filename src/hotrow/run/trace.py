@@ -15,8 +15,8 @@ class Trace:
     """Batches of ids in one space for all tables of a run."""
 
     def __init__(self, data: DataSection) -> None:
-        self._rows = data.rows
-        self._bases = torch.tensor([0, *data.rows]).cumsum(0)
+        self._rows = data.scaled_rows
+        self._bases = torch.tensor([0, *self._rows]).cumsum(0)
         self._clicks = SyntheticClicks(data.clicks)
 
     @property

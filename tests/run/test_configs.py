@@ -1,0 +1,50 @@
+"""The run files of configs/: each trains, in small, and has the sizes that were published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hotrow.cli import make_app
+from hotrow.run.config import load
+from hotrow.run.files import read_run
+
+FOLDER = Path(__file__).parents[2] / "configs"
+ROWS = {
+    "rm2-kaggle": 33_762_577,
+    "rm3-terabyte": 204_184_588,
+    "rm4-avazu": 9_449_226,
+    "mlperf-dlrm": 204_184_588,
+    "mlperf-dlrm-dcnv2": 204_184_588,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tables_have_as_many_rows_as_were_published(name: str) -> None:
+    assert sum(load(FOLDER / f"{name}.toml").data.rows) == ROWS[name]
+
+
+def test_multi_hot_samples_have_214_lookups() -> None:
+    assert sum(load(FOLDER / "mlperf-dlrm-dcnv2.toml").data.clicks.lookups_per_table) == 214
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        "data.scale=0.0005", "training.steps=200", "embedding.budget=40%", "data.eval_batches=2",
+        "run.threads=1", f"data.batch_size={16 if name.endswith('dcnv2') else 64}",
+    ]  # fmt: skip
+    if name == "mlperf-dlrm":  # whose rate is for batches of 2,048
+        settings += ["embedding.optimizer.lr=0.03", "training.optimizer.lr=0.03"]
+    command = ["train", str(FOLDER / f"{name}.toml")]
+    result = CliRunner().invoke(
+        make_app(), [*command, *(part for each in settings for part in ("--set", each))]
+    )
+    assert result.exit_code == 0, result.output
+    run = read_run(f"runs/{name}")
+    assert run.outcome == "finished"
+    assert run.summary.steps == 200
+    assert run.summary.auc > 0.5
