@@ -50,6 +50,7 @@ ON_NONFINITE = ("propagate", "error", "skip")
 # ways so. "auto" measures.
 FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
+_LEAST_CHUNK = 1024
 _RECENT = 8  # batches among which ids that were built anew are looked for
 
 
@@ -512,7 +513,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
         group, base, _ = self._place(table)
-        for chunk in torch.arange(len(values)).split(group.chunk_rows):
+        for chunk in torch.arange(len(values)).split(_chunk_of(group)):
             ids = chunk + first + base
             rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
             rows[:, columns] = values[chunk].detach().to(rows)
@@ -658,9 +659,15 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
 
 
+def _chunk_of(group: RowGroup) -> int:
+    """Rows that are read or replaced at once: as many as the buffer holds, but not few."""
+    return max(group.chunk_rows, _LEAST_CHUNK)
+
+
 def _in_chunks(group: RowGroup, base: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    for first in range(0, size, group.chunk_rows):
-        ids = torch.arange(first, min(first + group.chunk_rows, size)) + base
+    step = _chunk_of(group)
+    for first in range(0, size, step):
+        ids = torch.arange(first, min(first + step, size)) + base
         yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
 
 
