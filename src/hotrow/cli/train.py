@@ -166,6 +166,13 @@ def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterSt
             if stop.asked or _has_settled(tally.evaluations, job.config.training.patience):
                 break
     tally.finish()
+    if tally.losses and math.isnan(tally.loss):
+        first = next(step for step, loss in enumerate(tally.losses, 1) if math.isnan(loss))
+        show.warn(
+            f"the loss is no number since step {first:,}: what was trained from there on is worth "
+            "nothing. Lower learning rates, training.schedule.warmup_steps or training.clip_norm "
+            "may help"
+        )
 
 
 def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
