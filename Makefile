@@ -15,7 +15,7 @@ train: $(STAMP)
 	$(VENV)/bin/hotrow train $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 -m "not gpu and not slow" $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

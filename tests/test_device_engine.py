@@ -405,6 +405,7 @@ def test_skipped_batches_are_not_trained_and_disturb_nothing() -> None:
     assert outcome(embedding, expected.losses).same_bits(expected)
 
 
+@pytest.mark.slow
 def test_victims_are_ranked_anew_when_the_window_has_grown() -> None:
     """So many slots that one ranking would serve all batches; its queue goes with the growth."""
     tables = [hotrow.EmbeddingBagConfig("t", 60_000, 4, ["f"])]

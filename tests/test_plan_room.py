@@ -157,6 +157,7 @@ def test_fewer_slots_give_the_bits_of_all_fast_in_bulk() -> None:
     assert embedding.num_slots < before
 
 
+@pytest.mark.slow
 def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
     weights = torch.arange(ROWS * float(DIM)).view(ROWS, DIM) / 1000
     outcomes = []
@@ -191,6 +192,7 @@ def test_what_is_left_of_the_budget_becomes_slots() -> None:
     assert unused < sum(embedding.memory().values()) > 0.95 * (embedding.bytes_total // 4)
 
 
+@pytest.mark.slow
 def test_what_was_reserved_is_what_there_will_be() -> None:
     embedding, other = build(), build()
     embedding.reserve(90)
@@ -217,6 +219,7 @@ def test_what_cannot_be_reserved_is_refused() -> None:
         build().reserve(4, {"g": 2})
 
 
+@pytest.mark.slow
 def test_slots_stay_when_rows_have_them() -> None:
     """A larger batch that comes later makes the window shorter."""
     embedding = build()

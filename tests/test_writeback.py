@@ -150,6 +150,7 @@ def test_fills_of_every_size_take_turns_with_the_same_bits(
     embedding.check()
 
 
+@pytest.mark.slow
 def test_where_one_ranking_serves_many_batches_nobody_reads_too_early_either(
     late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
