@@ -38,12 +38,6 @@ FORMS = ["rows", "bags"]
 STEPS = 5  # Triton's interpreter is slow
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even tiny batches are moved and updated in parts."""
-    monkeypatch.setattr(hotrow.hybrid, "_LEAST_PART", 3)
-
-
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     cross(monkeypatch, request.param)

@@ -111,8 +111,7 @@ def run(
             real(self)
 
         monkeypatch.setattr(hotrow.captured._Graph, "replay", replay)
-    rate = torch.tensor(0.1, device=DEVICE) if DEVICE.type == "cuda" else 0.1
-    optimizer = torch.optim.SGD(model.top.parameters(), lr=rate)
+    optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
     step = GraphedStep(
         model,
         F.binary_cross_entropy_with_logits,

@@ -1,23 +1,21 @@
-"""hotrow's `hybrid` strategy: rows in host memory, the dense part captured as one CUDA graph.
+"""hotrow's `hybrid` strategy: rows in host memory, and all but their lookup and update captured.
 
-Rows are looked up and updated by the CPU, so the whole step cannot be captured; the dense part is,
-as for every other system. Beside the figure stands what its parts take on this machine, alone and
-one after the other: rows read by all cores, rows written by them, both copies, the dense part.
+Beside the figure stands what its parts take on this machine, alone and one after the other: rows
+read by all cores, rows written by them, both copies, the dense part.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.data import ClickBatch
-from systems.ours import collection
+from systems.ours import Hotrow
 
 if TYPE_CHECKING:
     from suite import Bench
@@ -25,32 +23,10 @@ if TYPE_CHECKING:
 REPEATS = 10
 
 
-class Hybrid:
+class Hybrid(Hotrow):
     def __init__(self, bench: Bench) -> None:
-        self.bench, setting = bench, bench.setting
-        self.embedding = collection(
-            setting.rows,
-            setting.dim,
-            strategy="hybrid",
-            optimizer=setting.optimizer,
-            budget_bytes=setting.budget_bytes,
-            device=bench.device,
-            output_dtype=setting.output_dtype,
-        )
-
-    def steps(self, batches: Iterable[ClickBatch]) -> Generator[None, None, None]:
-        stream = hotrow.ahead(batches, self.embedding, ids=lambda batch: batch.sparse)
-        try:
-            for batch in stream:
-                vectors = self.embedding(batch.sparse).values()
-                grad = self.bench.gradient(vectors.detach(), batch.dense, batch.label)
-                vectors.backward(grad.to(vectors.dtype))
-                yield
-        finally:
-            stream.close()
-
-    def table_bytes(self) -> int:
-        return sum(self.embedding.memory().values())
+        super().__init__(bench, "hybrid")
+        self.bench = bench
 
     def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
         traffic = self.embedding.traffic()

@@ -7,7 +7,7 @@ batch ahead, on the device. What one update does to a row is optim.py's business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,8 +32,6 @@ from hotrow.store import Store, host_rows
 from hotrow.tables import WidthGroup
 
 _INT32_MAX = 2**31 - 1
-_PARTS = 4  # the link carries one while the cores are at the next
-_LEAST_PART = 4096  # rows: below this, all cores together wait longer than they work
 _FACTS = 3  # unique ids, padded lookups, whether an id is bad; then each table's first lookup
 
 
@@ -358,12 +356,10 @@ class HostRows(RowGroup):
         rows = self._rows.take(count + 1)
         rows[count].zero_()  # what padding reads
         there = torch.empty(rows.shape, device=self.device) if cross else rows
-        for part in _parts(count):
-            self._columns[0].read(plan.ids[part], out=rows[part])
-            if cross:
-                there[part].copy_(rows[part], non_blocking=True)
+        # In one go: the cores lose more by starting again and again than the link would gain.
+        self._columns[0].read(plan.ids, out=rows[:count])
         if cross:
-            there[count].zero_()
+            there.copy_(rows, non_blocking=True)
             self._rows_sent = self.lanes.mark("train")
             plan.there, plan.there_since = there, self._updates
         self._held = plan
@@ -453,8 +449,7 @@ class HostRows(RowGroup):
             ready.wait()
             assert here is not None
             sums = self._sum_here(plan, x, here, weights)
-            parts = [(part, sums[part], ready) for part in _parts(len(sums))]
-            self._update_rows(plan, plan.ids, parts, settings)
+            self._update_rows(plan, plan.ids, sums, ready, settings)
 
         self._owe(update, plan)
         return True
@@ -466,16 +461,11 @@ class HostRows(RowGroup):
         settings = self._settings_now()
         plan = work.plan if isinstance(work, HostWork) else None
         host_ids = ids.cpu() if plan is None else plan.ids
-        parts = []
+        here = grads
         if self.has_link:
-            here = self._grads.take(len(grads))
-            for part in _parts(len(grads)):
-                here[part].copy_(grads[part], non_blocking=True)
-                parts.append((part, here[part], self.lanes.mark("train")))
-        else:
-            now = self.lanes.mark("train")
-            parts = [(part, grads[part], now) for part in _parts(len(grads))]
-        self._owe(lambda: self._update_rows(plan, host_ids, parts, settings), plan)
+            here = self._grads.take(len(grads)).copy_(grads, non_blocking=True)
+        arrived = self.lanes.mark("train")
+        self._owe(lambda: self._update_rows(plan, host_ids, here, arrived, settings), plan)
 
     def _owe(self, update: Callable[[], None], plan: HostPlan | None) -> None:
         """To be done before any row is read, by whoever reads it.
@@ -502,7 +492,8 @@ class HostRows(RowGroup):
         self,
         plan: HostPlan | None,
         ids: Tensor,
-        parts: Sequence[tuple[slice, Tensor, Mark]],
+        grads: Tensor,
+        arrived: Mark,
         settings: tuple[Scalars, bool],
     ) -> None:
         # What the lookup has read is still there, if nobody has written since.
@@ -510,17 +501,16 @@ class HostRows(RowGroup):
         self._held = None
         if not is_held:
             self._rows_sent.wait()
-        weights, state = self._rows.take(len(ids)), self._state.take(len(ids))
+        values = [self._rows.take(len(ids))]
+        if len(self._columns) > 1:
+            values.append(self._state.take(len(ids)))
         with _in_any_order():
-            for part, grads, arrived in parts:
-                mine = ids[part]
-                values = [weights[part], *([state[part]] if len(self._columns) > 1 else [])]
-                for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
-                    columns.read(mine, out=out)
-                arrived.wait()
-                self._step_on(mine, values, grads, settings)
-                for columns, changed in zip(self._columns, values, strict=True):
-                    columns.write(mine, changed)
+            for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
+                columns.read(ids, out=out)
+            arrived.wait()
+            self._step_on(ids, values, grads, settings)
+            for columns, changed in zip(self._columns, values, strict=True):
+                columns.write(ids, changed)
 
     def _step_on(
         self, ids: Tensor, values: list[Tensor], grads: Tensor, settings: tuple[Scalars, bool]
@@ -656,11 +646,6 @@ class _Columns:
 
     def write(self, ids: Tensor, values: Tensor) -> None:
         self._to.index_copy_(0, ids, values.view(self._largest))
-
-
-def _parts(count: int) -> list[slice]:
-    size = max(_LEAST_PART, -(-count // _PARTS))
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 @contextmanager
