@@ -66,12 +66,11 @@ How the figures are taken:
   timed in three windows with pauses between them, of which the fastest counts, for every system
   alike: a core of the measured machine runs at half its speed for seconds or minutes, and then
   whoever launches kernels from Python is held up. So threads that launch use cores that were
-  fast at the window's start ([cores.py](cores.py)); results of 3510a81 are from before that, and
-  of whatever cores the system chose: compare figures of one commit. Shown is the newest result of
-  each; the files keep all. At 3510a81 the target took 0.736 (lookahead), 0.621 (all-fast), 1.216
-  (FBGEMM in HBM) and 2.368 ms (cached).
-- Kernels were launched from Python one by one at 3510a81, so the small ones show what a launch
-  takes: in a captured step the interaction takes 15 us, not 113.
+  fast at the window's start ([cores.py](cores.py)). Compare figures of one commit: those of 3510a81
+  are of whatever cores the system chose. Shown is the newest result of each; the files keep all. In
+  three runs of the target `lookahead` took 0.736 (3510a81), 0.632 (164d727) and 0.630 ms (aa9a180),
+  `all-fast` 0.621, 0.589 and 0.583, FBGEMM in HBM 1.216, 1.080 and 1.047, cached 2.368, 1.833 and
+  1.767; `lookahead` alone with `all-fast` and `hybrid`, at c9ec046, 0.718 beside 0.590.
 - Batches come from page-locked host memory and none occurs twice. Caches are full before timing
   starts, so that every row that arrives makes another leave.
 - Every system trains the same dense part on the same batches: bfloat16 weights with float32
@@ -229,7 +228,9 @@ def scale(lines: list[Line]) -> str:
         "The same lookups of 1 M different ids, spread over more and more rows of dimension 16; "
         "the embedding part alone with the same budget throughout. Bytes per slot are maps and "
         "counters; beside the slots lie buffers and the ids of batches to come, too. `over the "
-        "memory alone`: start-up over touching and page-locking as many bytes."
+        "memory alone`: start-up over touching and page-locking as many bytes; the first one "
+        "compiles kernels, too. Such small steps are decided by whoever launches them: at 164d727 "
+        "they took 0.334, 0.329, 0.403 and 0.375 ms."
     )
     return f"## Larger tables\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
