@@ -417,3 +417,40 @@ def test_updates_are_counted_only_where_there_are_any(frozen: bool) -> None:
         run.schedules.clear()  # torch warns of a schedule for an optimizer that takes no step
     run.graphed(batches())
     assert run.embedding.optimizer.steps == [0 if frozen else STEPS] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*ids:UserWarning")  # changed ones are planned on the spot
+@pytest.mark.parametrize("change", ["ids", "dense", "accumulate"])
+def test_what_a_loop_does_between_steps_is_seen(change: str) -> None:
+    def steps(run: Run, source: Any) -> Iterator[ClickBatch]:
+        joined = run.embedding.accumulate()
+        for number, batch in enumerate(source):
+            sparse: Any = batch.sparse
+            if number == 30 and change == "ids":
+                sparse.values().remainder_(100)
+            if number == 30 and change == "dense":
+                object.__setattr__(batch, "dense", torch.log1p(batch.dense))
+            if number == 30 and change == "accumulate":
+                joined.__enter__()
+            if number == 32 and change == "accumulate":
+                joined.__exit__(None, None, None)
+            yield batch
+
+    twin = Run("two-widths")
+    for batch in steps(twin, hotrow.ahead(batches(), twin.model, ids=lambda b: b.sparse)):
+        loss = F.binary_cross_entropy_with_logits(twin.model(batch), batch.label)
+        twin.dense.zero_grad()
+        loss.backward()
+        twin.dense.step()
+        twin._note(loss.detach())
+    run = Run("two-widths", strategy="lookahead", budget="60%")
+    run.step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
+    stream = hotrow.ahead(batches(), run.model, ids=lambda b: b.sparse, step=run.step)
+    for batch in steps(run, stream):
+        run._note(run.step(batch))
+    assert run.num_graphs > 1
+    assert run.embedding.optimizer.steps == [STEPS - (change == "accumulate")] * 2
+    assert same_bits(run.found(), twin.found())
+    assert not torch.equal(
+        run.found()["losses"], Run("two-widths").by_hand(batches()).found()["losses"]
+    )

@@ -6,6 +6,7 @@ gradients at which it was cut.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -94,8 +95,17 @@ class StandIn:
             self._run()
 
 
+def nothing(number: int, batch: ClickBatch, model: Model) -> None:
+    """What a loop does to a batch before it trains it."""
+
+
 def run(
-    monkeypatch: pytest.MonkeyPatch, rule: str, *, captured: bool, frozen: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    *,
+    captured: bool,
+    frozen: bool = False,
+    before: Callable[[int, ClickBatch, Model], None] = nothing,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Losses, all weights, and how often graphs were replayed."""
     model, replays = Model(rule, frozen=frozen), list[int]()
@@ -119,10 +129,11 @@ def run(
         labels=lambda batch: batch.label,
         lanes=lanes_of(DEVICE) if captured else None,
     )
-    losses = [
-        step(batch)
-        for batch in hotrow.ahead(batches(), model, ids=lambda batch: batch.sparse, step=step)
-    ]
+    losses = []
+    stream = hotrow.ahead(batches(), model, ids=lambda batch: batch.sparse, step=step)
+    for number, batch in enumerate(stream):
+        before(number, batch, model)
+        losses.append(step(batch))
     model.embedding.check()
     weights = [*model.embedding.state_dict().values(), *model.top.state_dict().values()]
     state = model.embedding.optimizer.state_dict()["state"]
@@ -150,3 +161,73 @@ def test_rows_without_a_gradient_are_not_updated(monkeypatch: pytest.MonkeyPatch
     _, _, (replays, steps) = run(monkeypatch, "adam", captured=True, frozen=True)
     assert replays
     assert steps == [0, 0]
+
+
+def change_ids(number: int, batch: ClickBatch, model: Model) -> None:
+    if number == 10:
+        assert isinstance(batch.sparse, Tensor)
+        batch.sparse.add_(1).remainder_(50)
+
+
+def replace_dense(number: int, batch: ClickBatch, model: Model) -> None:
+    if number == 10:
+        object.__setattr__(batch, "dense", torch.log1p(batch.dense))
+
+
+def scale(number: int, batch: ClickBatch, model: Model) -> None:
+    model.embedding.grad_scale = 2.0 if number in (10, 11) else None
+
+
+@pytest.mark.parametrize("before", [change_ids, replace_dense, scale])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore:.*ids:UserWarning")  # changed ones are planned on the spot
+def test_what_a_loop_does_to_a_batch_is_seen(
+    monkeypatch: pytest.MonkeyPatch, before: Any, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    losses, weights, _ = run(monkeypatch, "adagrad", captured=False, before=before)
+    found, found_weights, (replays, _) = run(monkeypatch, "adagrad", captured=True, before=before)
+    assert replays >= STEPS - 11  # those before and after
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
+    others, _, _ = run(monkeypatch, "adagrad", captured=True)
+    assert not all(map(torch.equal, others, losses))
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_accumulated_steps_are_one(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+
+    def accumulated(captured: bool) -> Any:
+        joined: Any = None
+
+        def before(number: int, batch: ClickBatch, model: Model) -> None:
+            nonlocal joined
+            if number == 9:
+                joined = model.embedding.accumulate()
+                joined.__enter__()
+            if number == 11:
+                joined.__exit__(None, None, None)
+
+        return run(monkeypatch, "adam", captured=captured, before=before)
+
+    _, weights, (_, steps) = accumulated(False)
+    _, found, (replays, found_steps) = accumulated(True)
+    assert replays
+    assert steps == found_steps == [STEPS - 1] * 2
+    assert all(map(torch.equal, found, weights))
+
+
+def test_places_of_cuts_go_with_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Model] = []
+
+    def before(number: int, batch: ClickBatch, model: Model) -> None:
+        kept.append(model)
+        if number == STEPS - 1:
+            assert model.embedding.memory()["vectors of captured steps"] > 0
+
+    run(monkeypatch, "sgd", captured=True, before=before)
+    gc.collect()
+    assert "vectors of captured steps" not in kept[0].embedding.memory()

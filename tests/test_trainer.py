@@ -286,3 +286,17 @@ def test_dense_gradients_are_clipped_and_rows_are_not() -> None:
     assert moved > 0.01
     with pytest.raises(ValueError, match="clip_norm must be a number above 0, got 0"):
         make_trainer(clip_norm=0)
+
+
+def test_gradients_that_nobody_trains_by_do_not_shorten_the_others() -> None:
+    outcomes = []
+    for others_grow in (False, True):
+        trainer = make_trainer(clip_norm=1e-3)
+        first, *rest = trainer.model.parameters()
+        optimizer = torch.optim.SGD(rest, lr=0.1)
+        trainer.dense_optimizer = trainer._step._optimizer = optimizer
+        if others_grow:
+            first.grad = torch.full_like(first, 1e3)
+        run(trainer)
+        outcomes.append([each.detach().clone() for each in rest])
+    assert all(map(torch.equal, *outcomes))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from operator import is_
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class CapturedStep:
             self._past.append(berth.handed)
             for embedding, arrival in berth.arrivals:
                 embedding.done_with(arrival)  # its plan's buffers are the berth's again
-            berth.handed, berth.arrivals = None, ()
+            berth.handed, berth.shown, berth.arrivals = None, [], ()
 
     def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
         """How a batch is to lie in a berth; None if it cannot."""
@@ -230,7 +231,7 @@ class CapturedStep:
                 )
             return self._run_eagerly(batch)
         graph = None
-        if self._refused or not all(work.group.slots_hold(work) for work in berth.captured):
+        if self._refused or not berth.can_be_replayed(batch):
             loss = self._run_eagerly(batch)
         elif berth.taken and not self._shapes[berth.key].is_tried:
             loss = self._try(berth)
@@ -447,6 +448,7 @@ class _Berth:
         self.tensors = tensors_in(batch)
         self.taken: dict[int, int] = {}  # of tensors with a place for each lookup: how many
         self.handed: Any = None  # the batch as it was handed out
+        self.shown: list[Tensor] = []  # its tensors
         self.arrivals: Arrivals = ()
         self.landed = 0  # when
         self.waits = False  # to be trained
@@ -457,6 +459,21 @@ class _Berth:
     @property
     def works(self) -> list[Any]:
         return _works(self.arrivals)
+
+    def can_be_replayed(self, batch: Any) -> bool:
+        """Whether the batch is still what has landed, its rows are there, and one update follows.
+
+        A loop may change a batch's ids, or put other tensors into it: a graph would not see it.
+        """
+        shown = tensors_in(batch)
+        return (
+            len(shown) == len(self.shown)
+            and all(map(is_, shown, self.shown))
+            and all(each.is_unchanged for _, each in self.arrivals)
+            and all(work.group.slots_hold(work) for work in self.captured)
+            and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
+            and (not self.cut or all(each.updates_at_once for each, _ in self.arrivals))
+        )
 
     @property
     def captured(self) -> list[Any]:
@@ -492,6 +509,7 @@ class _Berth:
             return tensor.detach() if size is None else tensor[:size]
 
         self.handed = map_tensors(self.batch, cut)
+        self.shown = tensors_in(self.handed)
         self.landed, self.waits = landed, True
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -69,6 +69,16 @@ class Arrival:
     @property
     def identity(self) -> tuple[Any, ...]:
         return identity(self.features, self.compared, self.versions)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Nobody has written to its ids since, as far as tensors tell."""
+        return all(
+            now == then or each.is_inference()
+            for each, now, then in zip(
+                self.compared, versions_of(self.compared), self.versions, strict=True
+            )
+        )
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -253,8 +263,14 @@ class EmbeddingBagCollection(nn.Module):
             )
         # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
         buffer_part = 1 / 64 if self.device.type == "cuda" else self.strategy.buffer_part
-        self._share_of = partial(_share_of, layouts, row_bytes, profile, buffer_part)
-        return self._share_of(parse_bytes(budget, total=self.bytes_total))
+        total = parse_bytes(budget, total=self.bytes_total)
+        parts: Callable[[int], list[float]] = partial(
+            byte_parts, layouts, row_bytes, profile=profile
+        )
+        if profile is not None:  # it takes long to rank, so other budgets are shared out alike
+            parts = partial(_always, parts(total))
+        self._share_of = partial(_share_of, layouts, row_bytes, parts, buffer_part)
+        return self._share_of(total)
 
     # -- lookup ------------------------------------------------------------------------
 
@@ -431,6 +447,11 @@ class EmbeddingBagCollection(nn.Module):
     def updates_at_once(self) -> bool:
         """Nobody looks at gradients between backward and update."""
         return self._step.at_once
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Backward passes are being joined into one step."""
+        return self._step.is_accumulating
 
     def done_with(self, arrival: Arrival) -> None:
         """`forward` will not see it again."""
@@ -674,7 +695,7 @@ def _in_chunks(group: RowGroup, base: int, size: int) -> Iterator[tuple[int, Ten
 def _share_of(
     layouts: Sequence[WidthGroup],
     row_bytes: list[int],
-    profile: Profile | None,
+    parts: Callable[[int], list[float]],
     buffer_part: float,
     total: int,
 ) -> Budget:
@@ -682,9 +703,13 @@ def _share_of(
         total,
         row_bytes=row_bytes,
         num_rows=[each.num_rows for each in layouts],
-        parts=byte_parts(layouts, row_bytes, total, profile),
+        parts=parts(total),
         buffer_part=buffer_part,
     )
+
+
+def _always(parts: list[float], total: int) -> list[float]:
+    return parts
 
 
 def _usable(device: torch.device) -> torch.device:

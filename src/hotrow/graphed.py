@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.lanes import Lanes
+from hotrow.masters import MasterWeights
 from hotrow.optim import RowOptimizer
 
 
@@ -164,10 +165,18 @@ class GraphedStep:
                 self._optimizer.zero_grad()
             loss.backward()
             if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+                nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
             if self._optimizer is not None:
                 self._optimizer.step()
         return loss.detach()
+
+    def _clipped(self) -> list[Tensor]:
+        """What the optimizer trains; gradients of anything else are not zeroed, and grow."""
+        if self._optimizer is None:
+            return list(self._model.parameters())
+        if isinstance(self._optimizer, MasterWeights):
+            return list(self._optimizer.weights)
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
 def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:

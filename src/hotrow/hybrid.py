@@ -7,6 +7,7 @@ batch ahead, on the device. What one update does to a row is optim.py's business
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -85,6 +86,11 @@ class Cut:
     def __init__(self, vectors: Tensor) -> None:
         self.vectors = vectors  # [bags, dim], read by the graph
         self.grads: Tensor | None = None  # likewise, written by it; None: it has no update
+
+    @property
+    def num_bytes(self) -> int:
+        both = [self.vectors] if self.grads is None else [self.vectors, self.grads]
+        return sum(each.numel() * each.element_size() for each in both)
 
 
 @dataclass(frozen=True)
@@ -182,9 +188,11 @@ class HostRows(RowGroup):
         self._held: HostPlan | None = None  # whose rows the room for rows holds, as the store does
         self._rows_sent = self._bags_sent = self.lanes.mark("train")
         self._updates = 0
-        self._owed: Callable[[], None] | None = None  # an update whose gradients are on their way
+        # An update whose gradients are on their way; a function that does not keep these rows.
+        self._owed: Callable[[HostRows], None] | None = None
         self._largest: dict[str, int] = {}
-        self._cuts: dict[int, Cut] = {}  # of the newest graph, by the berth of its batch
+        # Of the newest graph, by the berth of its batch; graphs hold them, and they go with them.
+        self._cuts: weakref.WeakValueDictionary[int, Cut] = weakref.WeakValueDictionary()
 
     def _make_rows(self, share: Share | None) -> None:
         assert share is None
@@ -278,7 +286,7 @@ class HostRows(RowGroup):
 
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:  # type: ignore[override]
         if capturing():
-            return self._cuts[work.berth].vectors.detach()  # a tensor of its own for autograd
+            return self._cuts[work.berth].vectors.clone()  # a model may change what it gets
         return self._vectors(self._planned(work), x)
 
     # -- captured steps, cut at the lookup ---------------------------------------------
@@ -286,12 +294,9 @@ class HostRows(RowGroup):
     def cut(self, work: HostWork) -> Cut:
         """Where a step of this batch will be cut, made anew: it is about to be captured."""
         shape = (work.lookups.num_bags, self.dim)
-        vectors = torch.zeros(shape, dtype=self.output_dtype, device=self.device)
-        self._cuts[work.berth] = Cut(vectors)
-        every = [each.vectors for each in self._cuts.values()]
-        size = sum(each.numel() * each.element_size() for each in every)
-        self._largest["vectors of captured steps"] = size
-        return self._cuts[work.berth]
+        made = Cut(torch.zeros(shape, dtype=self.output_dtype, device=self.device))
+        self._cuts[work.berth] = made
+        return made
 
     def bring(self, work: HostWork, cut: Cut) -> None:
         """Vectors to where the graph reads them."""
@@ -301,9 +306,6 @@ class HostRows(RowGroup):
         """Gradients from where the graph has put them, if it has."""
         if cut.grads is not None:
             self.update_at_once(work, work.lookups, cut.grads)
-
-    def free_berth(self, berth: int) -> None:
-        self._cuts.pop(berth, None)
 
     def read(self, x: Lookups) -> Tensor:
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
@@ -352,6 +354,7 @@ class HostRows(RowGroup):
         """The rows of a batch, and zeros: here, or on the device where they `cross`."""
         self.settle()
         self._rows_sent.wait()
+        self._held = None  # until all of these have been read
         count = plan.num_rows
         rows = self._rows.take(count + 1)
         rows[count].zero_()  # what padding reads
@@ -445,11 +448,11 @@ class HostRows(RowGroup):
         self._host_side(plan, x)
         (here, weights), ready = self._start_to_host(grads, x.weights, room=self._grads)
 
-        def update() -> None:
+        def update(rows: HostRows) -> None:
             ready.wait()
             assert here is not None
-            sums = self._sum_here(plan, x, here, weights)
-            self._update_rows(plan, plan.ids, sums, ready, settings)
+            sums = rows._sum_here(plan, x, here, weights)
+            rows._update_rows(plan, plan.ids, sums, ready, settings)
 
         self._owe(update, plan)
         return True
@@ -465,9 +468,9 @@ class HostRows(RowGroup):
         if self.has_link:
             here = self._grads.take(len(grads)).copy_(grads, non_blocking=True)
         arrived = self.lanes.mark("train")
-        self._owe(lambda: self._update_rows(plan, host_ids, here, arrived, settings), plan)
+        self._owe(lambda rows: rows._update_rows(plan, host_ids, here, arrived, settings), plan)
 
-    def _owe(self, update: Callable[[], None], plan: HostPlan | None) -> None:
+    def _owe(self, update: Callable[[HostRows], None], plan: HostPlan | None) -> None:
         """To be done before any row is read, by whoever reads it.
 
         Until then the device goes on, with the dense part's optimizer for instance. `backward()`
@@ -486,7 +489,7 @@ class HostRows(RowGroup):
         if self._owed is not None:
             with uninterrupted():
                 owed, self._owed = self._owed, None
-                owed()
+                owed(self)
 
     def _update_rows(
         self,
@@ -601,8 +604,9 @@ class HostRows(RowGroup):
         self._largest[what] = max(self._largest.get(what, 0), size)
 
     def memory(self) -> dict[str, int]:
-        """What the largest batch so far has taken."""
-        return dict(self._largest)
+        """What the largest batch so far has taken, and captured steps take."""
+        cuts = sum(each.num_bytes for each in self._cuts.values())
+        return {**self._largest, **({"vectors of captured steps": cuts} if cuts else {})}
 
     def check(self) -> None:
         """Prove that what is held of the last batch is what the store has."""
@@ -626,7 +630,8 @@ class _Room:
         """[count, width]; what was there last, if it was as large."""
         if len(self._memory) < count or self._memory.dtype != dtype:
             size = (count + count // 8, self._width)
-            self._memory = torch.empty(size, dtype=dtype, pin_memory=self._locked)
+            with torch.inference_mode(False):  # it serves training, too, whoever asks first
+                self._memory = torch.empty(size, dtype=dtype, pin_memory=self._locked)
         return self._memory[:count]
 
 

@@ -109,6 +109,10 @@ class PendingStep:
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
 
+    @property
+    def is_accumulating(self) -> bool:
+        return self._accumulating > 0
+
     def begin_call(self) -> _Call:
         """A lookup runs; inside a backward pass it is a recomputation."""
         self._calls += 1
