@@ -1,0 +1,121 @@
+"""How many samples a second `hotrow.data.Loader` puts together, in Criteo's layout.
+
+    python benchmarks/loader.py
+    python benchmarks/loader.py --workers 1 2 4 8 --samples 16000000
+
+Writes shards as `hotrow prepare` does (26 ids, 13 numbers, a label: 157 bytes a sample), reads them
+once so that they lie in memory, and then loads epochs of them, shuffled, into page-locked batches
+where there is a GPU. Nothing else is done with the batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Session, Timing, parser, say
+
+from hotrow.data import KAGGLE_ROWS, Loader
+from hotrow.data.prepared import format as layout
+
+BATCH, SHARD = 8192, 1 << 20
+NUM_DENSE, WINDOWS = 13, 5
+
+
+def write(folder: Path, samples: int) -> None:
+    """Samples drawn at random; only their size matters here."""
+    names = [f"C{place}" for place in range(1, len(KAGGLE_ROWS) + 1)]
+    schema = layout.Schema(
+        label="label",
+        dense=tuple(f"I{place}" for place in range(1, NUM_DENSE + 1)),
+        features=tuple(layout.Feature(name, name) for name in names),
+    )
+    for each in ("shards", "tables"):
+        (folder / each).mkdir()
+    draw, shards = np.random.default_rng(0), []
+    for number, first in enumerate(range(0, samples, SHARD)):
+        count = min(SHARD, samples - first)
+        arrays = {
+            "ids": (draw.random((count, len(names)), np.float32) * KAGGLE_ROWS).astype(np.int32),
+            "dense": draw.random((count, NUM_DENSE), np.float32),
+            "label": draw.integers(0, 2, count, np.uint8),
+        }
+        file = f"shards/train-{number:05}.bin"
+        whole = bytearray(layout.shard_bytes(schema, count, {}))
+        for name, place in layout.sections(schema, count, {}).items():
+            whole[place.offset : place.end] = arrays[name].tobytes()
+        shards.append(layout.ShardRecord(**_written(folder, file, whole), samples=count))
+    tables = []
+    for number, (name, rows) in enumerate(zip(names, KAGGLE_ROWS, strict=True)):
+        counts = _written(folder, f"tables/{number:03}.counts", np.ones(rows, np.int64).tobytes())
+        tables.append(
+            layout.TableRecord(name, rows, "hash", None, layout.FileRecord(**counts), None)
+        )
+    splits = {"train": tuple(shards), "validation": (), "test": ()}
+    manifest = layout.Manifest(schema, tuple(tables), splits, {}, {}, "benchmarks/loader.py")
+    (folder / layout.MANIFEST).write_text(layout.to_json(manifest), encoding="utf-8")
+
+
+def _written(folder: Path, file: str, content: bytes | bytearray) -> dict[str, Any]:
+    (folder / file).write_bytes(content)
+    return {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def measure(folder: Path, workers: int, seconds: float) -> dict[str, Any]:
+    """Samples per second in windows of so many seconds, after one of warming up."""
+    loader = Loader(folder, batch_size=BATCH, seed=0, epochs=10**6, workers=workers)
+    batches = loader.batches()
+    rates = []
+    try:
+        for _ in range(1 + WINDOWS):
+            started, taken = time.perf_counter(), 0
+            while (passed := time.perf_counter() - started) < seconds:
+                taken += sum(len(batch.label) for batch in itertools.islice(batches, 16))
+            rates.append(taken / passed)
+    finally:
+        batches.close()
+    milliseconds = [1000 * BATCH / rate for rate in rates[1:]]
+    return {
+        "workers": workers,
+        "step_ms": asdict(Timing.of(milliseconds)),  # of a batch
+        "samples_per_second": float(np.median(rates[1:])),
+        "page_locked": torch.cuda.is_available(),
+    }
+
+
+def one_line(measured: dict[str, Any]) -> str:
+    return f"{measured['samples_per_second'] / 1e6:6.2f} M samples/s"
+
+
+def main() -> None:
+    made = parser(__doc__.split("\n")[0])
+    made.add_argument("--samples", type=int, default=8_000_000)
+    made.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 12])
+    made.add_argument("--seconds", type=float, default=0.5, help="of each of five windows")
+    arguments = made.parse_args()
+    if arguments.smoke:
+        arguments.samples, arguments.workers, arguments.seconds = 20_000, [1, 2], 0.01
+    session = Session("loader", arguments)
+    with tempfile.TemporaryDirectory() as name:
+        say(f"writing {arguments.samples:,} samples")
+        write(Path(name), arguments.samples)
+        for workers in arguments.workers:
+            session.attempt(
+                f"workers-{workers}",
+                "hotrow",
+                lambda workers=workers: measure(Path(name), workers, arguments.seconds),
+                one_line,
+            )
+    session.print_again()
+    raise SystemExit(int(session.failed > 0))
+
+
+if __name__ == "__main__":
+    main()
