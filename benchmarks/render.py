@@ -33,6 +33,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/kernels.py` | each kernel against the bytes it must move |
 | `python benchmarks/belady.py` | misses of look-ahead over the fewest possible; needs no GPU |
 | `python benchmarks/timeline.py --record t.json.gz` | draws what runs beside training |
+| `python benchmarks/loader.py` | samples per second out of prepared files |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 
 All but criteo_sample.py take `--minutes 8` (begin nothing that would end later), `--results`,
@@ -254,6 +255,25 @@ def kernels(lines: list[Line]) -> str:
     return f"## Kernels\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
 
+def loader(lines: list[Line]) -> str:
+    head = ("threads", "M samples/s", "a batch of 8192, ms", "page-locked", "commit")
+    rows = [
+        (
+            f"{line['workers']}",
+            f"{line['samples_per_second'] / 1e6:.1f}",
+            step(line),
+            "yes" if line["page_locked"] else "no",
+            line["commit"],
+        )
+        for line in sorted(lines, key=lambda line: line["workers"])
+    ]
+    about = (
+        "`hotrow.data.Loader` on files of Criteo's layout that lie in memory: shuffled batches of "
+        "26 ids, 13 numbers and a label, of which nothing is made."
+    )
+    return f"## Loader\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
+
+
 BELADY = """\
 Rows fetched per batch by hotrow's planner, over the fewest that any choice of victims could fetch
 with all rows of a batch resident together (Belady's bound for batches: evict what is used again
@@ -339,7 +359,8 @@ def page(suites: dict[str, list[Line]]) -> str:
     if "ceilings" in suites:
         parts.append(ceilings(suites["ceilings"]))
     parts += [comparison(name, suites[name], rates) for name in TITLES if name in suites]
-    for name, section in (("scale", scale), ("kernels", kernels), ("belady", belady)):
+    sections = (("scale", scale), ("kernels", kernels), ("loader", loader), ("belady", belady))
+    for name, section in sections:
         if name in suites:
             parts.append(section(suites[name]))
     if len(parts) == 1:

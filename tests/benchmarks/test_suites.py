@@ -165,3 +165,14 @@ def test_the_fastest_window_counts_and_the_others_are_told(load, monkeypatch) ->
     assert timing.p50 == pytest.approx(1.0)
     assert timing.medians == pytest.approx((3.0, 1.0, 2.0))
     assert timing.steps == 10
+
+
+def test_the_loader_is_timed_in_small(load, tmp_path, monkeypatch, capsys) -> None:
+    loader = load("loader")
+    monkeypatch.setattr("sys.argv", ["loader.py", "--smoke", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        loader.main()
+    assert ended.value.code == 0, capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "loader.jsonl").read_text().splitlines()]
+    assert [line["workers"] for line in lines] == [1, 2]
+    assert all(line["samples_per_second"] > 0 for line in lines)
