@@ -27,11 +27,12 @@ from hotrow.data.prepared import format as layout
 
 BATCH, SHARD = 8192, 1 << 20
 NUM_DENSE, WINDOWS = 13, 5
+ROWS = tuple(min(rows, 100_000) for rows in KAGGLE_ROWS)
 
 
 def write(folder: Path, samples: int) -> None:
     """Samples drawn at random; only their size matters here."""
-    names = [f"C{place}" for place in range(1, len(KAGGLE_ROWS) + 1)]
+    names = [f"C{place}" for place in range(1, len(ROWS) + 1)]
     schema = layout.Schema(
         label="label",
         dense=tuple(f"I{place}" for place in range(1, NUM_DENSE + 1)),
@@ -43,7 +44,7 @@ def write(folder: Path, samples: int) -> None:
     for number, first in enumerate(range(0, samples, SHARD)):
         count = min(SHARD, samples - first)
         arrays = {
-            "ids": (draw.random((count, len(names)), np.float32) * KAGGLE_ROWS).astype(np.int32),
+            "ids": (draw.random((count, len(names)), np.float32) * ROWS).astype(np.int32),
             "dense": draw.random((count, NUM_DENSE), np.float32),
             "label": draw.integers(0, 2, count, np.uint8),
         }
@@ -53,7 +54,7 @@ def write(folder: Path, samples: int) -> None:
             whole[place.offset : place.end] = arrays[name].tobytes()
         shards.append(layout.ShardRecord(**_written(folder, file, whole), samples=count))
     tables = []
-    for number, (name, rows) in enumerate(zip(names, KAGGLE_ROWS, strict=True)):
+    for number, (name, rows) in enumerate(zip(names, ROWS, strict=True)):
         counts = _written(folder, f"tables/{number:03}.counts", np.ones(rows, np.int64).tobytes())
         tables.append(
             layout.TableRecord(name, rows, "hash", None, layout.FileRecord(**counts), None)
