@@ -28,7 +28,7 @@ from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.layouts import Samples, label_of, samples_of
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
-from hotrow.data.prepared.text import Piece, Place
+from hotrow.data.prepared.text import Piece, Place, file_by_file
 from hotrow.data.prepared.vocabulary import Keys
 from hotrow.run import toml
 
@@ -221,13 +221,7 @@ class ParquetSource:
         """Nothing is to be done before."""
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        place = start or Place()
-        for number in range(place.file, len(self.paths)):
-            if number > place.file:
-                place = Place(number, 0, 0, place.line)
-            for piece in self._file(place):
-                yield piece
-                place = piece.after
+        return file_by_file(len(self.paths), self._file, start)
 
     def _file(self, place: Place) -> Iterator[Piece]:
         """Each piece is a part of one row group; `offset` counts row groups."""

@@ -6,7 +6,7 @@ same pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,7 @@ class TextFiles:
             _check(path)
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        place = start or Place()
-        for number in range(place.file, len(self.paths)):
-            if number > place.file:
-                place = Place(number, 0, 0, place.line)
-            for piece in self._file(place):
-                yield piece
-                place = piece.after
+        return file_by_file(len(self.paths), self._file, start)
 
     def _file(self, place: Place) -> Iterator[Piece]:
         path = self.paths[place.file]
@@ -96,6 +90,19 @@ class TextFiles:
                 f"{first[:80].decode(errors='replace')!r}; expected is the header "
                 f"{self._header.decode()!r}"
             )
+
+
+def file_by_file(
+    count: int, read: Callable[[Place], Iterator[Piece]], start: Place | None
+) -> Iterator[Piece]:
+    """The pieces of so many files from `start` on; `read` gives those of one, from its place on."""
+    place = start or Place()
+    for number in range(place.file, count):
+        if number > place.file:
+            place = Place(number, 0, 0, place.line)
+        for piece in read(place):
+            yield piece
+            place = piece.after
 
 
 def _after(place: Place, text: bytes) -> Place:
