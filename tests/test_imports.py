@@ -62,6 +62,7 @@ def parts_imported_by(module: str) -> set[str]:
 LAYERS = [
     {"kernels", "interrupt", "lanes", "masters", "progress", "told", "watch", "writer"},
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
+    {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"stages", "device_planner", "device_start", "staged"},
     {"writeback", "everything", "device_work"},

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from hotrow import pinned
+from hotrow.host_memory import available_bytes
 from hotrow.kernels.triton.fill import gather, scatter
-from hotrow.pinned import available_bytes, locked_rows
+from hotrow.pinned import locked_rows
 
 CHUNK = 1 << 20
 WIDTH = 48  # rows do not divide a chunk: some lie in two

@@ -607,8 +607,9 @@ def test_evaluating_touches_no_map_hold_or_counter() -> None:
     ]
     traffic = embedding.traffic()
     embedding.eval()
-    for batch in hotrow.ahead(CASE.batches(5, seed=4), embedding):
-        embedding(batch)
+    with torch.no_grad():
+        for batch in hotrow.ahead(CASE.batches(5, seed=4), embedding):
+            embedding(batch)
     after = [planner.number, planner.last_use, planner.uses, planner.pad.row_of_slot]
     assert before[0] == after[0]
     assert all(map(torch.equal, before[1:], after[1:]))
@@ -1166,3 +1167,35 @@ def test_a_staged_batch_larger_than_the_buffer_fills_the_slots_all_the_same() ->
             embedding.check()
         weights.append(embedding.state_dict()["embedding_bags.a.weight"])
     assert torch.equal(*weights)
+
+
+def test_a_loop_that_left_eval_on_is_told() -> None:
+    def forgetful(model: nn.Module) -> None:
+        model.eval()
+        for batch in hotrow.ahead(CASE.batches(8), model):
+            readout(model[0](batch))  # type: ignore[operator, index]
+
+    model = nn.Sequential(tight(), nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match=r"3 batches .* eval\(\) mode.*model\.train\(\)") as told:
+        forgetful(model)
+    assert len(told) == 1
+    model.train()
+    model[0].eval()  # rows may be frozen on purpose
+    for batch in hotrow.ahead(CASE.batches(8), model):
+        model[0](batch)
+
+
+def test_evaluation_in_a_loop_is_no_mistake() -> None:
+    embedding = tight()
+    for batch in hotrow.ahead(CASE.batches(8), embedding):
+        embedding.eval()
+        with torch.no_grad():
+            embedding(batch)
+        embedding(batch)  # with gradients on
+        embedding.train()
+        readout(embedding(batch)).backward()
+    embedding.eval()
+    with torch.no_grad():
+        for batch in hotrow.ahead(CASE.batches(8), embedding):
+            embedding(batch)
+    embedding(batch)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import hotrow
+import hotrow.host_memory
 from hotrow import store as store_module
 from hotrow.store import Store, host_rows, initialise, start_weights
 from hotrow.tables import group_by_width
@@ -269,3 +270,12 @@ def test_making_a_large_store_takes_no_second_copy() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     )
     assert 0.9 < float(done.stdout) < 1.25
+
+
+def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrow.host_memory, "available_bytes", lambda: 10_000)
+    tables = [hotrow.EmbeddingBagConfig("t", 1000, 16, ["f"])]
+    message = r"1,000 rows of 32 floats need 125.0 KiB of host memory, and 9.8 KiB are available"
+    for strategy in ("lookahead", "all-fast", "hybrid"):
+        with pytest.raises(ValueError, match=message):
+            hotrow.EmbeddingBagCollection(tables, hotrow.Adagrad(lr=0.1), "50%", strategy=strategy)

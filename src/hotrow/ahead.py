@@ -20,9 +20,11 @@ from hotrow.lanes import Name
 from hotrow.schedule import Ticket
 from hotrow.stages import FUSED, SPLIT
 from hotrow.strategy import Strategy
+from hotrow.told import warn
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
+_NO_ACCIDENT = 3  # batches in the wrong mode
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
 
 
@@ -92,6 +94,7 @@ class Ahead:
         self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
         self._running: Generator[Ticket, None, None] | None = None
+        self._model, self._unplanned = model, 0  # batches one after the other, in eval() mode
         self._collections = _collections_in(model)
         self._strategy = _common_strategy(list(self._collections.values()))
         self._reader: _Reader | None = None
@@ -116,6 +119,7 @@ class Ahead:
             raise
         assert isinstance(ticket, _Read)
         self._last = ticket
+        self._note_mode()
         self._reader.yielded += 1
         if not ticket.is_landed:
             self._reader.lanes.hand_over(tensors_in(ticket.batch))
@@ -124,6 +128,19 @@ class Ahead:
         if self._landing is not None:
             self._landing.arrived(ticket.batch, ticket.arrivals)
         return ticket.batch
+
+    def _note_mode(self) -> None:
+        """Say so if a training loop seems to have left `eval()` on."""
+        if self._model.training or not torch.is_grad_enabled():
+            self._unplanned = 0
+            return
+        self._unplanned += 1
+        if self._unplanned == _NO_ACCIDENT:
+            warn(
+                f"the last {_NO_ACCIDENT} batches of hotrow.ahead came while the model was in eval() "
+                "mode, in which no row is updated, with gradients on. To train, call model.train(); "
+                "to evaluate, torch.no_grad() leaves this warning out"
+            )
 
     def __len__(self) -> int:
         """As many batches as the loader says it has."""

@@ -307,8 +307,8 @@ def _check_offsets(
         )
     if last != num_values:
         raise ValueError(
-            f"offsets must end at the number of indices, {num_values}, but end at {last}; "
-            "nn.EmbeddingBag's short form leaves the last offset out: append it"
+            f"offsets must end at the number of indices, {num_values}, but end at {last} (lengths "
+            "must sum to it); nn.EmbeddingBag's short form leaves the last offset out: append it"
         )
     return tuple(ends)
 

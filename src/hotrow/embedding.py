@@ -784,7 +784,9 @@ def _check_arguments(
             f"{'the class ' if is_class else ''}{kind.__module__}.{kind.__qualname__}"
         )
     if on_nonfinite not in ON_NONFINITE:
-        raise ValueError(f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}")
+        raise ValueError(
+            f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, not {on_nonfinite!r}"
+        )
 
 
 @cache

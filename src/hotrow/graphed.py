@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hotrow.captured import CapturedStep
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.lanes import Lanes
-from hotrow.masters import MasterWeights
 from hotrow.optim import RowOptimizer
 
 
@@ -174,7 +173,7 @@ class GraphedStep:
         """What the optimizer trains; gradients of anything else are not zeroed, and grow."""
         if self._optimizer is None:
             return list(self._model.parameters())
-        if isinstance(self._optimizer, MasterWeights):
+        if hasattr(self._optimizer, "masters"):  # its groups hold those
             return list(self._optimizer.weights)
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
+from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds
 from hotrow.lanes import Mark, lanes_of
@@ -84,6 +85,8 @@ class RowGroup:
 
     def _make_rows(self, share: Share | None) -> None:
         if share is None:
+            if self.device.type == "cpu":
+                check_fits(self.layout.num_rows, self.width)
             # The last row stays zero: padding reads it.
             rows = torch.zeros(self.layout.num_rows + 1, self.width, device=self.device)
             self.slots, self.store = rows, Store(rows[:-1])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.host_memory import check_fits
 from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
 
 _CHUNK_FLOATS = 1 << 20
@@ -51,6 +52,7 @@ def _as_items(rows: Tensor) -> np.ndarray:
 
 def host_rows(num_rows: int, width: int) -> Tensor:
     """Rows in a mapping of their own, untouched and all zero."""
+    check_fits(num_rows, width)
     memory = mmap.mmap(-1, max(1, num_rows * width * 4))
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)

@@ -1,0 +1,77 @@
+"""How much host memory there is: the machine's, or what its container leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hotrow.budget import show_bytes
+
+
+def check_fits(num_rows: int, width: int, *, available: int | None = None) -> None:
+    """Refuse more rows than there is memory for (`available` bytes, measured if not given)."""
+    num_bytes = num_rows * width * 4
+    have = available_bytes() if available is None else available
+    if have is not None and num_bytes > have:
+        raise ValueError(
+            f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes)} of host memory, and "
+            f"{show_bytes(have)} are available. Use a machine with more memory, smaller tables, or "
+            "an optimizer that keeps less state per row"
+        )
+
+
+def available_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    own_cgroup: Path = Path("/proc/self/cgroup"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int | None:
+    """Host memory a process may still take, by the machine and by its container; None: unknown."""
+    limits = [_machine(meminfo), *(_left(each) for each in _cgroup_folders(own_cgroup, cgroups))]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _machine(meminfo: Path) -> int | None:
+    for line in _read(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_folders(own_cgroup: Path, cgroups: Path) -> list[Path]:
+    """Where this process's limits stand: its own group's, and those of all groups around it."""
+    folders = []
+    for line in _read(own_cgroup).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):  # version 2 has one hierarchy, without a name
+            continue
+        root = cgroups / controllers
+        own = root / path.lstrip("/")
+        # Inside a container the path may be the host's; the root is then the container's own.
+        folders += [each for each in (own, *own.parents) if each.is_relative_to(root)]
+    return folders
+
+
+def _left(folder: Path) -> int | None:
+    """What is left in a group, by the names of version 2 or of version 1."""
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, current = _read(folder / most).strip(), _read(folder / used).strip()
+        if limit.isdigit() and current.isdigit():
+            return max(0, int(limit) - int(current) + _cached_files(folder))
+    return None
+
+
+def _cached_files(folder: Path) -> int:
+    """Copies of files that count as used and are given up when memory is asked for."""
+    for line in _read(folder / "memory.stat").splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
