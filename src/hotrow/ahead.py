@@ -137,9 +137,9 @@ class Ahead:
         self._unplanned += 1
         if self._unplanned == _NO_ACCIDENT:
             warn(
-                f"the last {_NO_ACCIDENT} batches of hotrow.ahead came while the model was in eval() "
-                "mode, in which no row is updated, with gradients on. To train, call model.train(); "
-                "to evaluate, torch.no_grad() leaves this warning out"
+                f"{_NO_ACCIDENT} batches of hotrow.ahead came while the model was in eval() mode, "
+                "in which no row is updated, with gradients on. To train, call model.train(); to "
+                "evaluate, torch.no_grad() leaves this warning out"
             )
 
     def __len__(self) -> int:

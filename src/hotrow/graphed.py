@@ -173,8 +173,9 @@ class GraphedStep:
         """What the optimizer trains; gradients of anything else are not zeroed, and grow."""
         if self._optimizer is None:
             return list(self._model.parameters())
-        if hasattr(self._optimizer, "masters"):  # its groups hold those
-            return list(self._optimizer.weights)
+        weights = getattr(self._optimizer, "weights", None)
+        if weights is not None:  # whose masters are in the groups
+            return list(weights)
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
 
