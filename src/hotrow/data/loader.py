@@ -161,7 +161,7 @@ class BatchReader(Generic[Batch]):
 
     def _taken(self, array: NDArray[Any], places: NDArray[np.int64]) -> Tensor:
         """numpy throughout: torch would start threads of its own in each of ours."""
-        dtype = torch.from_numpy(array[:0]).dtype
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype  # mapped arrays cannot be written
         out = self._new((len(places), *array.shape[1:]), dtype)
         np.take(array, places, axis=0, out=out.numpy(), mode="clip")  # "raise" makes a copy
         return out
