@@ -58,6 +58,9 @@ def main() -> None:
     for kind in RUNS:
         options.add_argument(f"--{kind}", type=Path, help=f"a log that `prepare {kind}` reads")
     options.add_argument("--seeds", type=int, default=3)
+    options.add_argument(
+        "--same-start", action="store_true", help="PyTorch begins with hotrow's weights"
+    )
     options.add_argument("--set", action="append", default=[], help="a setting of all runs")
     options.add_argument("--folder", type=Path, help="keep prepared data here")
     asked = options.parse_args()
@@ -69,7 +72,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for kind, path in given.items():
             folder = prepared(kind, path, asked.folder or Path(scratch))
-            is_good &= measure(kind, folder, seeds=asked.seeds, settings=asked.set)
+            is_good &= measure(
+                kind, folder, seeds=asked.seeds, settings=asked.set, same_start=asked.same_start
+            )
     raise SystemExit(not is_good)
 
 
@@ -81,7 +86,9 @@ def prepared(kind: str, path: Path, under: Path) -> Path:
     return folder
 
 
-def measure(kind: str, folder: Path, *, seeds: int, settings: Sequence[str]) -> bool:
+def measure(
+    kind: str, folder: Path, *, seeds: int, settings: Sequence[str] = (), same_start: bool = False
+) -> bool:
     """Whether all was as promised: equal to the bit, and PyTorch's AUC as good."""
     name, own = RUNS[kind]
     changed = [*own, *settings]
@@ -94,7 +101,7 @@ def measure(kind: str, folder: Path, *, seeds: int, settings: Sequence[str]) -> 
         is_equal &= not unlike
         show(f"hotrow, seed {seed}", found, "not " * bool(unlike) + "equal to all-fast, to the bit")
         if kind == "criteo":
-            plain.append(trained_plainly(config))
+            plain.append(trained_plainly(config, same_start=same_start))
             show(f"PyTorch, seed {seed}", plain[-1], "")
     show("hotrow, mean", average(ours), "")
     best = max(range(seeds), key=lambda seed: ours[seed].chosen_by)
@@ -112,7 +119,7 @@ def config_of(name: str, folder: Path, settings: Iterable[str], seed: int) -> Ru
 
 
 def trained(config: RunConfig) -> tuple[Outcome, list[str]]:
-    """What comes of a run, and in what it differs from the same one with all rows in fast memory."""
+    """What comes of a run, and in what it differs from one that has all rows in fast memory."""
     job, other = build(config), build(all_fast(config))
     started = time.perf_counter()
     losses = [record.loss for record in job.train()]
@@ -138,6 +145,14 @@ class PlainDLRM(nn.Module):
         self.top = layers([dim + pairs, *shape["top"]])[:-1]  # the last ReLU left out
         self.places = torch.tril_indices(len(rows) + 1, len(rows) + 1, offset=-1)
 
+    def start_like(self, job: Job) -> None:
+        given = job.model.state_dict()
+        for table, weights in zip(job.samples.tables, self.tables, strict=True):
+            rows = given.pop(f"embedding.embedding_bags.{table}.weight")
+            weights.load_state_dict({"weight": rows})
+        found = self.load_state_dict(given, strict=False)  # the layers
+        assert not found.unexpected_keys
+
     def forward(self, batch: ClickBatch) -> Tensor:
         dense = self.bottom(batch.dense)
         ids = zip(self.tables, batch.sparse.long().T, strict=True)
@@ -157,7 +172,7 @@ def layers(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*found)
 
 
-def trained_plainly(config: RunConfig) -> Outcome:
+def trained_plainly(config: RunConfig, *, same_start: bool) -> Outcome:
     """The same batches in the same order, by SGD of torch.optim on all parameters."""
     job = build(all_fast(config))  # for its data and shape; it is not trained
     rates = {config.embedding.optimizer.lr, config.training.optimizer.lr}
@@ -166,6 +181,8 @@ def trained_plainly(config: RunConfig) -> Outcome:
         raise SystemExit("plain PyTorch is trained by SGD with one learning rate")
     torch.manual_seed(config.run.seed)
     model = PlainDLRM(job)
+    if same_start:
+        model.start_like(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=rates.pop())
     started = time.perf_counter()
     for batch in job.samples.batches(job.total_steps):
