@@ -82,7 +82,9 @@ def prepared(kind: str, path: Path, under: Path) -> Path:
     folder = under / kind
     if not (folder / "manifest.json").exists():
         words = ["prepare", kind, str(path), "--out", str(folder)]
-        subprocess.run([sys.executable, "-m", "hotrow", *words], check=True, stdout=sys.stderr)
+        done = subprocess.run([sys.executable, "-m", "hotrow", *words], stdout=subprocess.PIPE)
+        if done.returncode:  # what is wrong has been said
+            raise SystemExit(done.returncode)
     return folder
 
 

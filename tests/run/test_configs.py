@@ -53,6 +53,10 @@ def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     ]  # fmt: skip
     if name == "traffic-study":  # which is no run: nothing says its name
         settings += [f"run.name={name}"]
+    if name.startswith("mlperf"):  # whose dense layers would take all the time
+        settings += ["model.top=[64, 32]", "model.bottom=[32]"]
+    if name.endswith("dcnv2"):
+        settings += ["model.cross_rank=16"]
     if name == "mlperf-dlrm":  # whose rate is for batches of 2,048
         settings += ["embedding.optimizer.lr=0.03", "training.optimizer.lr=0.03"]
     command = ["train", str(FOLDER / f"{name}.toml")]
