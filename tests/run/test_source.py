@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
+from hotrow.ahead import tensors_in
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.models import TBSM
@@ -133,6 +134,18 @@ def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
     assert run.summary.equal_to_all_fast is True
     assert run.summary.steps > 20
     assert run.evaluations[-1].samples == Prepared(taobao).samples("test")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
+    taobao: Path,
+) -> None:
+    settings = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
+    job = build(load(overrides=settings))
+    assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
+    invoke("train", *settings, "training.epochs=3", "training.eval_every=9")
+    assert read_run("runs/default").summary.equal_to_all_fast is True
 
 
 def test_a_tbsm_has_a_row_more_for_what_there_is_not(taobao: Path) -> None:
