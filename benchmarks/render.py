@@ -35,8 +35,10 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/timeline.py --record t.json.gz` | draws what runs beside training |
 | `python benchmarks/loader.py` | samples per second out of prepared files |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
+| `python benchmarks/quality.py --criteo train.txt` | AUC on real samples, beside plain PyTorch |
+| `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
 
-All but criteo_sample.py take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last three take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1). Other options belong to some:
 
 - `--only NAME ...` (terabyte, multihot, kernels, belady, ceilings): only these runs, such as

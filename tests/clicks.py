@@ -33,6 +33,19 @@ def criteo_lines(count: int, *, seed: int = 0, values: int = 40) -> list[Line]:
     ]
 
 
+def taobao_lines(users: int, *, seed: int = 0) -> list[Line]:
+    """Events of users who come once, a few or many times, in no order."""
+    draw = random.Random(seed)
+    lines = []
+    for user in range(users):
+        for _ in range(draw.choice([1, 2, 5, 40])):
+            item = draw.randrange(200)
+            time = 1511658000 + draw.randrange(100_000)
+            lines.append([str(user), str(item), str(item % 7 + 500), "pv", str(time)])
+    draw.shuffle(lines)
+    return lines
+
+
 def write(path: Path, lines: list[Line], *, separator: str = "\t", end: str = "\n") -> Path:
     path.write_bytes("".join(separator.join(line) + end for line in lines).encode())
     return path

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from clicks import assert_same_grouping, files_of, write
+from clicks import assert_same_grouping, files_of, taobao_lines, write
 from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.fields import BadLines
@@ -342,18 +342,6 @@ def test_parquet_resumes(tmp_path: Path, after: int) -> None:
         run("parquet", out, *paths, toml=LISTS, disk=Stops(out, after))
     run("parquet", out, *paths, toml=LISTS)
     assert files_of(out) == files_of(tmp_path / "whole")
-
-
-def taobao_lines(users: int, *, seed: int = 0) -> list[list[str]]:
-    draw = random.Random(seed)
-    lines = []
-    for user in range(users):
-        for _ in range(draw.choice([1, 2, 5, 40])):
-            item = draw.randrange(200)
-            time = 1511658000 + draw.randrange(100_000)
-            lines.append([str(user), str(item), str(item % 7 + 500), "pv", str(time)])
-    draw.shuffle(lines)
-    return lines
 
 
 def test_taobao_samples_are_what_came_before_and_what_came_next() -> None:

@@ -138,13 +138,19 @@ def test_an_override_is_read_as_its_key_asks(override: str, read: object) -> Non
         ),
         ("[data]\nskew = -1.0", "[data] skew must be at least 0, got -1.0"),
         ("[data]\nsamples = 3", "[data] samples must fill one batch of 2,048 at least, got 3"),
-        ("[data]\nkind = 'criteo'", "[data] kind must be one of synthetic, prepared, not 'criteo'"),
+        (
+            "[data]\nkind = 'criteo'",
+            "kind must be one of synthetic, prepared, counted, not 'criteo'",
+        ),
         ("[model]\nbottom = [64, 0]", "[model] bottom must be a number of at least 1, got 0"),
         (
             "[model]\nkind = 'dcnv3'",
-            "[model] kind must be one of dlrm, dcnv2, deepfm, not 'dcnv3'; did you mean 'dcnv2'?",
+            "kind must be one of dlrm, dcnv2, deepfm, tbsm, not 'dcnv3'; did you mean 'dcnv2'?",
         ),
-        ("[model]\nkind = 'tbsm'", "[model] kind must be one of dlrm, dcnv2, deepfm, not 'tbsm'"),
+        ("[model]\nkind = 'tbsm'\ndeep = [8]", "[model] tbsm takes bottom, top, sequence, final"),
+        ("[model]\nnum_steps = 5", "[model] dlrm takes bottom, top, but not num_steps"),
+        ("[model]\nkind = 'tbsm'\nnum_steps = 0", "num_steps must be a number of at least 1"),
+        ("[model]\nkind = 'tbsm'\nfinal = [0]", "final must be a number of at least 1"),
         ("[model]\ncross_rank = 8", "[model] dlrm takes bottom, top, but not cross_rank"),
         (
             "[model]\nkind = 'deepfm'\nbottom = [8]",

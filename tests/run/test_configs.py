@@ -13,11 +13,13 @@ from hotrow.run.files import read_run
 
 FOLDER = Path(__file__).parents[2] / "configs"
 ROWS = {
+    "rm1-taobao": 5_159_457,
     "rm2-kaggle": 33_762_577,
     "rm3-terabyte": 204_184_588,
     "rm4-avazu": 9_449_226,
     "mlperf-dlrm": 204_184_588,
     "mlperf-dlrm-dcnv2": 204_184_588,
+    "traffic-study": 33_762_577,
 }
 
 
@@ -30,6 +32,18 @@ def test_multi_hot_samples_have_214_lookups() -> None:
     assert sum(load(FOLDER / "mlperf-dlrm-dcnv2.toml").data.clicks.lookups_per_table) == 214
 
 
+def test_every_file_is_tried() -> None:
+    assert {path.stem for path in FOLDER.glob("*.toml")} == ROWS.keys()
+
+
+def test_a_tbsm_has_the_shape_of_its_reference() -> None:
+    model = load(FOLDER / "rm1-taobao.toml").model
+    assert model.num_steps == 20
+    assert model.arguments == {
+        "bottom": (16,), "top": (15, 15), "sequence": (15, 15), "final": (60, 1), "num_steps": 20,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,6 +51,12 @@ def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         "data.scale=0.0005", "training.steps=200", "embedding.budget=40%", "data.eval_batches=2",
         "run.threads=1", f"data.batch_size={16 if name.endswith('dcnv2') else 64}",
     ]  # fmt: skip
+    if name == "traffic-study":  # which is no run: nothing says its name
+        settings += [f"run.name={name}"]
+    if name.startswith("mlperf"):  # whose dense layers would take all the time
+        settings += ["model.top=[64, 32]", "model.bottom=[32]"]
+    if name.endswith("dcnv2"):
+        settings += ["model.cross_rank=16"]
     if name == "mlperf-dlrm":  # whose rate is for batches of 2,048
         settings += ["embedding.optimizer.lr=0.03", "training.optimizer.lr=0.03"]
     command = ["train", str(FOLDER / f"{name}.toml")]

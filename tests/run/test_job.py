@@ -7,7 +7,7 @@ import torch
 
 from hotrow.ahead import tensors_in
 from hotrow.models import MODELS
-from hotrow.run.config import CLICK_MODELS, RunConfig, load
+from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.job import Job, all_fast, build, differences, same_bits
 
 SMALL = (
@@ -17,6 +17,8 @@ SMALL = (
     "model.embedding_dim=4",
     "embedding.budget=60%",
 )
+KINDS = [*CLICK_MODELS, *SEQUENCE_MODELS]
+SEQUENCES = ("model.kind=tbsm", "model.num_steps=5", "data.constant=['cat_1']")
 OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 
 on_gpu = [
@@ -60,7 +62,22 @@ def test_every_kind_of_model_has_the_bits_of_all_fast(kind: str, lookups: str) -
     assert differences(left, right) == []
 
 
-@pytest.mark.parametrize("kind", CLICK_MODELS)
+def test_a_tbsm_has_the_bits_of_all_fast() -> None:
+    settings = config(*SEQUENCES, "training.steps=12")
+    left, right = trained(settings), trained(all_fast(settings))
+    assert type(left.model) is MODELS["tbsm"]
+    assert left.embedding.traffic().evicted_rows > 0
+    assert differences(left, right) == []
+
+
+def test_without_a_file_sequences_are_short_work() -> None:
+    settings = load(overrides=["model.kind=tbsm", "data.batch_size=128"])
+    assert settings.data.names == ("user", "item", "category")
+    assert settings.data.batch_size == 128
+    assert load(overrides=["model.kind=tbsm", "data.rows=[30, 40]"]).data.names == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_dense_weight_is_compared(kind: str) -> None:
     settings = config(f"model.kind={kind}")
     left, right = build(settings), build(settings)
@@ -109,13 +126,25 @@ def test_settings_reach_the_model() -> None:
     assert dict(full.model.named_parameters())["cross.2.up.weight"].shape == (16, 16)
 
 
+def test_settings_reach_a_tbsm() -> None:
+    job = build(config(*SEQUENCES, "model.bottom=[9]", "model.top=[7, 6]", "model.final=[5]"))
+    shapes = {key: tuple(each.shape) for key, each in job.model.named_parameters()}
+    assert shapes["bottom.0.weight"] == (9, 1 + 13)
+    assert shapes["bottom.2.weight"] == (4, 9)
+    assert shapes["top.0.weight"] == (7, 4 + 6)
+    assert shapes["top.2.weight"] == (6, 7)
+    assert shapes["sequence.0.weight"] == (15, 5)
+    assert shapes["final.0.weight"] == (5, 12)
+    assert shapes["final.2.weight"] == (1, 5)
+
+
 def test_a_deepfm_has_room_for_first_order_weights_in_its_rows() -> None:
     job = build(config("model.kind=deepfm", "model.deep=[6]"))
     assert {table.embedding_dim for table in job.embedding.tables} == {5}
     assert dict(job.model.named_parameters())["deep.0.weight"].shape == (6, (13 + 3) * 4)
 
 
-@pytest.mark.parametrize("kind", CLICK_MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_dense_weights_follow_the_seed(kind: str) -> None:
     jobs = [build(config(f"model.kind={kind}", f"run.seed={seed}")) for seed in (1, 1, 2)]
     assert differences(jobs[0], jobs[1]) == []
@@ -158,8 +187,18 @@ class TestOnAGpu:
         settings = config("run.device=cuda", f"model.kind={kind}", f"data.lookups={lookups}")
         assert differences(trained(settings), trained(all_fast(settings))) == []
 
-    def test_batches_are_page_locked_and_the_model_is_on_the_device(self) -> None:
-        job = build(config("run.device=cuda:0"))
+    def test_a_tbsm_gives_the_bits_of_all_fast(self) -> None:
+        settings = config("run.device=cuda", *SEQUENCES)
+        left = trained(settings)
+        assert left.embedding.traffic().evicted_rows > 0
+        assert left.trainer._captured is not None
+        assert differences(left, trained(all_fast(settings))) == []
+
+    @pytest.mark.parametrize("more", [(), SEQUENCES])
+    def test_batches_are_page_locked_and_the_model_is_on_the_device(
+        self, more: tuple[str, ...]
+    ) -> None:
+        job = build(config("run.device=cuda:0", *more))
         assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
         assert {each.device.type for each in job.model.parameters()} == {"cuda"}
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from clicks import taobao_lines, write
+from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
+from hotrow.ahead import tensors_in
 from hotrow.cli import make_app
-from hotrow.run.config import load
+from hotrow.data.prepared import Prepared
+from hotrow.models import TBSM
+from hotrow.profile import check_profile, hottest
+from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
+from hotrow.run.job import build
 from hotrow.run.source import open_samples
+from hotrow.run.trace import Trace
 
 
 @pytest.fixture
@@ -29,6 +40,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     result = CliRunner().invoke(make_app(), command)
     assert result.exit_code == 0, result.output
     return tmp_path / "out"
+
+
+@pytest.fixture
+def taobao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "UserBehavior.csv", taobao_lines(200), separator=",")
+    command = ["prepare", "taobao", "UserBehavior.csv", "--out", "taobao"]
+    result = CliRunner().invoke(make_app(), command)
+    assert result.exit_code == 0, result.output
+    return tmp_path / "taobao"
+
+
+def invoke(command: str, *settings: str, also: tuple[str, ...] = ()) -> str:
+    words = [command, *(part for each in settings for part in ("--set", each)), *also]
+    result = CliRunner().invoke(make_app(), words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def section(*settings: str) -> DataSection:
+    return load(overrides=[f"data.{each}" for each in settings]).data
 
 
 def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
@@ -71,8 +103,8 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["data.kind=prepared"], 'kind "prepared" and folder belong together'),
-        (["data.folder=out"], 'kind "prepared" and folder belong together'),
+        (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
+        (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.kind=prepared", "data.folder=nowhere"], "nowhere has no manifest.json"),
         (
             ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
@@ -88,3 +120,195 @@ def test_data_that_is_not_there_is_one_sentence(
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+SEQUENCES = ("data.kind=prepared", "data.folder=taobao", "model.kind=tbsm", "model.num_steps=5")
+
+
+def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
+    invoke(
+        "train", *SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "training.epochs=3",
+        "training.eval_every=9",
+    )  # fmt: skip
+    run = read_run("runs/default")
+    assert run.summary.equal_to_all_fast is True
+    assert run.summary.steps > 20
+    assert run.evaluations[-1].samples == Prepared(taobao).samples("test")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
+    taobao: Path,
+) -> None:
+    settings = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
+    job = build(load(overrides=settings))
+    assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
+    invoke("train", *settings, "training.epochs=3", "training.eval_every=9")
+    assert read_run("runs/default").summary.equal_to_all_fast is True
+
+
+def test_a_tbsm_has_a_row_more_for_what_there_is_not(taobao: Path) -> None:
+    rows = Prepared(taobao).table_rows
+    small = [*SEQUENCES, "data.batch_size=40", "embedding.budget=60%"]
+    job = build(load(overrides=small))
+    assert isinstance(job.model, TBSM)
+    assert job.model.num_steps == 5
+    assert job.model.features == ("user", "item", "category")
+    for table in job.embedding.tables:
+        assert table.num_embeddings == rows[table.name] + 1
+        assert table.padding_idx == rows[table.name]
+    assert job.samples.lookups == {"user": 6, "item": 6, "category": 6}
+    batch = next(job.samples.batches(1))
+    assert batch.dense.shape == (40, 6, 2)
+    assert job.model.bottom[0].in_features == job.samples.num_dense == 2
+    without = build(load(overrides=[*small, "data.dense=[]"]))
+    assert next(without.samples.batches(1)).dense.shape == (40, 6, 1)
+    assert without.model.bottom[0].in_features == 1
+
+
+def test_a_model_of_clicks_says_that_it_sums_histories(taobao: Path) -> None:
+    settings = ["data.kind=prepared", "data.folder=taobao", "data.batch_size=32"]
+    config = load(overrides=[*settings, "embedding.budget=60%"])
+    with pytest.warns(UserWarning, match="history_item and history_category are summed") as told:
+        job = build(config)
+    assert 'model.kind = "tbsm"' in str(told[0].message)
+    assert job.embedding.features == (
+        "user", "item", "history_item", "category", "history_category",
+    )  # fmt: skip
+
+
+def counted(*settings: str) -> DataSection:
+    return section("kind=counted", "folder=out", "batch_size=500", "samples=20_000", *settings)
+
+
+def test_counted_clicks_read_rows_as_often_as_the_folder(folder: Path) -> None:
+    data = Prepared(folder)
+    samples = open_samples(counted(), pin_memory=False)
+    assert {name: rows for name, (rows, _) in samples.tables.items()} == data.table_rows
+    assert samples.lookups == {"item": 2, "shop": 1, "other": 1}  # two columns read items
+    assert samples.num_dense == 1
+    read = {name: torch.zeros(rows) for name, rows in data.table_rows.items()}
+    for batch in samples.batches(40):
+        values = batch.sparse.values().split((500 * torch.tensor([2, 1, 1])).tolist())
+        for ids, name in zip(values, batch.sparse.keys(), strict=True):
+            read[name] += torch.bincount(ids, minlength=len(read[name]))
+    for name, found in read.items():
+        counts = torch.from_numpy(np.array(data.counts(name)))
+        expected = found.sum() * counts / counts.sum()
+        here = expected > 0
+        assert not found[~here].any()
+        chi = ((found - expected)[here] ** 2 / expected[here]).sum() / here.sum()
+        assert 0.3 < float(chi) < 1.9
+
+
+def test_drift_lets_other_rows_take_the_top(folder: Path) -> None:
+    still = open_samples(counted(), pin_memory=False)
+    moving = open_samples(counted("drift=0.1"), pin_memory=False)
+    first, later = (moving.drawn.hottest(0, 3, index=index).tolist() for index in (0, 5))
+    assert first == still.drawn.hottest(0, 3, index=5).tolist()
+    assert not set(first) & set(later)
+
+
+def test_counted_data_train_and_are_simulated(folder: Path) -> None:
+    data = ("data.kind=counted", "data.folder=out", "data.batch_size=64", "data.samples=1280")
+    invoke("train", *data, "embedding.budget=60%", "training.epochs=2", "model.embedding_dim=4")
+    assert read_run("runs/default").summary.equal_to_all_fast is True
+    lines = invoke("simulate", *data, also=("--json", "--batches", "4", "--warm-up", "2"))
+    assert json.loads(lines.splitlines()[0])["lookups"] == 4 * 64 * 4
+
+
+def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
+    config = load(
+        overrides=[
+            "data.kind=counted", "data.folder=taobao", "data.batch_size=64", "data.samples=640",
+            "model.kind=tbsm", "model.num_steps=5", "embedding.profile=true", "training.steps=4",
+            "embedding.budget=60%",
+        ]
+    )  # fmt: skip
+    job = build(config)
+    user, item, category = next(job.samples.batches(1)).sparse.values().view(3, 64, 6)
+    rows = Prepared(taobao).table_rows
+    assert bool(((user == user[:, -1:]) | (user == rows["user"])).all())
+    assert not bool(((item == item[:, -1:]) | (item == rows["item"])).all())
+    assert int(category.max()) == rows["category"]
+    assert len(list(job.train())) == 4
+    trace = Trace(config.data, steps=5)
+    assert trace.num_rows == sum(rows.values())
+    (ids,) = trace.batches(1)
+    lengths = next(job.samples.batches(1)).lengths
+    assert len(ids) == 3 * int((lengths + 1).sum())
+    assert int(ids.max()) < trace.num_rows
+
+
+def test_a_profile_is_what_the_shards_count(folder: Path) -> None:
+    data = Prepared(folder)
+    profile = data.profile()
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in data.table_rows}
+    for shard in data.shards("train"):
+        for place, feature in enumerate(data.schema.single):
+            columns[feature.table].append(shard.ids[:, place])
+    tables = [EmbeddingBagConfig(name, rows, 4, [name]) for name, rows in data.table_rows.items()]
+    check_profile(profile, tables)
+    for name, rows in data.table_rows.items():
+        counts = np.bincount(np.concatenate(columns[name]), minlength=rows)
+        assert profile[name][0].tolist() == np.flatnonzero(counts).tolist()
+        assert profile[name][1].tolist() == counts[counts > 0].tolist()
+    embedding = EmbeddingBagCollection(
+        tables, RowWiseAdagrad(lr=0.1), budget="60%", profile=profile
+    )
+    (group,) = embedding.groups
+    every = np.concatenate(
+        [np.bincount(np.concatenate(columns[name]), minlength=n)
+         for name, n in data.table_rows.items()]
+    )  # fmt: skip
+    hot = hottest(profile, group.layout, 20)
+    assert sorted(every[hot.numpy()])[::-1] == sorted(every)[::-1][:20]
+
+
+def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%",
+        "embedding.profile=true", "model.embedding_dim=4",
+    ]  # fmt: skip
+    job = build(load(overrides=settings))
+    (group,) = job.embedding.groups
+    assert group.profile.keys() == Prepared(folder).table_rows.keys()
+    invoke("train", *settings)
+    assert read_run("runs/default").summary.equal_to_all_fast is True
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["data.kind=prepared", "data.folder=out", "model.kind=tbsm"],
+            "out has no sequences: its features are item, shop, last, other. A model like tbsm",
+        ),
+        (["data.kind=counted", "data.folder=out", "model.kind=tbsm"], "out has no sequences"),
+        (["data.kind=counted"], "and folder belong together"),
+        (["data.constant=['cat_0']"], "is for sequences, and this model learns from clicks"),
+        (["model.kind=tbsm", "data.lookups=2"], "lookups must be 1 where steps are generated"),
+        (["model.kind=tbsm", "data.constant=['shop']"], "constant names 'shop'"),
+        (["embedding.profile=true"], "generated data have no counts"),
+        (
+            ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
+            "the data has no number 'age'; it has price",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_one_sentence(
+    folder: Path, settings: list[str], message: str
+) -> None:
+    command = ["train", *(part for each in settings for part in ("--set", each))]
+    result = CliRunner().invoke(make_app(), command)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_simulation_draws_its_ids(folder: Path) -> None:
+    words = ["simulate", "--set", "data.kind=prepared", "--set", "data.folder=out"]
+    result = CliRunner().invoke(make_app(), words)
+    assert result.exit_code == 2
+    assert 'kind = "counted" with the same folder' in result.stderr

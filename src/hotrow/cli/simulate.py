@@ -63,7 +63,8 @@ def simulate(
     """Print hit rates and traffic of every strategy with slots, without a single row.
 
     The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
-    and no memory for tables. Of a run's file only `[data]` matters, and `run.threads`.
+    and no memory for tables. Of a run's file only `[data]` matters, `run.threads`, and whether its
+    model reads sequences.
 
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
     cause one at most, so `uncached` has hits, too. Batches whose rows do not fit the slots together
@@ -82,7 +83,7 @@ def simulate(
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
-    trace = Trace(config.data)
+    trace = Trace(config.data, steps=config.model.num_steps)
     sizes = [_slots(part, trace.num_rows) for part in slots.split(",")]
     chosen = [find_strategy(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):

@@ -58,6 +58,8 @@ def train(
 
     - `hotrow train --set model.kind=dcnv2`
 
+    - `hotrow train --set model.kind=tbsm`
+
     **run.toml**, every key optional:
 
     ```

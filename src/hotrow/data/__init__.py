@@ -2,6 +2,7 @@
 
 from hotrow.data.counted import Counted
 from hotrow.data.loader import Loader
+from hotrow.data.sequence_loader import SequenceLoader
 from hotrow.data.sequences import SequenceBatch
 from hotrow.data.sources import ParquetSource, PreparedSource
 from hotrow.data.synthetic import (
@@ -11,6 +12,7 @@ from hotrow.data.synthetic import (
     SyntheticClicks,
     SyntheticConfig,
 )
+from hotrow.data.synthetic_sequences import SyntheticSequences
 
 __all__ = [
     "KAGGLE_ROWS",
@@ -21,6 +23,8 @@ __all__ = [
     "ParquetSource",
     "PreparedSource",
     "SequenceBatch",
+    "SequenceLoader",
     "SyntheticClicks",
     "SyntheticConfig",
+    "SyntheticSequences",
 ]

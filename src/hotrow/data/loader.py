@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,16 +33,12 @@ from hotrow.data.synthetic import ClickBatch
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
 
+Batch = TypeVar("Batch", covariant=True)  # it is only given
 
-class Loader:
-    """Batches of a source, epoch after epoch; none holds samples of two epochs.
 
-    With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
-    leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
-    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples.
-    """
+class BatchReader(Generic[Batch]):
+    """Samples of a source, in order and cut into batches; what a batch looks like is told by
+    those below."""
 
     def __init__(
         self,
@@ -88,24 +85,28 @@ class Loader:
     def __len__(self) -> int:
         return self.epochs * self.batches_per_epoch
 
-    def __iter__(self) -> Iterator[ClickBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self.batches()
 
-    def batches(self, start: int = 0) -> Iterator[ClickBatch]:
+    @abstractmethod
+    def _batch(self, columns: Columns) -> Batch:
+        """A batch of these samples; several threads ask at once."""
+
+    def batches(self, start: int = 0) -> Iterator[Batch]:
         """From batch number `start` of all epochs on."""
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
         with Cores(self.workers) as cores:
-            waiting: list[_Columns] = []
+            waiting: list[Columns] = []
             for _, found in cores.in_order(self._made, self._stretches(start)):
                 for each in found:
-                    if isinstance(each, ClickBatch):
+                    if not isinstance(each, Columns):
                         yield each
-                    else:
-                        waiting.append(each)
-                        if each.ends:
-                            yield self._batch(self._joined(waiting))
-                            waiting = []
+                        continue
+                    waiting.append(each)
+                    if each.ends:
+                        yield self._batch(self._joined(waiting))
+                        waiting = []
 
     def _stretches(self, start: int) -> Iterator[tuple[Stretch, int]]:
         """With the place in its epoch of the first sample that is wanted."""
@@ -115,7 +116,7 @@ class Loader:
             for stretch in self._order.stretches(each, begin):
                 yield stretch, begin
 
-    def _made(self, item: tuple[Stretch, int]) -> list[ClickBatch | _Columns]:
+    def _made(self, item: tuple[Stretch, int]) -> list[Batch | Columns]:
         """Batches that lie in a stretch, and the parts of those that reach beyond it."""
         stretch, begin = item
         end = self.samples
@@ -125,7 +126,7 @@ class Loader:
         if low >= high:
             return []
         columns = self._picked(self.source.read(stretch.blocks), stretch, low, high)
-        made: list[ClickBatch | _Columns] = []
+        made: list[Batch | Columns] = []
         at = low
         while at < high:
             edge = min(end, (at // self.batch_size + 1) * self.batch_size)
@@ -135,7 +136,7 @@ class Loader:
             at = edge
         return made
 
-    def _picked(self, samples: Samples, stretch: Stretch, low: int, high: int) -> _Columns:
+    def _picked(self, samples: Samples, stretch: Stretch, low: int, high: int) -> Columns:
         """The samples at these places of the epoch, in its order."""
         order = stretch.order()
         here = slice(low - stretch.first, high - stretch.first)
@@ -157,11 +158,11 @@ class Loader:
         if self._columns != list(range(found.shape[1])):
             found = found[:, self._columns]
         ids, dense = self._taken(found, places), self._taken(samples.dense, places)
-        return _Columns(ids, dense, label, jagged)
+        return Columns(ids, dense, label, jagged)
 
     def _taken(self, array: NDArray[Any], places: NDArray[np.int64]) -> Tensor:
         """numpy throughout: torch would start threads of its own in each of ours."""
-        dtype = torch.from_numpy(array[:0]).dtype
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype  # mapped arrays cannot be written
         out = self._new((len(places), *array.shape[1:]), dtype)
         # Rows as items of their own: numpy copies those faster. ("raise" makes a copy of all.)
         items = _as_items(array)
@@ -172,7 +173,7 @@ class Loader:
     def _new(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pins)
 
-    def _joined(self, parts: Sequence[_Columns]) -> _Columns:
+    def _joined(self, parts: Sequence[Columns]) -> Columns:
         if len(parts) == 1:
             return parts[0]
         jagged = {}
@@ -185,7 +186,7 @@ class Loader:
         ids, dense, label = (
             self._cat([getattr(each, name) for each in parts]) for name in ("ids", "dense", "label")
         )
-        return _Columns(ids, dense, label, jagged)
+        return Columns(ids, dense, label, jagged)
 
     def _cat(self, tensors: Sequence[Tensor]) -> Tensor:
         count = sum(map(len, tensors))
@@ -193,10 +194,40 @@ class Loader:
         np.concatenate([each.numpy() for each in tensors], out=out.numpy())
         return out
 
-    def _batch(self, columns: _Columns) -> ClickBatch:
+
+@dataclass(frozen=True)
+class Columns:
+    """Samples in their order, in memory that a GPU may read."""
+
+    ids: Tensor
+    dense: Tensor
+    label: Tensor
+    jagged: dict[str, tuple[Tensor, Tensor]]  # offsets, which may begin above 0, and their values
+    ends: bool = True  # a batch ends with its last sample
+
+    def part(self, first: int, last: int, *, ends: bool) -> Columns:
+        here = slice(first, last)
+        jagged = {}
+        for name, (offsets, values) in self.jagged.items():
+            low, high = int(offsets[first]), int(offsets[last])
+            jagged[name] = offsets[first : last + 1], values[low:high]
+        return Columns(self.ids[here], self.dense[here], self.label[here], jagged, ends)
+
+
+class Loader(BatchReader[ClickBatch]):
+    """Batches of a source, epoch after epoch; none holds samples of two epochs.
+
+    With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
+    leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
+    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
+    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
+    `mixed` samples.
+    """
+
+    def _batch(self, columns: Columns) -> ClickBatch:
         return ClickBatch(columns.dense, self._sparse(columns), columns.label)
 
-    def _sparse(self, columns: _Columns) -> Tensor | KeyedJaggedTensor:
+    def _sparse(self, columns: Columns) -> Tensor | KeyedJaggedTensor:
         if not columns.jagged:
             return columns.ids
         size, values = len(columns.label), []
@@ -222,22 +253,3 @@ def _as_items(rows: NDArray[Any]) -> NDArray[Any]:
     if rows.ndim == 1 or not size or not rows.flags.c_contiguous:
         return rows
     return rows.view(f"V{size}").reshape(len(rows))
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Samples in their order, in memory that a GPU may read."""
-
-    ids: Tensor
-    dense: Tensor
-    label: Tensor
-    jagged: dict[str, tuple[Tensor, Tensor]]  # offsets, which may begin above 0, and their values
-    ends: bool = True  # a batch ends with its last sample
-
-    def part(self, first: int, last: int, *, ends: bool) -> _Columns:
-        here = slice(first, last)
-        jagged = {}
-        for name, (offsets, values) in self.jagged.items():
-            low, high = int(offsets[first]), int(offsets[last])
-            jagged[name] = offsets[first : last + 1], values[low:high]
-        return _Columns(self.ids[here], self.dense[here], self.label[here], jagged, ends)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
@@ -81,3 +83,9 @@ def _check_lengths(lengths: Tensor, size: int, *, most: int) -> None:
             f"sample {sample} has a history of {int(lengths[sample])} steps; there are {most} "
             "before the target"
         )
+
+
+def places(steps: int) -> NDArray[np.float32]:
+    """Where in its sequence each step is, [steps + 1] from 0 on: the number that the TBSM reference
+    gives to each."""
+    return (np.arange(steps + 1) / (steps + 1)).astype(np.float32)

@@ -41,10 +41,21 @@ class Source(Protocol):
 
 
 class PreparedSource:
-    """A split of what `hotrow prepare` has made."""
+    """A split of what `hotrow prepare` has made; of its numbers those named in `dense`, or all."""
 
-    def __init__(self, data: Prepared | str | Path, split: str) -> None:
+    def __init__(
+        self, data: Prepared | str | Path, split: str, *, dense: Sequence[str] | None = None
+    ) -> None:
         self.data = data if isinstance(data, Prepared) else Prepared(data)
+        known = self.data.schema.dense
+        self.dense = known if dense is None else tuple(dense)
+        for name in self.dense:
+            if name not in known:
+                raise ValueError(
+                    f"the data has no number {name!r}; it has {', '.join(known) or 'none'}"
+                )
+        self._numbers = [known.index(name) for name in self.dense]
+        self._has_all = self.dense == known
         self.features = tuple(each.name for each in self.data.schema.features)
         self.single = tuple(each.name for each in self.data.schema.single)
         self._shards = self.data.shards(split)
@@ -59,13 +70,15 @@ class PreparedSource:
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         count, schema = int(self.sizes[blocks].sum()), self.data.schema
         ids = np.empty((count, len(self.single)), schema.id_dtype)
-        dense = np.empty((count, len(schema.dense)), np.float32)
+        dense = np.empty((count, len(self.dense)), np.float32)
         label = np.empty(count, np.uint8)
         lists: dict[str, list[Jagged]] = {each.name: [] for each in schema.jagged}
         at = 0
         for number, first, last in self._runs(blocks):
             shard, here = self._shards[number], slice(at, at + last - first)
-            ids[here], dense[here] = shard.ids[first:last], shard.dense[first:last]
+            numbers = shard.dense[first:last]
+            ids[here] = shard.ids[first:last]
+            dense[here] = numbers if self._has_all else numbers[:, self._numbers]
             label[here] = shard.label[first:last]
             for name, found in lists.items():
                 mine = shard.jagged[name]

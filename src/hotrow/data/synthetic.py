@@ -135,12 +135,8 @@ class ClickBatch:
         )
 
 
-class SyntheticClicks:
-    """Batches of generated clicks, and the truth behind them.
-
-    A map-style dataset of whole batches:
-    `DataLoader(clicks, batch_size=None, sampler=range(100), num_workers=2)`.
-    """
+class Drawn:
+    """Ids and numbers of samples, batch by batch: what generated data of any kind is made of."""
 
     def __init__(
         self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
@@ -167,6 +163,59 @@ class SyntheticClicks:
                 )
             self._popularity.append(counted)
             self._row_of.append(counted.rows)
+
+    def hottest(self, table: int, count: int, *, index: int = 0) -> Tensor:
+        """The `count` ids of a table that batch `index` reads most often, hottest first."""
+        ranks = np.arange(min(count, self._popularity[table].num_ranks))
+        return torch.from_numpy(self._ids(ranks, table=table, index=index))
+
+    def expected_counts(self, table: int, count: int) -> Tensor:
+        """Lookups in one batch of the ids that `hottest` gives, in its order, [count] float64."""
+        lookups = self.config.batch_size * self.config.lookups_per_table[table]
+        return torch.from_numpy(lookups * self._popularity[table].probabilities(count))
+
+    def expected_share(self, table: int, count: int) -> float:
+        """Share of a table's lookups that read the `count` ids of `hottest`."""
+        return self._popularity[table].share(count)
+
+    def _features(
+        self, rng: np.random.Generator, *, size: int, index: int
+    ) -> tuple[Dense, Columns]:
+        config = self.config
+        dense = rng.standard_normal((size, config.num_dense), dtype=np.float32)
+        is_correlated = rng.random((size, 1)) < config.correlated
+        cluster = rng.integers(config.num_clusters, size=(size, 1))
+        columns = []
+        for table, lookups in enumerate(config.lookups_per_table):
+            uniform = rng.random((size, lookups))
+            # A cluster is one band of popularity in every column: popular rows throughout, or rare
+            # ones. Bands are equally likely, so each column by itself keeps its distribution.
+            banded = (cluster + uniform) / config.num_clusters
+            uniform = np.where(is_correlated, banded, uniform).reshape(-1)
+            ids = self._ids(self._popularity[table].ranks(uniform), table=table, index=index)
+            columns.append(ids.reshape(size, lookups))
+        return dense, columns
+
+    def _ids(self, ranks: NDArray[np.int64], *, table: int, index: int) -> NDArray[np.int64]:
+        # Rows age: what is new enters at the top, and everything else moves down.
+        num_ranks = self._popularity[table].num_ranks
+        positions = ranks - int(index * self.config.drift * num_ranks) % num_ranks
+        positions[positions < 0] += num_ranks
+        return self._row_of[table](positions)
+
+
+class SyntheticClicks(Drawn):
+    """Batches of generated clicks, and the truth behind them.
+
+    A map-style dataset of whole batches:
+    `DataLoader(clicks, batch_size=None, sampler=range(100), num_workers=2)`.
+    """
+
+    def __init__(
+        self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
+    ) -> None:
+        """`counts`: of some tables, by their names, in place of `skew`."""
+        super().__init__(config, counts=counts)
         self._planted = self._calibrated_model()
 
     def batch(self, index: int) -> ClickBatch:
@@ -198,20 +247,6 @@ class SyntheticClicks:
         labels = torch.cat([batch.label for batch in batches])
         return float(binary_auroc(scores, labels.long()))
 
-    def hottest(self, table: int, count: int, *, index: int = 0) -> Tensor:
-        """The `count` ids of a table that batch `index` reads most often, hottest first."""
-        ranks = np.arange(min(count, self._popularity[table].num_ranks))
-        return torch.from_numpy(self._ids(ranks, table=table, index=index))
-
-    def expected_counts(self, table: int, count: int) -> Tensor:
-        """Lookups in one batch of the ids that `hottest` gives, in its order, [count] float64."""
-        lookups = self.config.batch_size * self.config.lookups_per_table[table]
-        return torch.from_numpy(lookups * self._popularity[table].probabilities(count))
-
-    def expected_share(self, table: int, count: int) -> float:
-        """Share of a table's lookups that read the `count` ids of `hottest`."""
-        return self._popularity[table].share(count)
-
     def _calibrated_model(self) -> PlantedModel:
         config = self.config
         rng = np.random.default_rng((config.seed, 0))
@@ -220,31 +255,6 @@ class SyntheticClicks:
             config.seed, num_tables=len(config.rows), num_dense=config.num_dense
         )
         return model.calibrated(dense, columns, signal=config.signal, click_rate=config.click_rate)
-
-    def _features(
-        self, rng: np.random.Generator, *, size: int, index: int
-    ) -> tuple[Dense, Columns]:
-        config = self.config
-        dense = rng.standard_normal((size, config.num_dense), dtype=np.float32)
-        is_correlated = rng.random((size, 1)) < config.correlated
-        cluster = rng.integers(config.num_clusters, size=(size, 1))
-        columns = []
-        for table, lookups in enumerate(config.lookups_per_table):
-            uniform = rng.random((size, lookups))
-            # A cluster is one band of popularity in every column: popular rows throughout, or rare
-            # ones. Bands are equally likely, so each column by itself keeps its distribution.
-            banded = (cluster + uniform) / config.num_clusters
-            uniform = np.where(is_correlated, banded, uniform).reshape(-1)
-            ids = self._ids(self._popularity[table].ranks(uniform), table=table, index=index)
-            columns.append(ids.reshape(size, lookups))
-        return dense, columns
-
-    def _ids(self, ranks: NDArray[np.int64], *, table: int, index: int) -> NDArray[np.int64]:
-        # Rows age: what is new enters at the top, and everything else moves down.
-        num_ranks = self._popularity[table].num_ranks
-        positions = ranks - int(index * self.config.drift * num_ranks) % num_ranks
-        positions[positions < 0] += num_ranks
-        return self._row_of[table](positions)
 
     def _sparse(self, columns: Columns) -> Tensor | KeyedJaggedTensor:
         if all(column.shape[1] == 1 for column in columns):

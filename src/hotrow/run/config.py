@@ -40,19 +40,34 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 
-# The models that learn from clicks, as hotrow.models.MODELS names them, with the settings that each
-# takes and their defaults. One that learns from sequences belongs beside its data set.
+# The models that learn from clicks, and those that learn from sequences, as hotrow.models.MODELS
+# names them, with the settings that each takes and their defaults.
 CLICK_MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"bottom": (64,), "top": (64, 32)},
     "dcnv2": {"bottom": (64,), "top": (64, 32), "cross_layers": 3, "cross_rank": 32},
     "deepfm": {"deep": (64, 32)},
 }
+SEQUENCE_MODELS: dict[str, dict[str, Any]] = {
+    "tbsm": {
+        "bottom": (), "top": (15, 15), "sequence": (15, 15), "final": (60,), "num_steps": 20,
+    },
+}  # fmt: skip
+_MODELS = CLICK_MODELS | SEQUENCE_MODELS
 
 # What the job without a file adds to the defaults: a proof at the end, an AUC on the way, and one
 # thread, so that neither its time nor its bits depend on what else the machine has to do.
 BUILT_IN: dict[str, Any] = {
     "run": {"threads": 1},
     "training": {"check_equality": True, "eval_every": 64},
+}
+# And where it learns from sequences, whose samples are many times as large.
+BUILT_IN_SEQUENCES: dict[str, Any] = {
+    "rows": [20_000, 200_000, 2_000],
+    "names": ["user", "item", "category"],
+    "constant": ["user"],
+    "num_dense": 0,
+    "batch_size": 256,
+    "samples": 65_536,
 }
 
 
@@ -81,27 +96,31 @@ class RunSection:
 @dataclass(frozen=True)
 class DataSection(SyntheticConfig):
     """`[data]`: generated clicks, and how many of them make one epoch; or, with `kind` "prepared",
-    the `folder` that `hotrow prepare` has made, of which only `batch_size`, `shuffle`, its `seed`
-    and `eval_batches` are chosen here."""
+    the `folder` that `hotrow prepare` has made, of which only `batch_size`, `shuffle`, its `seed`,
+    `dense` and `eval_batches` are chosen here. With `kind` "counted" data are generated, too, but
+    rows are read as often as the folder's training split reads them: its tables take the place of
+    `rows`, `names`, `scale`, `lookups`, `skew`, `num_dense` and `constant`."""
 
     kind: str = "synthetic"
     folder: str | None = None
     shuffle: bool = True
+    dense: tuple[str, ...] | None = None  # which numbers of a folder are read; None: all
+    constant: tuple[str, ...] = ()  # generated sequences: tables with one id for all steps
     rows: tuple[int, ...] = (200_000, 100_000, 50_000, 20_000, 5_000, 1_000, 100, 10)
     scale: float = 1.0  # of each generated table, the share of its rows that there is
     samples: int = 524_288
     eval_batches: int | None = None  # of generated data 8, of prepared data all that are held back
 
     def __post_init__(self) -> None:
-        _one_of(("synthetic", "prepared"), kind=self.kind)
+        _one_of(("synthetic", "prepared", "counted"), kind=self.kind)
         super().__post_init__()
         _at_least(1, eval_batches=self.eval_batches)
         if not 0 < self.scale <= 1:
             raise ValueError(f"scale must be above 0 and at most 1, got {self.scale}")
-        if (self.folder is not None) != (self.kind == "prepared"):
+        if (self.folder is not None) != (self.kind != "synthetic"):
             raise ValueError(
-                'kind "prepared" and folder belong together: name the folder that `hotrow prepare` '
-                "has made"
+                'kind "prepared" or "counted" and folder belong together: name the folder that '
+                "`hotrow prepare` has made"
             )
         if self.samples < self.batch_size:
             raise ValueError(
@@ -131,22 +150,26 @@ class ModelSection:
     deep: tuple[int, ...] | None = None  # beside it
     cross_layers: int | None = None
     cross_rank: int | str | None = None  # or "full"
+    sequence: tuple[int, ...] | None = None  # that weigh the steps
+    final: tuple[int, ...] | None = None  # above context and target
+    num_steps: int | None = None  # before the target
 
     def __post_init__(self) -> None:
-        _one_of(CLICK_MODELS, kind=self.kind)
+        _one_of(_MODELS, kind=self.kind)
         _at_least(1, embedding_dim=self.embedding_dim, cross_layers=self.cross_layers)
+        _at_least(1, num_steps=self.num_steps)
         if isinstance(self.cross_rank, int):
             _at_least(1, cross_rank=self.cross_rank)
         elif self.cross_rank not in (None, "full"):
             raise ValueError(f'cross_rank must be "full" or a number, not {self.cross_rank!r}')
-        for name in ("bottom", "top", "deep"):
+        for name in ("bottom", "top", "deep", "sequence", "final"):
             for width in getattr(self, name) or ():
                 _at_least(1, **{name: width})
         self._fill()
 
     def _fill(self) -> None:
         """Put in what was left out, so that a run's record says what was trained."""
-        takes = CLICK_MODELS[self.kind]
+        takes = _MODELS[self.kind]
         for name in (each.name for each in fields(self) if each.default is None):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, takes.get(name))
@@ -161,8 +184,10 @@ class ModelSection:
     @property
     def arguments(self) -> dict[str, Any]:
         """What the model's class is called with, beside its embedding and what the data decide."""
-        found = {name: getattr(self, name) for name in CLICK_MODELS[self.kind]}
-        for name, last in (("bottom", self.embedding_dim), ("top", 1), ("deep", 1)):
+        found = {name: getattr(self, name) for name in _MODELS[self.kind]}
+        # A TBSM has its logit behind `final`: `top` gives what a step is.
+        logit = "top" if "final" not in found else "final"
+        for name, last in (("bottom", self.embedding_dim), (logit, 1), ("deep", 1)):
             if name in found:
                 found[name] = (*found[name], last)
         if self.kind == "deepfm":
@@ -202,13 +227,14 @@ class RowOptimizerSection:
 
 @dataclass(frozen=True)
 class EmbeddingSection:
-    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, and
-    how a GPU moves rows."""
+    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, how a
+    GPU moves rows, and whether the counts of prepared data say which rows are hot."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
     depth: str | int = "auto"
     fill: str = "auto"
+    profile: bool = False
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:
@@ -276,6 +302,11 @@ def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> Ru
     for text in overrides:
         toml.override(RunConfig, found, text)
         where = f"{path or 'settings'} with --set"
+    if path is None and found.get("model", {}).get("kind") in SEQUENCE_MODELS:
+        given = found.get("data", {})
+        # Names and shape are those of the rows, so whoever gives rows gives all.
+        if not {"rows", "kind"} & given.keys():
+            found["data"] = BUILT_IN_SEQUENCES | given
     return toml.build(RunConfig, found, where=where, section="")
 
 

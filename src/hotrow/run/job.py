@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.data import ClickBatch
-from hotrow.embedding import EmbeddingBagCollection
+from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.models import MODELS
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
-from hotrow.run.source import Samples, open_samples
-from hotrow.tables import EmbeddingBagConfig
+from hotrow.run.source import AnyBatch, Samples, open_samples
+from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig
 from hotrow.trainer import Trainer
 
 
@@ -28,7 +27,7 @@ class Job:
     samples: Samples
     embedding: EmbeddingBagCollection
     model: nn.Module
-    trainer: Trainer[ClickBatch]
+    trainer: Trainer[AnyBatch]
 
     def train(self) -> Iterator[StepRecord]:
         """The run's steps, with its learning rates."""
@@ -53,7 +52,7 @@ class Job:
 
 def build(config: RunConfig) -> Job:
     on_gpu = config.run.device.startswith("cuda") and torch.cuda.is_available()
-    samples = open_samples(config.data, pin_memory=on_gpu)
+    samples = open_samples(config.data, pin_memory=on_gpu, steps=config.model.num_steps)
     embedding = _embedding(config, samples)
     model = MODELS[config.model.kind](
         embedding,
@@ -61,7 +60,7 @@ def build(config: RunConfig) -> Job:
         **config.model.arguments,
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
-    trainer: Trainer[ClickBatch] = Trainer(
+    trainer: Trainer[AnyBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
         dense_optimizer=_dense_optimizer(config.training.optimizer, model, embedding.device),
@@ -130,20 +129,39 @@ def _dense_optimizer(
 
 
 def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
+    profile = samples.profile if config.embedding.profile else None
+    if config.embedding.profile and profile is None:
+        raise ValueError(
+            "embedding.profile pins rows by how often they were counted; generated data have no "
+            'counts, unless data.kind is "counted"'
+        )
+    is_sequence = config.model.num_steps is not None
+    collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     try:
-        return EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name, num_rows, config.model.row_width, features)
-                for name, (num_rows, features) in samples.tables.items()
-            ],
+        return collection(
+            tables=_tables(config, samples),
             optimizer=config.embedding.optimizer.rule(),
             budget=config.embedding.budget,
             strategy=config.embedding.strategy,
             device=config.run.device,
             seed=config.run.seed,
             fill=config.embedding.fill,
+            profile=profile,
         )
     except RuntimeError as error:
         if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
             raise ValueError(str(error)) from error
         raise
+
+
+def _tables(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
+    dim = config.model.row_width
+    if config.model.num_steps is None:
+        return [
+            EmbeddingBagConfig(name, num_rows, dim, features)
+            for name, (num_rows, features) in samples.tables.items()
+        ]
+    return [
+        EmbeddingConfig(name, num_rows, dim, features, padding_idx=num_rows - 1)
+        for name, (num_rows, features) in samples.tables.items()
+    ]

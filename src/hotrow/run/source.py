@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hotrow.ahead import map_tensors
-from hotrow.data import ClickBatch, Loader, SyntheticClicks
+from hotrow.data import (
+    ClickBatch,
+    Counted,
+    Loader,
+    PreparedSource,
+    SequenceBatch,
+    SequenceLoader,
+    SyntheticClicks,
+    SyntheticSequences,
+)
+from hotrow.data.loader import BatchReader
 from hotrow.data.prepared import Prepared
+from hotrow.data.sequence_loader import histories_of
+from hotrow.data.synthetic import SyntheticConfig
+from hotrow.profile import Profile
 from hotrow.run.config import DataSection
+from hotrow.told import warn
 
-Tables = dict[str, tuple[int, list[str]]]  # rows of each, and the features that read it
+# Rows of each, and the features that read it. With sequences the last row is padding.
+Tables = dict[str, tuple[int, list[str]]]
+AnyBatch = ClickBatch | SequenceBatch
 
 
 class Samples(Protocol):
@@ -24,110 +41,199 @@ class Samples(Protocol):
     batches_per_epoch: int
     lookups: dict[str, int] | None  # of each feature in a sample, where all have as many
 
-    def batches(self, steps: int) -> Iterator[ClickBatch]:
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
         """So many batches of the training samples, epoch after epoch."""
 
     @property
-    def validation(self) -> Iterable[ClickBatch]:
+    def validation(self) -> Iterable[AnyBatch]:
         """What is evaluated on the way."""
 
     @property
-    def test(self) -> Iterable[ClickBatch]:
+    def test(self) -> Iterable[AnyBatch]:
         """What is evaluated at the end."""
 
+    @property
+    def profile(self) -> Profile | None:
+        """How often rows are read in training, where that was counted."""
 
-def open_samples(section: DataSection, *, pin_memory: bool) -> Samples:
+
+def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = None) -> Samples:
+    """Clicks, or with `steps` sequences of so many steps before their targets."""
+    if steps is None and section.constant:
+        raise ValueError(
+            f"constant = {list(section.constant)} is for sequences, and this model learns from "
+            'clicks; "tbsm" learns from sequences'
+        )
     if section.kind == "prepared":
-        return FromFolder(section, pin_memory=pin_memory)
-    return Generated(section, pin_memory=pin_memory)
+        return FromFolder(section, pin_memory=pin_memory, steps=steps)
+    return Generated(section, pin_memory=pin_memory, steps=steps)
 
 
 class Generated:
-    """Clicks with a known truth."""
+    """Clicks or sequences with a known truth; rows are read by a power law, or as often as those of
+    a folder are."""
 
-    def __init__(self, section: DataSection, *, pin_memory: bool) -> None:
-        self._section, self._pins = section, pin_memory
-        self._clicks = SyntheticClicks(section.clicks)
-        names = section.clicks.table_names
+    def __init__(self, section: DataSection, *, pin_memory: bool, steps: int | None = None) -> None:
+        self._section, self._pins, self._data = section, pin_memory, None
+        config, counts, constant = section.clicks, None, section.constant
+        if section.kind == "counted":
+            assert section.folder is not None
+            self._data = Prepared(section.folder)
+            numbers = self._data.schema.dense if section.dense is None else section.dense
+            config = _like(self._data, config, steps, num_dense=len(numbers))
+            counts = {name: Counted(self._data.counts(name)) for name in config.names}
+            constant = _constant(self._data) if steps is not None else ()
+        self.drawn: SyntheticClicks | SyntheticSequences
+        if steps is None:
+            self.drawn = SyntheticClicks(config, counts=counts)
+        else:
+            self.drawn = SyntheticSequences(config, steps=steps, constant=constant, counts=counts)
+        names, is_sequence = config.table_names, steps is not None
         self.tables: Tables = {
-            name: (rows, [name]) for name, rows in zip(names, section.scaled_rows, strict=True)
+            name: (rows + is_sequence, [name])
+            for name, rows in zip(names, config.rows, strict=True)
         }
-        self.num_dense = section.num_dense
+        self.num_dense = config.num_dense + is_sequence
         self.batches_per_epoch = section.samples // section.batch_size
-        self.lookups: dict[str, int] | None = dict(
-            zip(names, section.clicks.lookups_per_table, strict=True)
-        )
+        each = config.lookups_per_table if steps is None else [steps + 1] * len(names)
+        self.lookups: dict[str, int] | None = dict(zip(names, each, strict=True))
 
-    def batches(self, steps: int) -> Iterator[ClickBatch]:
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
         for step in range(steps):
-            batch = self._clicks.batch(step % self.batches_per_epoch)
+            batch = self.drawn.batch(step % self.batches_per_epoch)
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
     @cached_property
-    def validation(self) -> list[ClickBatch]:
+    def validation(self) -> list[AnyBatch]:
         """Batches that follow the training data, kept because every evaluation reads them."""
         first, count = self.batches_per_epoch, self._section.eval_batches or 8
-        return list(self._clicks.batches(first, first + count))
+        return list(self.drawn.batches(first, first + count))
 
     @property
-    def test(self) -> list[ClickBatch]:
+    def test(self) -> list[AnyBatch]:
         """The same: nothing was chosen by them."""
         return self.validation
+
+    @property
+    def profile(self) -> Profile | None:
+        return None if self._data is None else self._data.profile()
+
+
+def _like(
+    data: Prepared, config: SyntheticConfig, steps: int | None, *, num_dense: int
+) -> SyntheticConfig:
+    """Tables as a folder has them. A sample reads each as often as the folder's do, on average."""
+    rows, samples = data.table_rows, max(1, data.samples("train"))
+    lookups = [max(1, round(int(data.counts(name).sum()) / samples)) for name in rows]
+    return replace(
+        config,
+        rows=tuple(rows.values()),
+        names=tuple(rows),
+        lookups=1 if steps is not None else tuple(lookups),
+        skew=0.0,
+        num_dense=num_dense,
+    )
+
+
+def _constant(data: Prepared) -> tuple[str, ...]:
+    """The tables that no history reads."""
+    tables = {each.name: each.table for each in data.schema.features}
+    changing = {tables[past] for past in _histories(data).values() if past is not None}
+    return tuple(name for name in data.table_rows if name not in changing)
+
+
+def _histories(data: Prepared) -> dict[str, str | None]:
+    found = histories_of(data.schema)
+    if not found:
+        raise ValueError(
+            f"{data.folder} has no sequences: its features are "
+            f"{', '.join(each.name for each in data.schema.features)}. A model like tbsm needs a "
+            "column x and lists of what came before, history_x, which read one table; `hotrow "
+            "prepare taobao` makes them"
+        )
+    return found
 
 
 class FromFolder:
     """What `hotrow prepare` has made."""
 
-    def __init__(self, section: DataSection, *, pin_memory: bool) -> None:
-        self._section, self._pins = section, pin_memory
+    def __init__(self, section: DataSection, *, pin_memory: bool, steps: int | None = None) -> None:
+        self._section, self._pins, self._steps = section, pin_memory, steps
         assert section.folder is not None
         self._data = Prepared(section.folder)
         schema, rows = self._data.schema, self._data.table_rows
+        self._histories = {} if steps is None else _histories(self._data)
+        if steps is None:
+            _tell_of_pooled_histories(self._data)
         features: dict[str, list[str]] = {table: [] for table in schema.tables}
         for feature in schema.features:
-            features[feature.table].append(feature.name)
-        self.tables: Tables = {table: (rows[table], names) for table, names in features.items()}
+            if steps is None or feature.name in self._histories:
+                features[feature.table].append(feature.name)
+        self.tables: Tables = {
+            table: (rows[table] + (steps is not None), names)
+            for table, names in features.items()
+            if names
+        }
         self._order = [name for names in features.values() for name in names]
-        self.num_dense = len(schema.dense)
-        self.lookups = None if schema.jagged else dict.fromkeys(self._order, 1)
-        self.batches_per_epoch = self._loader(epochs=1).batches_per_epoch
+        self._padding = {name: rows[table] for table, each in features.items() for name in each}
+        numbers = schema.dense if section.dense is None else section.dense
+        self.num_dense = len(numbers) + (steps is not None)
+        self.lookups: dict[str, int] | None = None
+        if steps is not None or not schema.jagged:
+            self.lookups = dict.fromkeys(self._order, 1 if steps is None else steps + 1)
+        self.batches_per_epoch = self._loader("train", drop_last=True).batches_per_epoch
 
-    def _loader(self, *, epochs: int) -> Loader:
-        section = self._section
-        return Loader(
-            self._data,
-            "train",
-            features=self._order,
-            batch_size=section.batch_size,
-            seed=section.seed if section.shuffle else None,
-            epochs=epochs,
-            drop_last=True,
-            pin_memory=self._pins,
+    def _loader(
+        self, split: str, *, seed: int | None = None, epochs: int = 1, drop_last: bool = False
+    ) -> BatchReader[AnyBatch]:
+        options: dict[str, Any] = {
+            "batch_size": self._section.batch_size,
+            "seed": seed,
+            "epochs": epochs,
+            "drop_last": drop_last,
+            "pin_memory": self._pins,
+        }
+        source = PreparedSource(self._data, split, dense=self._section.dense)
+        if self._steps is None:
+            return Loader(source, features=self._order, **options)
+        return SequenceLoader(
+            source,
+            steps=self._steps,
+            histories={name: self._histories[name] for name in self._order},
+            padding=self._padding,
+            **options,
         )
 
-    def batches(self, steps: int) -> Iterator[ClickBatch]:
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
+        seed = self._section.seed if self._section.shuffle else None
         epochs = -(-steps // self.batches_per_epoch)
-        batches = self._loader(epochs=epochs).batches()
+        batches = self._loader("train", seed=seed, epochs=epochs, drop_last=True).batches()
         for _, batch in zip(range(steps), batches, strict=False):
             yield batch
 
     @property
-    def validation(self) -> Iterable[ClickBatch]:
+    def validation(self) -> Iterable[AnyBatch]:
         return self._held_back("validation")
 
     @property
-    def test(self) -> Iterable[ClickBatch]:
+    def test(self) -> Iterable[AnyBatch]:
         return self._held_back("test")
 
-    def _held_back(self, split: str) -> Iterator[ClickBatch]:
-        loader = Loader(
-            self._data,
-            split,
-            features=self._order,
-            batch_size=self._section.batch_size,
-            pin_memory=self._pins,
-        )
-        for number, batch in enumerate(loader):
+    @property
+    def profile(self) -> Profile | None:
+        return self._data.profile()
+
+    def _held_back(self, split: str) -> Iterator[AnyBatch]:
+        for number, batch in enumerate(self._loader(split)):
             if self._section.eval_batches is not None and number == self._section.eval_batches:
                 return
             yield batch
+
+
+def _tell_of_pooled_histories(data: Prepared) -> None:
+    past = [name for name in histories_of(data.schema).values() if name is not None]
+    if past:
+        warn(
+            f"{data.folder} has sequences, of which a model of clicks sees no order: vectors of "
+            f'{" and ".join(past)} are summed. model.kind = "tbsm" reads them step by step'
+        )
