@@ -60,7 +60,18 @@ def parts_imported_by(module: str) -> set[str]:
 
 # From the bottom up: a part imports only from the lines above its own.
 LAYERS = [
-    {"kernels", "interrupt", "lanes", "masters", "progress", "told", "watch", "writer"},
+    {
+        "disk",
+        "kernels",
+        "interrupt",
+        "lanes",
+        "manifests",
+        "masters",
+        "progress",
+        "told",
+        "watch",
+        "writer",
+    },
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"stages", "device_planner", "device_start", "staged"},
