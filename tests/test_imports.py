@@ -83,7 +83,7 @@ LAYERS = [
     {"device_rows", "plan_room"},
     {"hybrid"},
     {"embedding"},
-    {"ahead"},
+    {"ahead", "checkpoint"},
     {"captured"},
     {"graphed"},
     {"trainer"},
@@ -178,7 +178,16 @@ def test_records_import_nothing() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["torchrec", "triton", "torchmetrics", "typer", "rich", "hotrow.cli", "hotrow.data"],
+    [
+        "torchrec",
+        "triton",
+        "torchmetrics",
+        "safetensors",
+        "typer",
+        "rich",
+        "hotrow.cli",
+        "hotrow.data",
+    ],
 )
 def test_importing_the_package_leaves_out(module: str, imported: set[str]) -> None:
     assert module not in imported

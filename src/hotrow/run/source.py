@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from itertools import islice
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hotrow.ahead import map_tensors
 from hotrow.data import ClickBatch, Loader, SyntheticClicks
 from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.format import SPLITS
 from hotrow.run.config import DataSection
 
 Tables = dict[str, tuple[int, list[str]]]  # rows of each, and the features that read it
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples that belong together, in the order in which they lie."""
+
+    batches: Iterable[ClickBatch]
+    samples: int  # in these batches
+    total: int  # in all of the split
 
 
 class Samples(Protocol):
@@ -21,8 +33,10 @@ class Samples(Protocol):
 
     tables: Tables
     num_dense: int
-    batches_per_epoch: int
     lookups: dict[str, int] | None  # of each feature in a sample, where all have as many
+
+    @property
+    def batches_per_epoch(self) -> int: ...
 
     def batches(self, steps: int) -> Iterator[ClickBatch]:
         """So many batches of the training samples, epoch after epoch."""
@@ -34,6 +48,12 @@ class Samples(Protocol):
     @property
     def test(self) -> Iterable[ClickBatch]:
         """What is evaluated at the end."""
+
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        """One of SPLITS: what is evaluated of it, or all."""
+
+    def described(self) -> dict[str, Any]:
+        """What a model that is trained on it can read, in plain values."""
 
 
 def open_samples(section: DataSection, *, pin_memory: bool) -> Samples:
@@ -74,6 +94,21 @@ class Generated:
         """The same: nothing was chosen by them."""
         return self.validation
 
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        _check_split(name)
+        held_back = None if name == "train" else self.validation
+        count = self.batches_per_epoch if held_back is None else len(held_back)
+        samples = count * self._section.batch_size
+        batches = self._clicks.batches(0, count) if held_back is None else held_back
+        return Split(batches, samples, samples)
+
+    def described(self) -> dict[str, Any]:
+        tables = {
+            name: {"rows": rows, "features": features, "values": "generated"}
+            for name, (rows, features) in self.tables.items()
+        }
+        return {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
+
 
 class FromFolder:
     """What `hotrow prepare` has made."""
@@ -90,7 +125,10 @@ class FromFolder:
         self._order = [name for names in features.values() for name in names]
         self.num_dense = len(schema.dense)
         self.lookups = None if schema.jagged else dict.fromkeys(self._order, 1)
-        self.batches_per_epoch = self._loader(epochs=1).batches_per_epoch
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        return self._loader(epochs=1).batches_per_epoch
 
     def _loader(self, *, epochs: int) -> Loader:
         section = self._section
@@ -113,21 +151,61 @@ class FromFolder:
 
     @property
     def validation(self) -> Iterable[ClickBatch]:
-        return self._held_back("validation")
+        return self.split("validation").batches
 
     @property
     def test(self) -> Iterable[ClickBatch]:
-        return self._held_back("test")
+        return self.split("test").batches
 
-    def _held_back(self, split: str) -> Iterator[ClickBatch]:
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        _check_split(name)
         loader = Loader(
             self._data,
-            split,
+            name,
             features=self._order,
             batch_size=self._section.batch_size,
             pin_memory=self._pins,
         )
-        for number, batch in enumerate(loader):
-            if self._section.eval_batches is not None and number == self._section.eval_batches:
-                return
-            yield batch
+        most = None if whole or name == "train" else self._section.eval_batches
+        samples = loader.samples if most is None else most * loader.batch_size
+        return Split(islice(loader, most), min(samples, loader.samples), loader.samples)
+
+    def described(self) -> dict[str, Any]:
+        records = {each.name: each for each in self._data.manifest.tables}
+        tables = {}
+        for name, (rows, features) in self.tables.items():
+            keys = records[name].keys
+            values = records[name].ids if keys is None else f"vocabulary {keys.sha256}"
+            tables[name] = {"rows": rows, "features": features, "values": values}
+        return {"dense": list(self._data.schema.dense), "tables": tables}
+
+
+def _check_split(name: str) -> None:
+    if name not in SPLITS:
+        raise ValueError(f"there is no split {name!r}; there are {', '.join(SPLITS)}")
+
+
+def why_other(trained: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions so that a model of the one cannot read the other."""
+    found = []
+    if trained["dense"] != here["dense"]:
+        found.append(f"numbers: {_listed(here['dense'])} instead of {_listed(trained['dense'])}")
+    before, now = trained["tables"], here["tables"]
+    found += [f"table {name} is missing" for name in before if name not in now]
+    found += [f"table {name} is new" for name in now if name not in before]
+    for name in (each for each in before if each in now):
+        one, other = before[name], now[name]
+        if one["features"] != other["features"]:
+            found.append(
+                f"table {name} is read by {_listed(other['features'])} instead of "
+                f"{_listed(one['features'])}"
+            )
+        if one["rows"] != other["rows"]:
+            found.append(f"table {name} has {other['rows']:,} rows instead of {one['rows']:,}")
+        elif one["values"] != other["values"]:
+            found.append(f"the rows of table {name} are of other values")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
