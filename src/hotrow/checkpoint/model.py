@@ -243,7 +243,8 @@ class SavedModel:
             raise ValueError(f"{wrong}; take a copy of the model that is whole, or train again")
 
     def verify(self) -> None:
-        """Read every file and compare checksums; a ValueError names what has changed."""
+        """Read every file and compare checksums, then what shards say of themselves; a ValueError
+        names what has changed."""
         files, done = self._manifest.files, 0
         total = sum(file.bytes for file in files)
         with (
@@ -257,6 +258,10 @@ class SavedModel:
                 self._refuse(wrong)
                 done += file.bytes
                 advance(done, total)
+        for table in self.tables:
+            for shard in table.shards:
+                with self._open(shard) as file:
+                    self._weights(file, shard, table)
 
     def check(self, model: nn.Module) -> None:
         """Compare names and shapes with a model's; a ValueError says what differs."""
@@ -292,18 +297,23 @@ class SavedModel:
 
     def _pieces(self, shard: RowShard, table: SavedTable) -> Iterator[tuple[int, Tensor]]:
         with self._open(shard) as file:
-            if WEIGHTS not in file.keys():  # noqa: SIM118
-                raise ValueError(f"{self.folder / shard.file} has no {WEIGHTS!r}; {_DAMAGED}")
-            weights = file.get_slice(WEIGHTS)
-            about = weights.get_dtype(), weights.get_shape()
-            if about != ("F32", [shard.rows, table.dim]):
-                raise ValueError(
-                    f"{self.folder / shard.file} holds {about[0]} {about[1]}, and by the manifest "
-                    f"F32 {[shard.rows, table.dim]}; {_DAMAGED}"
-                )
+            weights = self._weights(file, shard, table)
             step = max(1, _PIECE_BYTES // (4 * table.dim))
             for first in range(0, shard.rows, step):
                 yield shard.first + first, weights[first : first + step]
+
+    def _weights(self, file: Any, shard: RowShard, table: SavedTable) -> Any:
+        """Nothing of them is read yet."""
+        found, expected = "nothing", f"F32 {[shard.rows, table.dim]}"
+        if WEIGHTS in file.keys():  # noqa: SIM118
+            weights = file.get_slice(WEIGHTS)
+            found = f"{weights.get_dtype()} {weights.get_shape()}"
+        if found != expected:
+            raise ValueError(
+                f"{self.folder / shard.file} holds {found} as {WEIGHTS}, and by the manifest "
+                f"{expected}; {_DAMAGED}"
+            )
+        return weights
 
     def _dense_shapes(self) -> dict[str, list[int]]:
         with self._open(self._manifest.dense) as file:
