@@ -103,7 +103,7 @@ def train(
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     if config.run.save:
-        safetensors()
+        _check_saving()
     if config.run.tensorboard:
         check_board()
     show: Show = JsonLines() if as_json else Screen()
@@ -127,6 +127,13 @@ def train(
         raise typer.Exit(INTERRUPTED)
     if result.record.summary.equal_to_all_fast is False:
         raise typer.Exit(UNEQUAL)
+
+
+def _check_saving() -> None:
+    try:
+        safetensors()
+    except ValueError as error:
+        raise ValueError(f"{error}, or leave the model out: run.save=false") from error
 
 
 def _board(config: RunConfig, folder: Path) -> Board:
