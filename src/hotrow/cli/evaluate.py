@@ -65,7 +65,8 @@ def evaluate(
       better than knowing nothing
 
     `data.eval_batches` of the run holds here, too: without it, all of the split counts. Another
-    folder must have been prepared into the same rows; what differs is told.
+    folder must have been prepared into the same rows; what differs is told. Generated clicks are
+    drawn batch by batch, so that another `data.batch_size` makes others of them.
     """
     show: Show = JsonLines() if as_json else Screen()
     with one_line_warnings(show.warn):
