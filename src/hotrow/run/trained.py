@@ -64,7 +64,7 @@ def _settings(
     found = json.loads(json.dumps(record.settings))  # a copy to change
     where = str(folder / RUN_FILE)
     if data is not None:
-        found["data"] |= {"kind": "prepared", "folder": str(data)}
+        found.setdefault("data", {}).update(kind="prepared", folder=str(data))
     for text in overrides:
         toml.override(RunConfig, found, text)
         where = f"{folder / RUN_FILE} with --set"
