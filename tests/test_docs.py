@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from typer.testing import CliRunner
 
+from hotrow.cli import make_app
 from hotrow.run import toml
 from hotrow.run.config import BUILT_IN, RunConfig, load
 
@@ -56,6 +58,23 @@ def test_the_guide_says_what_the_job_without_a_file_adds() -> None:
     for section, added in BUILT_IN.items():
         for key, value in added.items():
             assert f"`{section}.{key} = {str(value).lower()}`" in text
+
+
+def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        "[data]\nrows = [400, 60, 5]\nbatch_size = 16\nsamples = 320\neval_batches = 4\n"
+        "[model]\nembedding_dim = 4\n[embedding]\nbudget = '60%'\n"
+    )
+    page = (ROOT / "docs" / "guide.md").read_text()
+    commands = re.findall(r"^hotrow (.*)$", page, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"train", "evaluate", "predict"}
+    for command in commands:
+        result = CliRunner().invoke(make_app(), command.split())
+        assert result.exit_code == 0, f"{command}: {result.output}"
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"run.toml", "runs", "scores.parquet", "train.parquet"}
+    assert list(tmp_path.glob("runs/first/events.*"))
 
 
 def test_every_run_file_in_configs_can_be_read() -> None:

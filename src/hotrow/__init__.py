@@ -4,6 +4,7 @@ from hotrow import _quiet  # noqa: F401  (first: before torch is imported)
 from hotrow.ahead import Ahead, ahead
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
+from hotrow.checkpoint import load_model, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
 from hotrow.graphed import GraphedStep, graphed
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
@@ -40,4 +41,6 @@ __all__ = [
     "Uniform",
     "ahead",
     "graphed",
+    "load_model",
+    "save_model",
 ]

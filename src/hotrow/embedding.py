@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -239,6 +240,7 @@ class EmbeddingBagCollection(nn.Module):
         self._room = Room()
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
+        self._apart = False
 
     def _share(
         self,
@@ -580,12 +582,25 @@ class EmbeddingBagCollection(nn.Module):
         for name, columns in self._place(table)[0].state.items():
             self._load(table, 0, state[name], columns)
 
+    def key_of(self, table: str) -> str:
+        """What a table's weights are called in the state dict."""
+        return f"{self._prefix}.{table}.weight"
+
+    @contextmanager
+    def rows_apart(self) -> Iterator[None]:
+        """Inside, state dicts neither hold rows nor load any: they come by `weights`."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for table in self.tables:
+        for table in () if self._apart else self.tables:
             copy = torch.empty(table.num_embeddings, table.embedding_dim)
             for first, weights in self.weights(table.name):
                 copy[first : first + len(weights)] = weights
-            destination[f"{prefix}{self._prefix}.{table.name}.weight"] = copy
+            destination[prefix + self.key_of(table.name)] = copy
 
     def _load_from_state_dict(
         self,
@@ -597,7 +612,8 @@ class EmbeddingBagCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = {f"{prefix}{self._prefix}.{table.name}.weight": table for table in self.tables}
+        tables = () if self._apart else self.tables
+        names = {prefix + self.key_of(table.name): table for table in tables}
         for key, table in names.items():
             shape = (table.num_embeddings, table.embedding_dim)
             if key not in state_dict:

@@ -87,3 +87,4 @@ class RunRecord:
     memory: Mapping[str, int]  # bytes of fast memory by part
     summary: Summary
     evaluations: tuple[EvalRecord, ...] = field(default=())
+    data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...

@@ -132,6 +132,12 @@ class Trainer(Generic[Batch]):
             raise ValueError("there is nothing to evaluate: the batches given are none")
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
+    def predict(self, batch: Batch) -> Tensor:
+        """What the model says of a batch, in evaluation mode. Changes no bit of the training."""
+        with self._algorithms(), _evaluation(self.model, self.device):
+            predictions: Tensor = self.model(to_device(batch, self.device))
+            return predictions
+
     @property
     def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
         return self._step.loss_fn

@@ -22,11 +22,11 @@ def hotrow(*arguments: str) -> Result:
 def test_help_names_every_command() -> None:
     result = hotrow("--help")
     assert result.exit_code == 0
-    for command in ("train", "prepare", "doctor"):
+    for command in ("train", "prepare", "doctor", "evaluate", "predict"):
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "doctor"])
+@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "evaluate", "predict"])
 def test_help_of_a_command_has_examples(command: str) -> None:
     result = hotrow(command, "--help")
     assert result.exit_code == 0

@@ -4,8 +4,10 @@ import json
 import re
 import shutil
 import signal
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from typer.testing import CliRunner, Result
 import hotrow.cli.train
 from hotrow import STRATEGIES
 from hotrow.cli import make_app
+from hotrow.disk import Disk
 from hotrow.records import EvalRecord, StepRecord
-from hotrow.run.config import CLICK_MODELS
+from hotrow.run.config import CLICK_MODELS, load
 from hotrow.run.files import RunWriter, read_run, read_steps
-from hotrow.run.job import Job
+from hotrow.run.job import Job, build, same_bits
+from hotrow.run.trained import open_trained
 from hotrow.trainer import Trainer
 
 SMALL = """
@@ -259,6 +263,93 @@ def test_ctrl_c_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch, times: int)
     assert run.summary.steps == 3
     assert run.summary.equal_to_all_fast is None
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_model_is_saved_and_told() -> None:
+    result = train("run.toml")
+    assert "model saved to runs/small/model; hotrow evaluate runs/small reads it" in result.stdout
+    assert Path("runs/small/model/manifest.json").is_file()
+    found = events(train("run.toml", "--json"))[-1]
+    assert found["model"] == "runs/small-2/model"
+
+
+def test_a_model_that_nobody_wants_is_not_saved() -> None:
+    result = train("run.toml", "--set", "run.save=false")
+    assert "model saved" not in result.stdout
+    assert not Path("runs/small/model").exists()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_the_model_of_that_step(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    press_ctrl_c(monkeypatch, after_step=3, times=times)
+    assert train("run.toml").exit_code == 130
+    assert Path("runs/small/model").exists() == (times == 1)
+    if times == 1:  # the second time ends at once
+        stopped = open_trained("small")
+        job = build(load(Path("run.toml")))
+        for _ in zip(range(3), job.train(), strict=False):
+            pass
+        assert stopped.trainer.step == 3
+        mine, other = job.model.state_dict(), stopped.model.state_dict()
+        assert all(same_bits(mine[key], other[key]) for key in mine)
+
+
+class Full(Disk):
+    def open(self, path: Path) -> Any:
+        if "001-00000" in path.name:
+            return Path("/dev/full").open("wb", buffering=0)
+        return super().open(path)
+
+
+def test_a_full_disk_takes_the_model_and_not_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.model.Disk", Full)
+    result = train("run.toml")
+    assert result.exit_code == 2
+    told = "error: the model was not saved: the disk is full: runs/small/model/rows/001-00000"
+    assert told in result.stderr
+    assert "Traceback" not in result.output
+    run = read_run("runs/small")
+    assert run.outcome == "finished"
+    assert run.summary.equal_to_all_fast is True
+    assert len(list(read_steps("runs/small"))) == 10
+    assert not Path("runs/small/model").exists()
+
+
+def test_the_record_is_there_before_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed while the model is saved has the record."""
+    outcomes = []
+
+    def save(folder: Path, model: object) -> None:
+        outcomes.append(read_run(folder.parent).outcome)
+
+    monkeypatch.setattr(hotrow.cli.train, "save_model", save)
+    assert train("run.toml").exit_code == 0
+    assert outcomes == ["finished"]
+
+
+@pytest.mark.parametrize("free", [0, 10**9])
+def test_little_room_on_the_disk_is_told_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    room = SimpleNamespace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
+    first, *others = events(train("run.toml", "--json"))
+    assert first["event"] == "start"
+    told = [each["message"] for each in others if each["event"] == "warning"]
+    assert [others[0]["event"] == "warning", len(told)] == ([False, 0] if free else [True, 1])
+    if told:
+        assert re.search(r"the model will take \d+\.\d KiB, and runs/small has 0 B free", told[0])
+
+
+def test_without_safetensors_a_run_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    result = train("run.toml")
+    assert result.exit_code == 2
+    assert "pip install safetensors, or leave the model out: run.save=false" in result.stderr
+    assert not (folder / "runs").exists()
+    assert train("run.toml", "--set", "run.save=false").exit_code == 0
 
 
 def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

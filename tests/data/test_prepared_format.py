@@ -100,7 +100,7 @@ def test_a_changed_byte_is_found_by_verify(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"train-00017\.bin has changed since it was prepared"):
+    with pytest.raises(ValueError, match=r"train-00017\.bin has changed since it was written"):
         Prepared(folder).verify()
 
 

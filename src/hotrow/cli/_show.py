@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,12 +38,36 @@ def one_line_warnings(tell: Callable[[str], None] = tell_people) -> Iterator[Non
         yield
 
 
+@contextmanager
+def counted(title: str, samples: int) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
+    """Gives what counts the samples of batches that pass through it, with a bar on stderr."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(title, total=samples)
+
+    def passing(batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            bar.advance(task, len(batch))
+
+    with bar:
+        yield passing
+
+
 class Show(Protocol):
     def warn(self, message: str) -> None: ...
     def start(self, job: Job, folder: Path) -> None: ...
     def progress(self, title: str, *, steps: int) -> Any: ...
     def differs(self, what: list[str]) -> None: ...
-    def end(self, record: RunRecord, folder: Path) -> None: ...
+    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None: ...
 
 
 class Screen:
@@ -95,14 +119,17 @@ class Screen:
     def differs(self, what: list[str]) -> None:
         self._console.print(f"[red]not equal to all-fast:[/] {', '.join(what)}")
 
-    def end(self, record: RunRecord, folder: Path) -> None:
+    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None:
         if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
             self._show_memory(record.memory)
         table = Table(show_header=False, box=None, padding=(0, 2))
         for key, value in _summary(record).items():
             table.add_row(key, value)
         self._console.print(table)
-        self._console.print(f"written to {folder}")
+        self._console.print(f"written to {folder}", soft_wrap=True)
+        if model is not None:
+            told = f"model saved to {model}; hotrow evaluate {folder} reads it"
+            self._console.print(told, soft_wrap=True)
 
 
 class JsonLines:
@@ -148,8 +175,9 @@ class JsonLines:
     def differs(self, what: list[str]) -> None:
         self._write("differs", what=what)
 
-    def end(self, record: RunRecord, folder: Path) -> None:
-        self._write("end", folder=str(folder), **to_dict(record))
+    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None:
+        saved = None if model is None else str(model)
+        self._write("end", folder=str(folder), model=saved, **to_dict(record))
 
     def _write(self, event: str, **facts: Any) -> None:
         typer.echo(to_json({"event": event, **facts}))

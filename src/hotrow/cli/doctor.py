@@ -22,7 +22,7 @@ from hotrow.embedding import _OLDEST_CAPABILITY
 from hotrow.run.files import environment, package_version, to_json
 from hotrow.writer import why_not
 
-PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "rich", "typer")
+PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "safetensors", "rich", "typer")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated, Any, Self
@@ -14,13 +15,17 @@ from typing import Annotated, Any, Self
 import torch
 import typer
 
+from hotrow.budget import show_bytes
+from hotrow.checkpoint import save_model
+from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._exits import INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._tally import Tally
 from hotrow.records import EvalRecord, RunRecord
-from hotrow.run.config import load
-from hotrow.run.files import RunWriter, environment, now
-from hotrow.run.job import Job, all_fast, build, differences
+from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
+from hotrow.run.config import RunConfig, load
+from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
+from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
 
 
 def train(
@@ -41,7 +46,7 @@ def train(
         "runs"
     ),
 ) -> None:
-    """Train a model and leave its records in runs/NAME.
+    """Train a model; it and its records are left in runs/NAME.
 
     Without a file it trains a small DLRM on generated clicks in under a minute, then trains it
     again with every row in fast memory and compares all bits.
@@ -59,6 +64,10 @@ def train(
     - `hotrow train --set model.kind=dcnv2`
 
     - `hotrow train --set model.kind=tbsm`
+
+    - `hotrow train --set run.tensorboard=true`, then `tensorboard --logdir runs`
+
+    - `hotrow train`, then `hotrow evaluate default` and `hotrow predict default --out a.parquet`
 
     **run.toml**, every key optional:
 
@@ -86,22 +95,60 @@ def train(
     `training.steps`, where it is given, takes the place of `epochs`. Without a file,
     `run.threads = 1`, `training.eval_every = 64` and `training.check_equality = true` are set.
 
-    Ctrl-C ends the run after the step under way; its records are kept, and the exit code is 130.
+    The trained model goes to runs/NAME/model, as safetensors: dense weights, and those of all
+    rows. `--set run.save=false` leaves it out.
+
+    Ctrl-C ends the run after the step under way; its records and the model are kept, and the exit
+    code is 130.
     """
     config = load(file, overrides=settings or ())
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.save:
+        _check_saving()
+    if config.run.tensorboard:
+        check_board()
     show: Show = JsonLines() if as_json else Screen()
     with one_line_warnings(show.warn):
-        job = build(config)
-        with RunWriter(runs, name=config.run.name) as run, StopAfterStep() as stop:
+        samples = open_data(config)
+        steps = total_steps(config, samples)
+        job = build(config, samples)
+        with (
+            RunWriter(runs, name=config.run.name) as run,
+            _board(config, run.folder) as board,
+            StopAfterStep() as stop,
+        ):
             show.start(job, run.folder)
-            record = _run(job, run, show, stop)
-            show.end(record, run.folder)
+            if config.run.save:
+                _warn_of_little_room(job, run.folder, show)
+            result = _run(job, _Telling(run, board, show, stop), steps)
+            show.end(result.record, run.folder, result.model)
+    if result.unsaved is not None:
+        raise result.unsaved
     if stop.asked:
         raise typer.Exit(INTERRUPTED)
-    if record.summary.equal_to_all_fast is False:
+    if result.record.summary.equal_to_all_fast is False:
         raise typer.Exit(UNEQUAL)
+
+
+def _check_saving() -> None:
+    try:
+        safetensors()
+    except ValueError as error:
+        raise ValueError(f"{error}, or leave the model out: run.save=false") from error
+
+
+def _board(config: RunConfig, folder: Path) -> Board:
+    return TensorBoard(folder, config) if config.run.tensorboard else NoBoard()
+
+
+def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
+    needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
+    if free < needed:
+        show.warn(
+            f"the model will take {show_bytes(needed)}, and {folder} has {show_bytes(free)} free: "
+            "make room before the run ends, or it is not saved"
+        )
 
 
 class StopAfterStep:
@@ -136,36 +183,77 @@ class StopAfterStep:
                 signal.signal(each, before)
 
 
-def _run(job: Job, run: RunWriter, show: Show, stop: StopAfterStep) -> RunRecord:
-    """Trains, evaluates and compares; whatever happens, the record says how far it came."""
-    tally, started = Tally(), now()
-    outcome, is_equal = "failed", None
+@dataclass(frozen=True)
+class _Telling:
+    """Whom a run tells how it goes, and who may stop it."""
+
+    run: RunWriter
+    board: Board
+    show: Show
+    stop: StopAfterStep
+
+
+@dataclass(frozen=True)
+class _Result:
+    record: RunRecord
+    model: Path | None  # where it was saved
+    unsaved: OSError | None  # why it was not
+
+
+def _run(job: Job, telling: _Telling, steps: int) -> _Result:
+    """Trains, evaluates, saves and compares; whatever happens, the record says how far it came."""
+    tally, started, stop = Tally(), now(), telling.stop
+    outcome, is_equal, model, unsaved = "failed", None, None, None
+
+    def finish() -> RunRecord:
+        record = _record(job, tally, telling.run.name, started, outcome, is_equal)
+        telling.run.finish(record)
+        return record
+
     try:
-        _train(job, tally, run, show, stop)
-        outcome = "interrupted" if stop.asked else "finished"
+        _train(job, tally, telling, steps)
         if not stop.asked:
-            tally.evaluations.append(job.evaluate(at_end=True))
-            if job.config.training.check_equality:
-                is_equal = _is_equal_to_all_fast(job, tally.losses, show, stop)
+            _evaluate(job, tally, telling, at_end=True)
+        outcome = "interrupted" if stop.asked else "finished"
+        if job.config.run.save:
+            finish()  # before the disk may be full, and before a comparison as long as the run
+            model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
+        if job.config.training.check_equality and not stop.asked:
+            is_equal = _is_equal_to_all_fast(job, tally.losses, telling.show, stop)
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
     finally:
-        record = _record(job, tally, run.name, started, outcome, is_equal)
-        run.finish(record)
-    return record
+        record = finish()
+    return _Result(record, model, unsaved)
 
 
-def _train(job: Job, tally: Tally, run: RunWriter, show: Show, stop: StopAfterStep) -> None:
-    every, steps = job.config.training.eval_every, job.total_steps
+def _save(job: Job, folder: Path) -> tuple[Path | None, OSError | None]:
+    """A disk that is full takes no record of what was trained with it."""
+    try:
+        save_model(folder, job.model)
+    except OSError as error:
+        return None, OSError(f"the model was not saved: {error}")
+    return folder, None
+
+
+def _evaluate(job: Job, tally: Tally, telling: _Telling, *, at_end: bool = False) -> None:
+    tally.evaluations.append(job.evaluate(at_end=at_end))
+    telling.board.evaluation(tally.evaluations[-1])
+
+
+def _train(job: Job, tally: Tally, telling: _Telling, steps: int) -> None:
+    every, show = job.config.training.eval_every, telling.show
     with show.progress("training", steps=steps) as advance:
         for record in job.train():
             tally.add(record)
-            run.step(record)
+            telling.run.step(record)
+            telling.board.step(record)
             if every and record.step % every == 0 and record.step < steps:
-                tally.evaluations.append(job.evaluate())
+                _evaluate(job, tally, telling)
             advance(tally)
-            if stop.asked or _has_settled(tally.evaluations, job.config.training.patience):
+            settled = _has_settled(tally.evaluations, job.config.training.patience)
+            if telling.stop.asked or settled:
                 break
     tally.finish()
     if tally.losses and math.isnan(tally.loss):
@@ -224,4 +312,5 @@ def _record(
             chunked_batches=embedding.traffic().chunked_batches,
         ),
         evaluations=tuple(tally.evaluations),
+        data=job.samples.described(),
     )

@@ -73,12 +73,15 @@ BUILT_IN_SEQUENCES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RunSection:
-    """`[run]`: the folder under runs/, the seed of all initial weights, and where it runs."""
+    """`[run]`: the folder under runs/, the seed of all initial weights, where it runs, and what it
+    leaves behind beside its records."""
 
     name: str = "default"
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None  # torch's own choice if left out; it can change the last bits
+    save: bool = True  # the trained model, to runs/<name>/model
+    tensorboard: bool = False  # event files, to runs/<name>
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):

@@ -3,6 +3,7 @@
 runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way; on a GPU a
                           few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
+runs/<name>/model/        the trained model: see hotrow.checkpoint
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hotrow.run.arriving import Arriving
 FORMAT = 1
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
+MODEL_FOLDER = "model"
 
 Record = TypeVar("Record")
 

@@ -42,17 +42,25 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        training = self.config.training
-        return training.steps or training.epochs * self.samples.batches_per_epoch
+        return total_steps(self.config, self.samples)
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
         """Quality on what is held back for the way, or for the end."""
         return self.trainer.evaluate(self.samples.test if at_end else self.samples.validation)
 
 
-def build(config: RunConfig) -> Job:
+def open_data(config: RunConfig) -> Samples:
     on_gpu = config.run.device.startswith("cuda") and torch.cuda.is_available()
-    samples = open_samples(config.data, pin_memory=on_gpu, steps=config.model.num_steps)
+    return open_samples(config.data, pin_memory=on_gpu, steps=config.model.num_steps)
+
+
+def total_steps(config: RunConfig, samples: Samples) -> int:
+    epoch, training = samples.batches_per_epoch, config.training  # or there is no batch at all
+    return training.steps or training.epochs * epoch
+
+
+def build(config: RunConfig, samples: Samples | None = None) -> Job:
+    samples = samples or open_data(config)
     embedding = _embedding(config, samples)
     model = MODELS[config.model.kind](
         embedding,

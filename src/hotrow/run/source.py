@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from hotrow.data import (
 )
 from hotrow.data.loader import BatchReader
 from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.format import SPLITS
 from hotrow.data.sequence_loader import histories_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.profile import Profile
@@ -33,13 +35,24 @@ Tables = dict[str, tuple[int, list[str]]]
 AnyBatch = ClickBatch | SequenceBatch
 
 
+@dataclass(frozen=True)
+class Split:
+    """Samples that belong together, in the order in which they lie."""
+
+    batches: Iterable[AnyBatch]
+    samples: int  # in these batches
+    total: int  # in all of the split
+
+
 class Samples(Protocol):
     """What a run needs to know of its data."""
 
     tables: Tables
     num_dense: int
-    batches_per_epoch: int
     lookups: dict[str, int] | None  # of each feature in a sample, where all have as many
+
+    @property
+    def batches_per_epoch(self) -> int: ...
 
     def batches(self, steps: int) -> Iterator[AnyBatch]:
         """So many batches of the training samples, epoch after epoch."""
@@ -55,6 +68,12 @@ class Samples(Protocol):
     @property
     def profile(self) -> Profile | None:
         """How often rows are read in training, where that was counted."""
+
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        """One of SPLITS: what is evaluated of it, or all."""
+
+    def described(self) -> dict[str, Any]:
+        """What a model that is trained on it can read, in plain values."""
 
 
 def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = None) -> Samples:
@@ -118,6 +137,21 @@ class Generated:
     def profile(self) -> Profile | None:
         return None if self._data is None else self._data.profile()
 
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        _check_split(name)
+        held_back = None if name == "train" else self.validation
+        count = self.batches_per_epoch if held_back is None else len(held_back)
+        samples = count * self._section.batch_size
+        batches = self.drawn.batches(0, count) if held_back is None else held_back
+        return Split(batches, samples, samples)
+
+    def described(self) -> dict[str, Any]:
+        tables = {
+            name: {"rows": rows, "features": features, "values": "generated"}
+            for name, (rows, features) in self.tables.items()
+        }
+        return {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
+
 
 def _like(
     data: Prepared, config: SyntheticConfig, steps: int | None, *, num_dense: int
@@ -177,11 +211,15 @@ class FromFolder:
         self._order = [name for names in features.values() for name in names]
         self._padding = {name: rows[table] for table, each in features.items() for name in each}
         numbers = schema.dense if section.dense is None else section.dense
+        self._numbers = list(numbers)
         self.num_dense = len(numbers) + (steps is not None)
         self.lookups: dict[str, int] | None = None
         if steps is not None or not schema.jagged:
             self.lookups = dict.fromkeys(self._order, 1 if steps is None else steps + 1)
-        self.batches_per_epoch = self._loader("train", drop_last=True).batches_per_epoch
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        return self._loader("train", drop_last=True).batches_per_epoch
 
     def _loader(
         self, split: str, *, seed: int | None = None, epochs: int = 1, drop_last: bool = False
@@ -213,21 +251,31 @@ class FromFolder:
 
     @property
     def validation(self) -> Iterable[AnyBatch]:
-        return self._held_back("validation")
+        return self.split("validation").batches
 
     @property
     def test(self) -> Iterable[AnyBatch]:
-        return self._held_back("test")
+        return self.split("test").batches
+
+    def split(self, name: str, *, whole: bool = False) -> Split:
+        _check_split(name)
+        loader = self._loader(name)
+        most = None if whole or name == "train" else self._section.eval_batches
+        samples = loader.samples if most is None else most * loader.batch_size
+        return Split(islice(loader, most), min(samples, loader.samples), loader.samples)
+
+    def described(self) -> dict[str, Any]:
+        records = {each.name: each for each in self._data.manifest.tables}
+        tables = {}
+        for name, (rows, features) in self.tables.items():
+            keys = records[name].keys
+            values = records[name].ids if keys is None else f"vocabulary {keys.sha256}"
+            tables[name] = {"rows": rows, "features": features, "values": values}
+        return {"dense": self._numbers, "tables": tables}
 
     @property
     def profile(self) -> Profile | None:
         return self._data.profile()
-
-    def _held_back(self, split: str) -> Iterator[AnyBatch]:
-        for number, batch in enumerate(self._loader(split)):
-            if self._section.eval_batches is not None and number == self._section.eval_batches:
-                return
-            yield batch
 
 
 def _tell_of_pooled_histories(data: Prepared) -> None:
@@ -237,3 +285,34 @@ def _tell_of_pooled_histories(data: Prepared) -> None:
             f"{data.folder} has sequences, of which a model of clicks sees no order: vectors of "
             f'{" and ".join(past)} are summed. model.kind = "tbsm" reads them step by step'
         )
+
+
+def _check_split(name: str) -> None:
+    if name not in SPLITS:
+        raise ValueError(f"there is no split {name!r}; there are {', '.join(SPLITS)}")
+
+
+def why_other(trained: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What differs between two descriptions so that a model of the one cannot read the other."""
+    found = []
+    if trained["dense"] != here["dense"]:
+        found.append(f"numbers: {_listed(here['dense'])} instead of {_listed(trained['dense'])}")
+    before, now = trained["tables"], here["tables"]
+    found += [f"table {name} is missing" for name in before if name not in now]
+    found += [f"table {name} is new" for name in now if name not in before]
+    for name in (each for each in before if each in now):
+        one, other = before[name], now[name]
+        if one["features"] != other["features"]:
+            found.append(
+                f"table {name} is read by {_listed(other['features'])} instead of "
+                f"{_listed(one['features'])}"
+            )
+        if one["rows"] != other["rows"]:
+            found.append(f"table {name} has {other['rows']:,} rows instead of {one['rows']:,}")
+        elif one["values"] != other["values"]:
+            found.append(f"the rows of table {name} are of other values")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

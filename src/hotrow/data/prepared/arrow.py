@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_READ = "compressed files, CSV of any columns and Parquet are read"
 
-def pyarrow(module: str = "") -> Any:
-    """pyarrow, or one of its modules."""
+
+def pyarrow(module: str = "", *, what: str = _READ) -> Any:
+    """pyarrow, or one of its modules; `what` is done with it."""
     try:
         return import_module(f"pyarrow.{module}" if module else "pyarrow")
     except ImportError as error:
         raise ValueError(
-            "compressed files, CSV of any columns and Parquet are read with pyarrow, which is not "
-            "installed; pip install 'hotrow[data]'"
+            f"{what} with pyarrow, which is not installed; pip install 'hotrow[data]'"
         ) from error

@@ -1,61 +1,19 @@
-"""Files that are there whole or not at all, and their checksums. The only module here that writes.
-
-Everything is written beside its place, flushed to the disk and renamed, so that whatever has its
-final name is complete, also after a full disk, a lost machine or `kill -9`.
-"""
+"""The disk that data are prepared on. The only module here that writes."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import IO
 
-from hotrow.data.prepared.format import FileRecord
+from hotrow import disk
+from hotrow.disk import PARTIAL, checksum, inside, make_durable, read_parts, why_wrong
 
-PARTIAL = ".partial"
-_READ_BYTES = 4 << 20
+__all__ = ["PARTIAL", "Disk", "checksum", "inside", "make_durable", "read_parts", "why_wrong"]
 
 
-class Disk:
-    """One folder on the real disk; tests put a full one in its place."""
+class Disk(disk.Disk):
+    """The folder that `hotrow prepare` makes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def open(self, path: Path) -> IO[bytes]:
-        return path.open("wb")
-
-    def write(
-        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool = True
-    ) -> FileRecord:
-        """Puts a file in place; what an error leaves behind is taken away.
-
-        One that need not be durable is not waited for: a lost machine may lose it, which its
-        checksum tells.
-        """
-        path = self.folder / name
-        beside = path.with_name(path.name + PARTIAL)
-        digest, size = hashlib.sha256(), 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self.open(beside) as file:
-                for part in parts:
-                    file.write(part)
-                    digest.update(part)
-                    size += len(part)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            beside.replace(path)
-            if durable:
-                make_durable(path.parent)  # a rename is durable once its folder is
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise _in_plain_words(error, path) from None
-        return FileRecord(name, size, digest.hexdigest())
+    remedy = "What is finished is kept: make room and give the same command again to resume"
 
     def append(self, name: str, line: str) -> None:
         """Adds a line to a log; it is on the disk when this returns.
@@ -74,57 +32,4 @@ class Disk:
                 if durable:
                     os.fsync(file.fileno())
         except OSError as error:
-            raise _in_plain_words(error, path) from None
-
-
-def _in_plain_words(error: OSError, path: Path) -> OSError:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    # Without a number, which would be printed before the words.
-    return OSError(
-        f"the disk is full: {path} was not written. What is finished is kept: make room and give "
-        "the same command again to resume"
-    )
-
-
-def make_durable(path: Path) -> None:
-    """A file that was not waited for is on the disk when this returns."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            yield part
-
-
-def checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    for part in read_parts(path):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def inside(folder: Path, name: str) -> Path:
-    """The path of a file a manifest names; links that lead out of the folder are refused."""
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{path} leads out of its folder")
-    return path
-
-
-def why_wrong(folder: Path, record: FileRecord, *, contents: bool) -> str | None:
-    """What is wrong with a file; None if it is as it was written."""
-    path = inside(folder, record.file)
-    if not path.is_file():
-        return f"{path} is missing"
-    size = path.stat().st_size
-    if size != record.bytes:
-        return f"{path} has {size:,} bytes instead of {record.bytes:,}"
-    if contents and checksum(path) != record.sha256:
-        return f"{path} has changed since it was prepared: its SHA-256 is another"
-    return None
+            raise self.in_plain_words(error, path) from None

@@ -24,19 +24,20 @@ Knows arrays and files; not where samples come from, nor what they are used for.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hotrow.disk import FileRecord
+from hotrow.manifests import Reader, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _ALIGNED = 64
-_MOST_MANIFEST_BYTES = 1 << 30
 _INT32_ROWS = 2**31 - 1
 
 
@@ -69,15 +70,6 @@ class Schema:
     @property
     def tables(self) -> list[str]:
         return list(dict.fromkeys(each.table for each in self.features))
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of the folder, as it was written."""
-
-    file: str  # relative to the folder
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -180,22 +172,18 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder, checked; a ValueError says what is wrong with it."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MOST_MANIFEST_BYTES:
-            raise ValueError(f"{path} is larger than any manifest: {path.stat().st_size:,} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         hint = "; preparing was not finished: give the same `hotrow prepare` again to resume"
         unfinished = (folder / ".work").is_dir()
         raise ValueError(
             f"{folder} has no {MANIFEST}" + (hint if unfinished else ", so it is no prepared data")
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
     return from_json(found, where=str(path))
 
 
 def from_json(found: Any, *, where: str) -> Manifest:
-    read = _Reader(where)
+    read = Reader(where, remedy="prepare again")
     top = read.table(found, "the manifest")
     version = read.number(top, "format")
     if version != FORMAT:
@@ -221,45 +209,7 @@ def from_json(found: Any, *, where: str) -> Manifest:
     return manifest
 
 
-class _Reader:
-    """Takes values out of JSON that anybody may have written."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"{self._where}: {what}; the file is damaged: prepare again")
-
-    def table(self, found: Any, name: str) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            raise self.wrong(f"{name} is missing or no table")
-        return found
-
-    def items(self, found: Mapping[str, Any], key: str) -> list[Any]:
-        if not isinstance(found.get(key), list):
-            raise self.wrong(f"{key} is missing or no list")
-        return list(found[key])
-
-    def text(self, found: Mapping[str, Any], key: str) -> str:
-        if not isinstance(found.get(key), str):
-            raise self.wrong(f"{key} is missing or no text")
-        return str(found[key])
-
-    def number(self, found: Mapping[str, Any], key: str) -> int:
-        value = found.get(key)
-        if type(value) is not int or not 0 <= value < 2**62:
-            raise self.wrong(f"{key} must be a whole number of at least 0, not {value!r}")
-        return value
-
-    def path(self, found: Mapping[str, Any]) -> str:
-        name = self.text(found, "file")
-        parts = PurePosixPath(name).parts
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", name) or ".." in parts:
-            raise self.wrong(f"file {name!r} is no file inside the folder")
-        return name
-
-
-def _schema(read: _Reader, found: dict[str, Any]) -> Schema:
+def _schema(read: Reader, found: dict[str, Any]) -> Schema:
     dense = [read.text({"dense": each}, "dense") for each in read.items(found, "dense")]
     features = [read.table(each, "a feature") for each in read.items(found, "features")]
     return Schema(
@@ -273,12 +223,12 @@ def _schema(read: _Reader, found: dict[str, Any]) -> Schema:
     )
 
 
-def _file(read: _Reader, found: Any) -> FileRecord:
+def _file(read: Reader, found: Any) -> FileRecord:
     found = read.table(found, "a file")
     return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
 
 
-def _shard(read: _Reader, found: Any) -> ShardRecord:
+def _shard(read: Reader, found: Any) -> ShardRecord:
     file = _file(read, found)
     values = read.table(found.get("values"), "values")
     return ShardRecord(
@@ -287,7 +237,7 @@ def _shard(read: _Reader, found: Any) -> ShardRecord:
     )  # fmt: skip
 
 
-def _table(read: _Reader, found: Any) -> TableRecord:
+def _table(read: Reader, found: Any) -> TableRecord:
     found = read.table(found, "a table")
     return TableRecord(
         name=read.text(found, "name"),
@@ -302,7 +252,7 @@ def _table(read: _Reader, found: Any) -> TableRecord:
 
 def _check(manifest: Manifest, where: str) -> None:
     """Numbers that contradict each other are found before they size anything."""
-    wrong = _Reader(where).wrong
+    wrong = Reader(where, remedy="prepare again").wrong
     schema, names = manifest.schema, [each.name for each in manifest.tables]
     if schema.id_dtype not in ("int32", "int64"):
         raise wrong(f"id_dtype is {schema.id_dtype!r}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import inside, why_wrong
-from hotrow.data.prepared.format import FileRecord, TableRecord
+from hotrow.data.prepared.format import TableRecord
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.spool import WORK, BadRows, Stretch, as_bytes
@@ -25,6 +25,7 @@ from hotrow.data.prepared.vocabulary import (
     bytes_per_value,
     joined,
 )
+from hotrow.disk import FileRecord
 
 HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, if there is no max_rows
 Ids = Vocabulary | Hashed

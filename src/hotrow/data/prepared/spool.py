@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk, inside, why_wrong
 from hotrow.data.prepared.fields import EXAMPLES
-from hotrow.data.prepared.format import FileRecord, Schema, Section, side_by_side
+from hotrow.data.prepared.format import Schema, Section, side_by_side
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.text import Piece, Place
+from hotrow.disk import FileRecord
 
 WORK = ".work"
 LOG = f"{WORK}/read.jsonl"

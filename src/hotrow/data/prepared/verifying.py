@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import inside, make_durable, read_parts, why_wrong
 from hotrow.data.prepared.encoding import Splits
-from hotrow.data.prepared.format import FileRecord, Schema, ShardRecord, sections
+from hotrow.data.prepared.format import Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.spool import WORK, as_bytes
+from hotrow.disk import FileRecord
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Files that are there whole or not at all, and their checksums.
+
+Everything is written beside its place, flushed to the disk and renamed, so that whatever has its
+final name is complete, also after a full disk, a lost machine or `kill -9`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PARTIAL = ".partial"
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a folder, as it was written."""
+
+    file: str  # relative to the folder
+    bytes: int
+    sha256: str
+
+
+class Disk:
+    """One folder on the real disk; tests put a full one in its place."""
+
+    remedy = "make room, and try again"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, path: Path) -> IO[bytes]:
+        return path.open("wb")
+
+    def write(
+        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool = True
+    ) -> FileRecord:
+        """Puts a file in place; what an error leaves behind is taken away.
+
+        One that need not be durable is not waited for: a lost machine may lose it, which its
+        checksum tells.
+        """
+        path = self.folder / name
+        beside = path.with_name(path.name + PARTIAL)
+        digest, size = hashlib.sha256(), 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self.open(beside) as file:
+                for part in parts:
+                    file.write(part)
+                    digest.update(part)
+                    size += len(part)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            beside.replace(path)
+            if durable:
+                make_durable(path.parent)  # a rename is durable once its folder is
+        except BaseException as error:  # Ctrl-C, too
+            beside.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise self.in_plain_words(error, path) from None
+            raise
+        return FileRecord(name, size, digest.hexdigest())
+
+    def in_plain_words(self, error: OSError, path: Path) -> OSError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        # Without a number, which would be printed before the words.
+        return OSError(f"the disk is full: {path} was not written. {self.remedy}")
+
+
+def make_durable(path: Path) -> None:
+    """A file that was not waited for is on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            yield part
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    for part in read_parts(path):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file a manifest names; links that lead out of the folder are refused."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} leads out of its folder")
+    return path
+
+
+def why_wrong(folder: Path, record: FileRecord, *, contents: bool) -> str | None:
+    """What is wrong with a file; None if it is as it was written."""
+    path = inside(folder, record.file)
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != record.bytes:
+        return f"{path} has {size:,} bytes instead of {record.bytes:,}"
+    if contents and checksum(path) != record.sha256:
+        return f"{path} has changed since it was written: its SHA-256 is another"
+    return None

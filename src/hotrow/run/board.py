@@ -1,0 +1,114 @@
+"""A run's numbers for TensorBoard, as event files in its folder. Needs tensorboard.
+
+Values are written as they arrive: on a GPU a few steps late, and nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from time import time
+from typing import Any, Protocol, Self
+
+from hotrow.records import EvalRecord, StepRecord
+from hotrow.run.arriving import Arriving
+from hotrow.run.config import RunConfig
+
+
+class Board(Protocol):
+    """What is told of a run while it is under way."""
+
+    def step(self, record: StepRecord) -> None: ...
+    def evaluation(self, record: EvalRecord) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+
+
+class NoBoard:
+    """Nobody looks."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvalRecord) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+
+
+def check_board() -> None:
+    """Refuses, in a sentence, where the package is missing."""
+    _events()
+
+
+class TensorBoard:
+    """Event files that `tensorboard --logdir runs` shows under the run's name."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self._event, self._summary, writer = _events()
+        self._writer = writer(str(folder))
+        self._config = config
+        self._arriving = Arriving(self._write)
+
+    def step(self, record: StepRecord) -> None:
+        self._arriving.add(record)
+
+    def _write(self, record: StepRecord) -> None:
+        rate = record.samples / record.seconds if record.seconds else math.nan
+        scale = self._config.training.schedule.scale(record.step)
+        self._add(
+            record.step,
+            {
+                "training/loss": record.loss,
+                "training/samples_per_second": rate,
+                "rows/hit_rate": record.hit_rate,
+                "rows/fetched": record.fetched_rows,
+                # By the schedule: optimizers may keep theirs on a device.
+                "learning_rate/rows": scale * self._config.embedding.optimizer.lr,
+                "learning_rate/dense": scale * self._config.training.optimizer.lr,
+            },
+        )
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._add(
+            record.step,
+            {
+                "evaluation/auc": record.auc,
+                "evaluation/log_loss": record.log_loss,
+                "evaluation/normalised_entropy": record.normalised_entropy,
+            },
+        )
+
+    def _add(self, step: int, scalars: dict[str, float]) -> None:
+        # One event for all: each costs as much as a small step takes to launch.
+        values = [self._summary.Value(tag=tag, simple_value=each) for tag, each in scalars.items()]
+        self._writer.add_event(
+            self._event(wall_time=time(), step=step, summary=self._summary(value=values))
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self._arriving.finish()
+        except RuntimeError:
+            if error is None:  # else the device failed, and somebody has said so
+                raise
+        finally:
+            self._writer.close()
+
+
+def _events() -> Any:
+    """The classes of an event, of its summary, and of what writes them."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise ValueError(
+            "run.tensorboard needs tensorboard, which is not installed; pip install "
+            "'hotrow[tensorboard]', or set run.tensorboard=false"
+        ) from error
+    return Event, Summary, EventFileWriter

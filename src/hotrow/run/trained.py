@@ -1,0 +1,114 @@
+"""A run that has ended, opened again with the model it has trained. Shows nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hotrow.budget import parse_bytes
+from hotrow.checkpoint import SavedModel
+from hotrow.records import RunRecord
+from hotrow.run import toml
+from hotrow.run.config import RowOptimizerSection, RunConfig
+from hotrow.run.files import MODEL_FOLDER, RUN_FILE, read_run
+from hotrow.run.job import Job, build, open_data
+from hotrow.run.source import Samples, why_other
+
+
+def open_trained(
+    run: str | Path,
+    *,
+    runs: str | Path = "runs",
+    data: str | Path | None = None,
+    overrides: Iterable[str] = (),
+) -> Job:
+    """The job of a run, with its trained weights.
+
+    `run` is a run's folder, or its name in `runs`; `data` is a prepared folder to take the place of
+    the run's own, and `overrides` change settings as they do for training.
+    """
+    folder = find_run(run, runs)
+    record = read_run(folder)
+    config = _settings(record, folder, data, overrides)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    saved = _saved(folder)
+    samples = _open_data(config, data)
+    _refuse_other_data(record, samples, config)
+    saved.verify()
+    job = build(_without_row_state(config, samples), samples)
+    saved.check(job.model)
+    saved.load(job.model)
+    job.trainer.step = record.summary.steps
+    return job
+
+
+def find_run(run: str | Path, runs: str | Path) -> Path:
+    for folder in (Path(run), Path(runs) / run):
+        if (folder / RUN_FILE).is_file():
+            return folder
+    if Path(run).is_dir():
+        return Path(run)  # what it lacks is told by who reads it
+    known = sorted(path.parent.name for path in Path(runs).glob(f"*/{RUN_FILE}"))
+    there = f"; in {runs} there are {', '.join(known)}" if known else f"; {runs} has none either"
+    raise ValueError(f"there is no run {run}{there}")
+
+
+def _settings(
+    record: RunRecord, folder: Path, data: str | Path | None, overrides: Iterable[str]
+) -> RunConfig:
+    found = json.loads(json.dumps(record.settings))  # a copy to change
+    where = str(folder / RUN_FILE)
+    if data is not None:
+        found.setdefault("data", {}).update(kind="prepared", folder=str(data))
+    for text in overrides:
+        toml.override(RunConfig, found, text)
+        where = f"{folder / RUN_FILE} with --set"
+    return toml.build(RunConfig, found, where=where, section="")
+
+
+def _saved(folder: Path) -> SavedModel:
+    if not (folder / MODEL_FOLDER).is_dir():
+        raise ValueError(
+            f"{folder} has no model: it was trained with run.save = false, failed, or could not "
+            "save it. Train it again"
+        )
+    return SavedModel(folder / MODEL_FOLDER)
+
+
+def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
+    try:
+        return open_data(config)
+    except ValueError as error:
+        if config.data.kind == "prepared" and data is None:
+            raise ValueError(f"{error}. If the data lie elsewhere now, say where: --data") from None
+        raise
+
+
+def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
+    if record.data and (other := why_other(record.data, samples.described())):
+        what = config.data.folder or "the generated data"
+        raise ValueError(
+            f"{what} cannot be read by this model, which was trained on other data: "
+            + "; ".join(other)
+        )
+
+
+def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
+    """Nothing is updated, so rows need no state: with Adam a third of the memory is left.
+
+    The budget stays what it was in bytes, in which more rows find room than before.
+    """
+    width, rule = config.model.row_width, config.embedding.optimizer.rule()
+    rows = sum(rows for rows, _ in samples.tables.values())
+    total = 4 * (width + rule.state_width(width)) * rows
+    embedding = replace(
+        config.embedding,
+        optimizer=RowOptimizerSection(name="sgd", lr=0.0),
+        budget=parse_bytes(config.embedding.budget, total=total),
+    )
+    return replace(config, embedding=embedding)

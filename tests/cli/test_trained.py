@@ -1,0 +1,352 @@
+"""`hotrow evaluate` and `hotrow predict` say of a saved model what the end of training said."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchmetrics.functional.classification import binary_auroc
+from typer.testing import CliRunner, Result
+
+from hotrow.cli import make_app
+from hotrow.data.prepared import Prepared
+from hotrow.run.config import CLICK_MODELS, RunConfig, load
+from hotrow.run.files import read_run
+from hotrow.run.trained import open_trained
+
+SMALL = (
+    "data.rows=[400, 60, 5]",
+    "data.batch_size=16",
+    "data.samples=160",
+    "data.eval_batches=4",
+    "model.embedding_dim=4",
+    "embedding.budget=60%",
+    "run.threads=1",
+    "training.check_equality=false",
+    "training.eval_every=4",
+)
+PREPARED = ("data.kind=prepared", "data.folder=prepared", "embedding.budget=4KB")
+
+
+def hotrow(*words: str | Path) -> Result:
+    return CliRunner().invoke(make_app(), [str(word) for word in words])
+
+
+def train(name: str, *settings: str) -> None:
+    given = (*SMALL, f"run.name={name}", *settings)
+    result = hotrow("train", "--json", *(word for each in given for word in ("--set", each)))
+    assert result.exit_code == 0, result.output
+
+
+def prepare(out: str, *words: str, count: int = 300, seed: int = 0) -> None:
+    """Three columns, of which two read one table."""
+    draw, lines = random.Random(seed), ["click,price,item,last,shop"]
+    for _ in range(count):
+        item, last, shop = (int(30 ** draw.random()) for _ in range(3))
+        click = int(draw.random() < 0.2 + 0.5 * (item < 6))
+        lines.append(f"{click},{draw.random():.3f},i{seed}-{item},i{seed}-{last},{shop}")
+    Path(f"{out}.csv").write_text("\n".join(lines) + "\n")
+    Path("columns.toml").write_text(
+        'label = "click"\ndense = ["price"]\ncategories = ["item", "last", "shop"]\n'
+        '[tables]\nlast = "item"\n'
+    )
+    options = ("--columns", "columns.toml", "--out", out)
+    result = hotrow("prepare", "csv", f"{out}.csv", *options, *words)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every kind, and one on prepared data."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for kind in CLICK_MODELS:
+            train(kind, f"model.kind={kind}", "data.lookups=[2, 1, 3]")
+        prepare("prepared", "--hash", "--max-rows", "50")
+        train("real", *PREPARED)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+
+
+def evaluated(run: str, *words: str | Path) -> dict[str, Any]:
+    result = hotrow("evaluate", run, "--json", *words)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def refused(*words: str | Path) -> str:
+    result = hotrow(*words)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize("run", [*CLICK_MODELS, "real"])
+def test_the_test_split_has_the_bits_of_the_end_of_training(run: str) -> None:
+    last = asdict(read_run(f"runs/{run}").evaluations[-1])
+    found = evaluated(run)
+    assert {key: found[key] for key in last} == last
+    assert found["samples"] == found["split_samples"] or run == "real"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
+def test_a_model_of_a_gpu_has_the_bits_of_the_end_of_training(strategy: str) -> None:
+    settings = ("run.device=cuda", "training.epochs=4", "run.tensorboard=true")
+    train(f"gpu-{strategy}", *settings, f"embedding.strategy={strategy}")
+    last = asdict(read_run(f"runs/gpu-{strategy}").evaluations[-1])
+    found = evaluated(f"gpu-{strategy}")
+    assert {key: found[key] for key in last} == last
+
+
+@pytest.mark.parametrize(("name", "budget"), [("adam", "25%"), ("sgd", "45%")])
+def test_evaluation_needs_no_row_state(name: str, budget: str) -> None:
+    # Of rows without Adam's state, 25 % would be too few bytes for any batch.
+    train(name, f"embedding.optimizer.name={name}", f"embedding.budget={budget}")
+    assert evaluated(name)["auc"] == read_run(f"runs/{name}").evaluations[-1].auc
+    assert open_trained(name).embedding.bytes_total == 4 * 4 * 465
+
+
+def test_people_see_a_table() -> None:
+    found = read_run("runs/dlrm").evaluations[-1]
+    result = hotrow("evaluate", "runs/dlrm")
+    for words in (f"{found.auc:.6f}", f"{found.log_loss:.6f}", "normalised entropy", "64"):
+        assert words in result.stdout
+
+
+def test_other_splits_are_other_samples() -> None:
+    test, validation, whole = (
+        evaluated("real", "--split", split) for split in ("test", "validation", "train")
+    )
+    data = Prepared("prepared")
+    assert (test["samples"], test["split_samples"]) == (data.samples("test"),) * 2
+    assert whole["samples"] == data.samples("train") == 257
+    assert len({test["log_loss"], validation["log_loss"], whole["log_loss"]}) == 3
+    assert evaluated("dlrm", "--split", "train")["samples"] == 160
+
+
+def test_a_part_of_a_split_is_told(here: Path) -> None:
+    result = hotrow("evaluate", "real", "--set", "data.eval_batches=1")
+    assert f"16 of {Prepared('prepared').samples('test')} (data.eval_batches)" in result.stdout
+
+
+def test_settings_can_be_changed() -> None:
+    whole, small = evaluated("dlrm"), evaluated("dlrm", "--set", "embedding.strategy=all-fast")
+    assert whole == small
+    assert evaluated("real", "--set", "data.batch_size=8")["auc"] == pytest.approx(
+        evaluated("real", "--set", "data.batch_size=64")["auc"], abs=1e-6
+    )
+    told = refused("evaluate", "dlrm", "--set", "run.devise=cpu")
+    assert "unknown key 'devise' in [run]; did you mean 'device'?" in told
+    told = refused("evaluate", "dlrm", "--set", "model.top=[7]")
+    assert "is of another model: " in told
+    assert "top.0.bias is saved as [64], and the model's is [7]" in told
+
+
+def test_settings_of_a_run_are_read_back_as_they_were() -> None:
+    job = open_trained("dcnv2")
+    given = [*SMALL, "run.name=dcnv2", "model.kind=dcnv2", "data.lookups=[2, 1, 3]"]
+    expected = load(overrides=given)
+    assert isinstance(job.config, RunConfig)
+    for section in ("run", "data", "model", "training"):
+        assert getattr(job.config, section) == getattr(expected, section)
+
+
+def test_data_of_the_same_form_are_read() -> None:
+    prepare("later", "--hash", "--max-rows", "50", seed=1)
+    assert evaluated("real", "--data", "later")["log_loss"] != evaluated("real")["log_loss"]
+    shutil.copytree("prepared", "copy")
+    assert evaluated("real", "--data", "copy") == evaluated("real")
+
+
+def test_few_new_samples_need_not_fill_a_batch_of_training() -> None:
+    prepare("few", "--hash", "--max-rows", "50", seed=2, count=12)
+    assert evaluated("real", "--data", "few", "--split", "train")["samples"] < 16
+
+
+def test_data_of_another_form_are_refused_with_what_differs() -> None:
+    prepare("larger", "--hash", "--max-rows", "51")
+    told = refused("evaluate", "real", "--data", "larger")
+    assert "larger cannot be read by this model, which was trained on other data: " in told
+    assert "table item has 51 rows instead of 50; table shop has 51 rows" in told
+    told = refused("predict", "dlrm", "--data", "prepared", "--out", "none.parquet")
+    assert "numbers: price instead of dense_0, dense_1" in told
+    assert "table cat_0 is missing" in told
+    assert "table item is new" in told
+    assert "nowhere has no manifest.json" in refused("evaluate", "real", "--data", "nowhere")
+
+
+def test_rows_of_other_values_are_refused() -> None:
+    """As many rows, but by another vocabulary: every id would be another value's."""
+    prepare("words", "--max-rows", "9")
+    train("words", "data.kind=prepared", "data.folder=words", "embedding.strategy=all-fast")
+    prepare("others", "--max-rows", "9", seed=5)
+    rows = Prepared("words").table_rows, Prepared("others").table_rows
+    assert rows[0] == rows[1]
+    told = refused("evaluate", "words", "--data", "others")
+    assert "the rows of table item are of other values" in told
+
+
+def test_features_of_other_tables_are_refused(here: Path) -> None:
+    run = shutil.copytree("runs/real", Path("runs/renamed"))
+    record = json.loads((run / "run.json").read_text())
+    record["data"]["tables"]["item"]["features"] = ["item"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert "table item is read by item, last instead of item" in refused("evaluate", "renamed")
+
+
+def test_data_that_moved_are_asked_for() -> None:
+    run = shutil.copytree("runs/real", Path("runs/moved"))
+    record = json.loads((run / "run.json").read_text())
+    record["settings"]["data"]["folder"] = "gone"
+    (run / "run.json").write_text(json.dumps(record))
+    told = refused("evaluate", "moved")
+    assert "gone has no manifest.json" in told
+    assert "If the data lie elsewhere now, say where: --data" in told
+    assert evaluated("moved", "--data", "prepared")["auc"] == evaluated("real")["auc"]
+
+
+def test_a_run_that_is_not_there_is_told() -> None:
+    assert "there is no run dlmr; in runs there are " in refused("evaluate", "dlmr")
+    assert "there is no run a; none has none either" in refused("evaluate", "a", "--runs", "none")
+    Path("runs/open").mkdir()
+    assert "it is not a run, or the run has not ended" in refused("evaluate", "runs/open")
+    assert "there is no split 'tests'; there are train" in refused(
+        "evaluate", "dlrm", "--split", "tests"
+    )
+
+
+def test_a_model_that_is_not_there_or_damaged_is_told() -> None:
+    run = shutil.copytree("runs/dlrm", Path("runs/broken"))
+    (run / "model" / "rows" / "000-00000.safetensors").unlink()
+    assert "000-00000.safetensors is missing" in refused("evaluate", "broken")
+    (run / "model" / "manifest.json").unlink()
+    assert "runs/broken/model holds no model" in refused("evaluate", "broken")
+    shutil.rmtree(run / "model")
+    assert "runs/broken has no model" in refused("evaluate", "broken")
+
+
+@pytest.mark.parametrize("run", [*CLICK_MODELS, "real"])
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_scores_are_those_that_were_evaluated(run: str, split: str) -> None:
+    result = hotrow("predict", run, "--split", split, "--out", "scores.parquet", "--force")
+    assert result.exit_code == 0, result.output
+    table, found = pq.read_table("scores.parquet"), evaluated(run, "--split", split)
+    assert [(each.name, str(each.type)) for each in table.schema] == [
+        ("row", "int64"), ("score", "double"), ("label", "int8"),
+    ]  # fmt: skip
+    row, label = (torch.tensor(table[name].to_pylist()) for name in ("row", "label"))
+    score = torch.tensor(table["score"].to_pylist(), dtype=torch.float64)
+    assert torch.equal(row, torch.arange(found["samples"]))
+    assert float(binary_auroc(score, label.long())) == found["auc"]
+    log_loss = torch.nn.functional.binary_cross_entropy(score, label.double())
+    assert float(log_loss) == pytest.approx(found["log_loss"], rel=1e-12)
+    assert f"{len(row):,} scores written to scores.parquet" in result.stdout
+
+
+def test_labels_are_those_of_the_samples_in_their_order() -> None:
+    hotrow("predict", "real", "--out", "labels.parquet")
+    expected = [label for shard in Prepared("prepared").shards("test") for label in shard.label]
+    assert pq.read_table("labels.parquet")["label"].to_pylist() == expected
+
+
+def test_all_of_a_split_is_scored() -> None:
+    words = ("--set", "data.eval_batches=1", "--json")
+    result = hotrow("predict", "real", "--out", "all.parquet", *words)
+    found = json.loads(result.stdout)
+    assert found["samples"] == Prepared("prepared").samples("test") > 16
+    assert found["out"] == "all.parquet"
+
+
+def test_scores_are_written_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.run.predictions._GROUP", 32)
+    hotrow("predict", "dlrm", "--out", "groups.parquet")
+    file = pq.ParquetFile("groups.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [32, 32]
+    assert file.read()["row"].to_pylist() == list(range(64))
+
+
+def test_a_file_is_replaced_only_when_told_to() -> None:
+    Path("kept.parquet").write_text("mine")
+    told = refused("predict", "dlrm", "--out", "kept.parquet")
+    assert "kept.parquet exists; --force replaces it" in told
+    assert Path("kept.parquet").read_text() == "mine"
+    assert hotrow("predict", "dlrm", "--out", "kept.parquet", "--force").exit_code == 0
+    assert pq.read_table("kept.parquet").num_rows == 64
+    assert "is a folder" in refused("predict", "dlrm", "--out", "runs", "--force")
+    assert "no is no folder" in refused("predict", "dlrm", "--out", "no/a.parquet")
+
+
+def test_what_stops_halfway_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotrow.run.predictions import ParquetScores
+
+    def fail(self: ParquetScores, *_: object) -> None:
+        raise OSError("the disk is full of water")
+
+    monkeypatch.setattr(ParquetScores, "_write", fail)
+    before = sorted(Path().iterdir())
+    assert "full of water" in refused("predict", "dlrm", "--out", "half.parquet")
+    assert sorted(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize("words", [("evaluate",), ("predict", "--out", "bar.parquet", "--force")])
+def test_a_bar_is_shown_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    command, *options = words
+    assert hotrow(command, "dlrm", *options).stderr == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal is
+    assert "64/64" in hotrow(command, "dlrm", *options).stderr
+
+
+def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    told = refused("predict", "dlrm", "--out", "never.parquet")
+    assert "scores are written with pyarrow, which is not installed; pip install" in told
+
+
+def test_one_class_alone_has_no_auc(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = open_trained("dlrm")
+    batches = [
+        type(batch)(batch.dense, batch.sparse, torch.ones_like(batch.label))
+        for batch in record.samples.test
+    ]
+    assert math.isnan(record.trainer.evaluate(batches).auc)
+    monkeypatch.setattr("hotrow.run.source.Generated.validation", batches)
+    assert evaluated("dlrm")["auc"] is None
+    assert "none: all labels are alike" in hotrow("evaluate", "dlrm").stdout
+
+
+def test_predicting_changes_no_mode_and_no_random_number() -> None:
+    job = open_trained("dlrm")
+    batch, before = next(iter(job.samples.test)), torch.get_rng_state()
+    job.model.train()
+    scores = job.trainer.predict(batch)
+    assert not scores.requires_grad
+    assert job.model.training
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_help_names_every_option(command: str) -> None:
+    result = CliRunner().invoke(make_app(), [command, "--help"], env={"COLUMNS": "200"})
+    for words in ("--data", "--split", "--set", "--json", "--runs"):
+        assert words in result.output
+    assert "bool" not in result.output
