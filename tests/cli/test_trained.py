@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
-from hotrow.run.config import CLICK_MODELS, RunConfig, load
+from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.files import read_run
 from hotrow.run.trained import open_trained
 
@@ -72,6 +72,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         for kind in CLICK_MODELS:
             train(kind, f"model.kind={kind}", "data.lookups=[2, 1, 3]")
+        for kind in SEQUENCE_MODELS:
+            train(kind, f"model.kind={kind}", "model.num_steps=3")
         prepare("prepared", "--hash", "--max-rows", "50")
         train("real", *PREPARED)
     return folder
@@ -96,7 +98,7 @@ def refused(*words: str | Path) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("run", [*CLICK_MODELS, "real"])
+@pytest.mark.parametrize("run", [*CLICK_MODELS, *SEQUENCE_MODELS, "real"])
 def test_the_test_split_has_the_bits_of_the_end_of_training(run: str) -> None:
     last = asdict(read_run(f"runs/{run}").evaluations[-1])
     found = evaluated(run)
@@ -242,7 +244,7 @@ def test_a_model_that_is_not_there_or_damaged_is_told() -> None:
     assert "runs/broken has no model" in refused("evaluate", "broken")
 
 
-@pytest.mark.parametrize("run", [*CLICK_MODELS, "real"])
+@pytest.mark.parametrize("run", [*CLICK_MODELS, *SEQUENCE_MODELS, "real"])
 @pytest.mark.parametrize("split", ["test", "train"])
 def test_scores_are_those_that_were_evaluated(run: str, split: str) -> None:
     result = hotrow("predict", run, "--split", split, "--out", "scores.parquet", "--force")
