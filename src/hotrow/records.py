@@ -81,7 +81,7 @@ class RunRecord:
 
     name: str
     started: str
-    outcome: str  # "finished", "interrupted" or "failed"
+    outcome: str  # "finished", "diverged" (the loss is no number), "interrupted" or "failed"
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
     memory: Mapping[str, int]  # bytes of fast memory by part

@@ -18,7 +18,7 @@ import typer
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.model import bytes_of, safetensors
-from hotrow.cli._exits import INTERRUPTED, UNEQUAL
+from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._tally import Tally
 from hotrow.records import EvalRecord, RunRecord
@@ -99,7 +99,7 @@ def train(
     rows. `--set run.save=false` leaves it out.
 
     Ctrl-C ends the run after the step under way; its records and the model are kept, and the exit
-    code is 130.
+    code is 130. A run whose loss is no number at its end exits with 3.
     """
     config = load(file, overrides=settings or ())
     if config.run.threads is not None:
@@ -129,6 +129,8 @@ def train(
         raise typer.Exit(INTERRUPTED)
     if result.record.summary.equal_to_all_fast is False:
         raise typer.Exit(UNEQUAL)
+    if result.record.outcome == "diverged":
+        raise typer.Exit(DIVERGED)
 
 
 def _check_saving() -> None:
@@ -214,7 +216,8 @@ def _run(job: Job, telling: _Telling, steps: int) -> _Result:
         _train(job, tally, telling, steps)
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
-        outcome = "interrupted" if stop.asked else "finished"
+        diverged = bool(tally.losses) and math.isnan(tally.loss)
+        outcome = "interrupted" if stop.asked else "diverged" if diverged else "finished"
         if job.config.run.save:
             finish()  # before the disk may be full, and before a comparison as long as the run
             model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
