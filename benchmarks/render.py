@@ -39,7 +39,8 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
 
 All but the last three take `--minutes 8` (begin nothing that would end later), `--results`,
-`--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1). Other options belong to some:
+`--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
+`--results` names a folder for them). Other options belong to some:
 
 - `--only NAME ...` (terabyte, multihot, kernels, belady, ceilings): only these runs, such as
   `target` or `'target/hotrow-*'`; of ceilings, parts.
@@ -80,8 +81,10 @@ How the figures are taken:
   masters, compiled, captured as a CUDA graph. Vectors are bfloat16 (float32 where the embedding
   part runs alone), rows float32.
 - FBGEMM's cached forms get the same bytes of HBM as hotrow, everything counted: 4 bytes per row for
-  its index, 16 per slot, row-wise state. `cached-rows` gets as many slots as the budget is of the
-  rows, which is more bytes. Its rows lie in page-locked host memory, and it does not check ids.
+  its index, 16 per slot, row-wise state. Its rows lie in page-locked host memory, and it does not
+  check ids. `torch-hybrid` is `nn.EmbeddingBag` on the CPU with sparse gradients.
+- `HBM of tables` is everything that belongs to them: also buffers, and the gradients of a batch.
+  Samples per second are by the mean of the steps, the share of `all-fast` by their median.
 - `random rows` is the time the machine needs to read and write as many rows of that size at random
   places of 48 GiB, by the rate measured. It is no bound: over 4 GiB the machine moves 1.6 times as
   many (see the ceilings), and steps that take less were seen; why was not taken apart. For
@@ -98,7 +101,7 @@ TITLES = {
     "multihot": (
         "Embedding part alone",
         "10 tables of 1 M rows, dimension 128, about 104,857 ids each per step (330 k different "
-        "rows), 20 % of the bytes in HBM. Bags of 10 ids; `-single`: one id per bag.",
+        "rows), 20 % of the bytes in HBM. Bags of 10 ids.",
     ),
 }
 
@@ -126,7 +129,9 @@ def median(line: Line) -> float:
 
 def environments(lines: Iterable[Line]) -> str:
     """Machines and software behind some lines, each once."""
+    peers = {line.get("facts", {}).get("fbgemm_gpu") for line in lines} - {None}
     found = dict.fromkeys(_environment(line) for line in lines)
+    found |= dict.fromkeys(f"FBGEMM {each} (`fbgemm_gpu` on PyPI)." for each in sorted(peers))
     return "\n".join(f"- {each}" for each in found) + "\n"
 
 
@@ -165,7 +170,10 @@ def ceilings(lines: list[Line]) -> str:
 def comparison(suite: str, lines: list[Line], rates: dict[int, float]) -> str:
     """`rates`: rows per second that cross the link, both ways together, by bytes of a row."""
     title, about = TITLES[suite]
-    head = ("run", "system", "step, ms", "M samples/s", "of all-fast", "HBM of tables", "hit rate")
+    head = (
+        "run", "system", "step, ms", "M samples/s (mean)", "of all-fast (median)", "HBM of tables",
+        "hit rate",
+    )  # fmt: skip
     rows = []
     for run in dict.fromkeys(line["run"] for line in lines):
         mine = [line for line in lines if line["run"] == run]
@@ -187,7 +195,17 @@ def comparison(suite: str, lines: list[Line], rates: dict[int, float]) -> str:
                 )
             )
     body = table((*head, "random rows, ms", "commit"), rows)
-    return f"## {title}\n\n{about}\n\n{body}\n{environments(lines)}"
+    return f"## {title}\n\n{about}{options(lines)}\n\n{body}\n{environments(lines)}"
+
+
+def options(lines: Iterable[Line]) -> str:
+    """The options that all lines share and that are not the defaults."""
+    names = ("interaction", "masters")
+    found = {tuple(line.get("options", {}).get(each, "plain") for each in names) for line in lines}
+    if len(found) != 1 or found == {("plain", "plain")}:
+        return ""
+    given = " ".join(f"--{name} {value}" for name, value in zip(names, *found, strict=True))
+    return f" Measured with `{given}`."
 
 
 def all_fast(line: Line, lines: Iterable[Line]) -> Line | None:
@@ -253,7 +271,13 @@ def kernels(lines: list[Line]) -> str:
                 f"{line['share_of_copy_rate']:.0%}",
             )
         )
-    about = "The fewest bytes a kernel must move, and the time a large copy takes for as many."
+    about = (
+        "The fewest bytes a kernel must move, and the time a large copy takes for as many, for a "
+        "batch of the target: 8,000 rows of 256 bytes leave and enter, over 4 GiB. `fill` has the "
+        "two blocks that training can spare, `fill-alone` the 16 it gets while training waits. "
+        "Each kernel repeats the same rows, so `fetch-rows` and `evict-rows` say little of rows at "
+        "random places: the ceilings do."
+    )
     return f"## Kernels\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
 
 
@@ -377,6 +401,7 @@ def main() -> None:
     arguments = made.parse_args()
     suites = read(arguments.results)
     arguments.out.write_text(page(suites), encoding="utf-8")
+    print(f"{arguments.out} shows {sum(map(len, suites.values()))} results")
     if "belady" in suites:
         belady_figure(suites["belady"]).write(arguments.out.parent / "belady.svg")
 
