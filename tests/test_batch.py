@@ -226,6 +226,39 @@ def test_a_keyed_jagged_tensor_moves_with_its_weights() -> None:
     assert moved.weights_or_none() is not None
 
 
+def test_what_embedding_bags_are_called_with_becomes_one_batch() -> None:
+    user, seen = long(1, 2, 3), long(4, 5, 6, 7, 8, 9).view(3, 2)
+    tags, ends, weights = long(1, 2, 3, 4), long(0, 3, 3, 4), torch.tensor([0.5, 2.0, 1.0, 3.0])
+    kjt = hotrow.KeyedJaggedTensor.of({"user": user, "seen": seen, "tags": (tags, ends, weights)})
+    assert kjt.keys() == ["user", "seen", "tags"]
+    assert kjt.values().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
+    assert kjt.lengths().tolist() == [1, 1, 1, 2, 2, 2, 3, 0, 1]
+    found = kjt.weights_or_none()
+    assert found is not None
+    assert found.tolist() == [1.0] * 9 + weights.tolist()
+    short = hotrow.KeyedJaggedTensor.of({"user": user, "tags": (tags, ends[:-1])})
+    assert short.lengths().tolist() == [1, 1, 1, 3, 0, 1]
+    assert short.weights_or_none() is None
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"f": long(1, 2), "g": long(1)}, r"as many samples each, and have {'f': 2, 'g': 1}"),
+        ({}, "as many samples each"),
+        ({"f": (long(1, 2, 3), long(0, 2))}, "feature 'f' has 3 ids, and offsets for 2"),
+        (
+            {"f": torch.ones(2, 2, 2)},
+            r"feature 'f' must be ids .* got a tensor of shape \(2, 2, 2\)",
+        ),
+        ({"f": [1, 2, 3, 4]}, "feature 'f' must be ids .* got <class 'list'>"),
+    ],
+)
+def test_features_that_do_not_go_together_are_named(features: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        hotrow.KeyedJaggedTensor.of(features)
+
+
 @pytest.mark.parametrize("parts", [{}, {"offsets": long(0, 1), "lengths": long(1)}], ids=str)
 def test_a_keyed_jagged_tensor_needs_offsets_or_lengths(parts: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="exactly one of offsets= and lengths="):

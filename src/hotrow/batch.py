@@ -5,7 +5,7 @@ Knows nothing about where rows live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -43,6 +43,30 @@ class KeyedJaggedTensor:
         self._keys, self._values, self._offsets = list(keys), values, offsets
         self._weights = weights
 
+    @classmethod
+    def of(cls, features: Mapping[str, Tensor | tuple[Tensor, ...]]) -> Self:
+        """From what `nn.EmbeddingBag`s are called with, feature by feature.
+
+        Each has ids [B], ids [B, n], (indices, offsets) or (indices, offsets, weights). Offsets may
+        leave out the last one, the number of ids, where another feature tells how large B is. If
+        one has weights, those of the others are 1.
+        """
+        known = [len(each) for each in features.values() if isinstance(each, Tensor)]
+        parts = {
+            name: _bags_of(name, given, known[0] if known else None)
+            for name, given in features.items()
+        }
+        sizes = {name: len(lengths) for name, (_, lengths, _) in parts.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"features must have as many samples each, and have {sizes}")
+        values, lengths, weights = zip(*parts.values(), strict=True)
+        every = None
+        if any(each is not None for each in weights):
+            ones = [torch.ones(len(each), device=each.device) for each in values]
+            mine = zip(weights, ones, strict=True)
+            every = torch.cat([one if given is None else given for given, one in mine])
+        return cls(list(parts), torch.cat(values), lengths=torch.cat(lengths), weights=every)
+
     def keys(self) -> list[str]:
         return self._keys
 
@@ -70,6 +94,31 @@ class KeyedJaggedTensor:
 
     def pin_memory(self) -> Self:
         return self.map(torch.Tensor.pin_memory)
+
+
+def _bags_of(
+    name: str, given: Tensor | tuple[Tensor, ...], num_samples: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One feature's ids, how many each sample has, and their weights."""
+    if isinstance(given, Tensor) and given.ndim in (1, 2):
+        each = 1 if given.ndim == 1 else given.shape[1]
+        return given.reshape(-1), torch.full((len(given),), each, device=given.device), None
+    if isinstance(given, tuple | list) and len(given) in (2, 3):
+        indices, offsets = given[:2]
+        if len(offsets) == num_samples:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
+        lengths = offsets.diff()
+        if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
+            raise ValueError(
+                f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
+                "they begin with 0, and end with the number of ids"
+            )
+        return indices, lengths, given[2] if len(given) == 3 else None
+    shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
+    raise TypeError(
+        f"feature {name!r} must be ids [B], ids [B, n], (indices, offsets) or (indices, offsets, "
+        f"weights), got {shape}"
+    )
 
 
 @dataclass(frozen=True)
