@@ -75,7 +75,7 @@ LAYERS = [
     {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
     {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
-    {"stages", "device_planner", "device_start", "staged"},
+    {"stages", "device_planner", "device_start", "staged", "samples"},
     {"writeback", "everything", "device_work"},
     {"schedule", "strategy", "fills"},
     {"rows", "simulate"},

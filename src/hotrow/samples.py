@@ -1,0 +1,122 @@
+"""Samples out of batches: for orders, splits and filters that choose among them.
+
+A batch is whatever a loader gives: tensors in tuples, lists, dicts and dataclasses, whose first
+dimension is the samples', and jagged ids. Knows nothing of models or rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.batch import KeyedJaggedTensor
+
+Take = Callable[[Any, Tensor], Any]  # a batch and places of samples -> a batch of those
+
+
+def take(batch: Any, places: Tensor, *, size: int) -> Any:
+    """The samples at `places` of a batch of `size`, in that order."""
+    return _map([batch], lambda parts: _taken(parts[0], places, size), _jagged_taken(places, size))
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """One batch of all samples of several that look alike."""
+    if not batches:
+        raise ValueError("there is no batch to join")
+    return _map(batches, lambda parts: torch.cat(list(parts)), _jagged_joined)
+
+
+def _map(
+    batches: Sequence[Any],
+    of_tensors: Callable[[Sequence[Tensor]], Tensor],
+    of_jagged: Callable[[Sequence[KeyedJaggedTensor]], KeyedJaggedTensor],
+) -> Any:
+    """Walk through batches of one structure side by side."""
+    first = batches[0]
+
+    def inside(parts: Sequence[Any]) -> Any:
+        return _map(parts, of_tensors, of_jagged)
+
+    if isinstance(first, Tensor):
+        return of_tensors(batches)
+    if isinstance(first, KeyedJaggedTensor):
+        return of_jagged(batches)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(inside(parts) for parts in zip(*batches, strict=True)))
+    if isinstance(first, list | tuple):
+        return type(first)(inside(parts) for parts in zip(*batches, strict=True))
+    if isinstance(first, Mapping):
+        return {key: inside([each[key] for each in batches]) for key in first}
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in fields(first) if each.init]
+        changed = {name: inside([getattr(each, name) for each in batches]) for name in names}
+        return replace(first, **changed)
+    return first
+
+
+def _taken(tensor: Tensor, places: Tensor, size: int) -> Tensor:
+    if tensor.ndim == 0 or len(tensor) != size:
+        raise ValueError(
+            f"a batch of {size:,} samples holds a tensor of shape {tuple(tensor.shape)}, whose "
+            "first dimension is not the samples'; give take=, a function of a batch and a tensor "
+            "of places that makes a batch of the samples there"
+        )
+    return tensor.index_select(0, places.to(tensor.device))
+
+
+def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]:
+    def taken(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        (ids,) = parts
+        here = places.to(ids.offsets().device)
+        starts = ids.offsets()[:-1].view(-1, size).index_select(1, here).flatten()
+        lengths = ids.lengths().view(-1, size).index_select(1, here).flatten()
+        ends = lengths.cumsum(0)
+        lookups = torch.repeat_interleave(starts - (ends - lengths), lengths)
+        lookups += torch.arange(len(lookups), device=lookups.device)
+        weights = ids.weights_or_none()
+        return KeyedJaggedTensor(
+            ids.keys(),
+            ids.values().index_select(0, lookups),
+            lengths=lengths,
+            weights=None if weights is None else weights.index_select(0, lookups),
+        )
+
+    return taken
+
+
+def _jagged_joined(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Feature by feature, so that samples of one batch follow those of another."""
+    keys = parts[0].keys()
+    for each in parts:
+        if each.keys() != keys:
+            raise ValueError(f"batches to join have other features: {keys} and {each.keys()}")
+    values: list[Tensor] = []
+    weights: list[Tensor] = []
+    lengths: list[Tensor] = []
+    cuts = [_by_feature(each) for each in parts]
+    for feature in range(len(keys)):
+        for ids, (edges, counts) in zip(parts, cuts, strict=True):
+            here = slice(edges[feature], edges[feature + 1])
+            values.append(ids.values()[here])
+            lengths.append(counts[feature])
+            given = ids.weights_or_none()
+            if given is not None:
+                weights.append(given[here])
+    if weights and len(weights) != len(values):
+        raise ValueError("batches to join must all have weights, or none of them")
+    return KeyedJaggedTensor(
+        keys,
+        torch.cat(values),
+        lengths=torch.cat(lengths),
+        weights=torch.cat(weights) if weights else None,
+    )
+
+
+def _by_feature(ids: KeyedJaggedTensor) -> tuple[list[int], Tensor]:
+    """Where each feature's ids begin and end, and how many each sample has, [features, samples]."""
+    counts = ids.lengths().view(len(ids.keys()), -1)
+    return [0, *counts.sum(1).cumsum(0).tolist()], counts
