@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,27 +67,48 @@ class PreparedSource:
         ]
         sizes = [last - first for _, first, last in self._blocks]
         self.sizes = np.array(sizes, dtype=np.int64)
+        of_shards = [-(-shard.samples // BLOCK) for shard in self._shards]
+        self._first_block = np.cumsum([0, *of_shards[:-1]])
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         count, schema = int(self.sizes[blocks].sum()), self.data.schema
         ids = np.empty((count, len(self.single)), schema.id_dtype)
         dense = np.empty((count, len(self.dense)), np.float32)
         label = np.empty(count, np.uint8)
-        lists: dict[str, list[Jagged]] = {each.name: [] for each in schema.jagged}
         at = 0
-        for number, first, last in self._runs(blocks):
-            shard, here = self._shards[number], slice(at, at + last - first)
-            numbers = shard.dense[first:last]
-            ids[here] = shard.ids[first:last]
-            dense[here] = numbers if self._has_all else numbers[:, self._numbers]
-            label[here] = shard.label[first:last]
-            for name, found in lists.items():
-                mine = shard.jagged[name]
-                offsets = mine.offsets[first : last + 1]
-                values = mine.values[offsets[0] : offsets[-1]]
-                found.append(Jagged(offsets - offsets[0], values))
+        for number, mine in self._by_shard(blocks):
+            shard = self._shards[number]
+            size = int(self.sizes[mine].sum())
+            here, places = slice(at, at + size), mine - self._first_block[number]
+            _copy_blocks(shard.ids, places, ids[here])
+            _copy_blocks(shard.label, places, label[here])
+            if self._has_all:
+                _copy_blocks(shard.dense, places, dense[here])
+            else:
+                every = np.empty((size, shard.dense.shape[1]), np.float32)
+                _copy_blocks(shard.dense, places, every)
+                dense[here] = every[:, self._numbers]
             at = here.stop
-        return Samples(ids, dense, label, {name: _joined(parts) for name, parts in lists.items()})
+        return Samples(ids, dense, label, self._lists(blocks))
+
+    def _by_shard(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Blocks one after the other that lie in one shard."""
+        shards = np.searchsorted(self._first_block, blocks, side="right") - 1
+        edges = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(blocks)]
+        for first, last in pairwise(edges):
+            if first < last:
+                yield int(shards[first]), blocks[first:last]
+
+    def _lists(self, blocks: NDArray[np.int64]) -> dict[str, Jagged]:
+        lists: dict[str, list[Jagged]] = {each.name: [] for each in self.data.schema.jagged}
+        if lists:
+            for number, first, last in self._runs(blocks):
+                for name, found in lists.items():
+                    mine = self._shards[number].jagged[name]
+                    offsets = mine.offsets[first : last + 1]
+                    values = mine.values[offsets[0] : offsets[-1]]
+                    found.append(Jagged(offsets - offsets[0], values))
+        return {name: _joined(parts) for name, parts in lists.items()}
 
     def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last) of blocks, with neighbours joined: unshuffled ones are many."""
@@ -201,6 +223,25 @@ class ParquetSource:
                 numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
                 jagged[name] = Jagged(offsets - offsets[0], numbers)
         return Samples(ids, dense, label.astype(np.uint8), jagged)
+
+
+def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Blocks of a shard's column, at ascending places, in one call: between calls threads wait for
+    each other, and with many small ones they do little else."""
+    full = len(column) // BLOCK
+    whole = places[: np.searchsorted(places, full)]
+    middle = len(whole) * BLOCK
+    if len(whole) and out[:1].nbytes:
+        item = f"V{BLOCK * out[:1].nbytes}"
+        blocks = column[: full * BLOCK].reshape(full, -1).view(item).reshape(full)
+        np.take(
+            blocks,
+            whole,
+            out=out[:middle].reshape(len(whole), -1).view(item).reshape(-1),
+            mode="clip",
+        )
+    if len(whole) < len(places):  # the last one, which is short
+        out[middle:] = column[full * BLOCK :]
 
 
 def _joined(parts: Sequence[Jagged]) -> Jagged:
