@@ -247,6 +247,8 @@ def test_what_embedding_bags_are_called_with_becomes_one_batch() -> None:
         ({"f": long(1, 2), "g": long(1)}, r"as many samples each, and have {'f': 2, 'g': 1}"),
         ({}, "as many samples each"),
         ({"f": (long(1, 2, 3), long(0, 2))}, "feature 'f' has 3 ids, and offsets for 2"),
+        ({"f": (long(1, 2), long(1, 2))}, "feature 'f': offsets must begin with 0, not 1"),
+        ({"f": (long(1, 2), long(0, 2), torch.ones(3))}, "feature 'f' has 2 ids and 3 weights"),
         (
             {"f": torch.ones(2, 2, 2)},
             r"feature 'f' must be ids .* got a tensor of shape \(2, 2, 2\)",

@@ -111,3 +111,16 @@ def test_batches_that_do_not_look_alike_are_not_joined(others: Any, message: str
 def test_nothing_cannot_be_joined() -> None:
     with pytest.raises(ValueError, match="no batch"):
         join([])
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.rand(7).numpy(), object(), {1, 2}], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_tensor_is_not_left_as_it_is(odd: Any) -> None:
+    with pytest.raises(TypeError, match=f"holds a {type(odd).__name__}.* give take="):
+        take({"label": torch.rand(7), "odd": odd}, torch.tensor([0]), size=7)
+
+
+def test_jagged_ids_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 features have 21 bags, and 8 samples would have 24"):
+        take(jagged(weighted=False), torch.tensor([0]), size=8)

@@ -190,6 +190,12 @@ def quality(scores: list[float], labels: list[float]) -> EvalRecord:
     return trainer.evaluate([(torch.tensor(scores), torch.tensor(labels))])
 
 
+def test_scores_that_are_no_numbers_have_no_auc() -> None:
+    found = quality([0.1, math.nan, 0.35, 0.8], [0.0, 0.0, 1.0, 1.0])
+    assert math.isnan(found.auc)
+    assert math.isnan(found.log_loss)
+
+
 def test_auc_is_the_share_of_pairs_in_the_right_order() -> None:
     found = quality([0.1, 0.4, 0.35, 0.8], [0.0, 0.0, 1.0, 1.0])
     assert found.auc == 0.75

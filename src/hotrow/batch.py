@@ -107,13 +107,18 @@ def _bags_of(
         indices, offsets = given[:2]
         if len(offsets) == num_samples:
             offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
+        weights = given[2] if len(given) == 3 else None
+        if weights is not None and len(weights) != len(indices):
+            raise ValueError(f"feature {name!r} has {len(indices)} ids and {len(weights)} weights")
         lengths = offsets.diff()
+        if offsets.device.type == "cpu" and len(offsets) and int(offsets[0]) != 0:
+            raise ValueError(f"feature {name!r}: offsets must begin with 0, not {int(offsets[0])}")
         if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
             raise ValueError(
                 f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
                 "they begin with 0, and end with the number of ids"
             )
-        return indices, lengths, given[2] if len(given) == 3 else None
+        return indices, lengths, weights
     shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
     raise TypeError(
         f"feature {name!r} must be ids [B], ids [B, n], (indices, offsets) or (indices, offsets, "

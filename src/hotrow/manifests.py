@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is larger than any manifest: {size:,} bytes")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 

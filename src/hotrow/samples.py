@@ -55,7 +55,13 @@ def _map(
         names = [each.name for each in fields(first) if each.init]
         changed = {name: inside([getattr(each, name) for each in batches]) for name in names}
         return replace(first, **changed)
-    return first
+    if first is None or isinstance(first, str | int | float):
+        return first
+    raise TypeError(
+        f"a batch holds a {type(first).__name__}, and whose samples its parts are of is not known; "
+        "give take=, a function of a batch and a tensor of places that makes a batch of the "
+        "samples there"
+    )
 
 
 def _taken(tensor: Tensor, places: Tensor, size: int) -> Tensor:
@@ -71,6 +77,11 @@ def _taken(tensor: Tensor, places: Tensor, size: int) -> Tensor:
 def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]:
     def taken(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         (ids,) = parts
+        if len(ids.offsets()) - 1 != len(ids.keys()) * size:
+            raise ValueError(
+                f"ids of {len(ids.keys())} features have {len(ids.offsets()) - 1} bags, and "
+                f"{size:,} samples would have {len(ids.keys()) * size:,}"
+            )
         here = places.to(ids.offsets().device)
         starts = ids.offsets()[:-1].view(-1, size).index_select(1, here).flatten()
         lengths = ids.lengths().view(-1, size).index_select(1, here).flatten()

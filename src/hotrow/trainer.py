@@ -237,13 +237,18 @@ def _quality(scores: Tensor, labels: Tensor, *, step: int) -> EvalRecord:
 
     # Of one class alone nothing can be ranked; torchmetrics would warn and say 0.
     is_mixed = bool((labels != labels[0]).any())
+    is_finite = bool(scores.isfinite().all())
     log_loss = float(F.binary_cross_entropy_with_logits(scores, labels))
     rate = labels.mean()
     return EvalRecord(
         step=step,
         samples=len(labels),
         # In double precision, so that large logits do not all become 1.
-        auc=float(binary_auroc(scores.sigmoid(), labels.long())) if is_mixed else math.nan,
+        auc=(
+            float(binary_auroc(scores.sigmoid(), labels.long()))
+            if is_mixed and is_finite
+            else math.nan
+        ),
         log_loss=log_loss,
         normalised_entropy=(
             log_loss / float(F.binary_cross_entropy(rate, rate)) if is_mixed else math.nan

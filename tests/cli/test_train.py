@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -424,3 +425,35 @@ def test_a_loss_that_is_no_number_is_told() -> None:
     losses = [step.loss for step in read_steps("runs/small")]
     first = next(step for step, loss in enumerate(losses, 1) if loss is None or loss != loss)
     assert f"warning: the loss is no number since step {first}: " in result.stderr
+
+
+def test_a_last_evaluation_that_fails_takes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Job.evaluate
+
+    def evaluate(self: Job, *, at_end: bool = False) -> Any:
+        if at_end:
+            raise ValueError("the test split is under water")
+        return real(self)
+
+    monkeypatch.setattr(Job, "evaluate", evaluate)
+    result = train("run.toml", "--set", "training.check_equality=false")
+    assert result.exit_code == 2, result.output
+    assert "error: the test split is under water" in result.stderr
+    assert read_run("runs/small").outcome == "failed"
+    assert Path("runs/small/model/manifest.json").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folder: Path) -> None:
+    command = [sys.executable, "-m", "hotrow", "train", "run.toml", *words]
+    settings = ("--set", "training.check_equality=false", "--set", "training.steps=40")
+    running = subprocess.Popen(
+        [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    running.stdout.readline()
+    running.stdout.close()
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 0, told
+    assert read_run("runs/small").outcome == "finished"
+    assert (folder / "runs/small/model/manifest.json").exists()

@@ -339,3 +339,18 @@ def test_blocks_of_many_shards_are_read_as_they_lie(
     assert found.label.tolist() == [each % 2 for each in wanted]
     columns = {"a": [0.5 * each for each in wanted], "b": [-0.5 * each for each in wanted]}
     assert found.dense.T.tolist() == [columns[name] for name in dense]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_stop_reads_no_more_than_its_batches(seed: int | None) -> None:
+    source = Memory([50] * 20)
+    loader = Loader(source, batch_size=30, mixed=100, seed=seed, epochs=2, workers=1)
+    everything = all_of(loader)
+    for start, stop in ((0, 3), (2, 2), (30, 37), (33, 35), (0, None), (60, 999)):
+        found = [numbers(batch) for batch in loader.batches(start, stop)]
+        assert found == everything[start:stop]
+    read: list[int] = []
+    real = source.read
+    source.read = lambda blocks: read.append(len(blocks)) or real(blocks)  # type: ignore[method-assign, func-returns-value]
+    list(loader.batches(stop=4))
+    assert sum(read) == 4  # blocks of 50: two stretches

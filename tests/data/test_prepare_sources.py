@@ -430,3 +430,25 @@ def test_an_unknown_kind_suggests_the_nearest(tmp_path: Path) -> None:
         run("critero", tmp_path / "out", tmp_path)
     with pytest.raises(ValueError, match="--columns is for parquet and csv"):
         run("criteo", tmp_path / "out", tmp_path, toml=CSV)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_numbers_too_large_for_32_bits_are_refused(tmp_path: Path, kind: str) -> None:
+    rows = [(number % 2, 0.5, f"i{number % 3}") for number in range(40)]
+    rows[7] = (1, 1e300, "i1")
+    path = tmp_path / f"log.{kind}"
+    if kind == "csv":
+        lines = [f"{label},{price},{item}" for label, price, item in rows]
+        path.write_text("\n".join(["y,price,item", *lines]) + "\n")
+    else:
+        y, price, item = map(list, zip(*rows, strict=True))
+        pq.write_table(pa.table({"y": y, "price": price, "item": item}), path)
+    toml = 'label = "y"\ndense = ["price"]\ncategories = ["item"]\n'
+    with pytest.raises(ValueError, match=r"price.*1e\+?300"):
+        run(kind, tmp_path / "out", path, toml=toml)
+
+
+def test_names_that_no_table_may_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'item.id' does; give column 'item.id' another"):
+        columns.Columns(label="y", categories=("item.id",))
+    assert columns.Columns(label="y", categories=("item.id",), tables={"item.id": "item"})

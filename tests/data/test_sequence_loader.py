@@ -18,7 +18,7 @@ from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.settings import Settings
 from hotrow.data.prepared.taobao import Taobao
 from hotrow.data.prepared.work import prepare
-from hotrow.data.sequence_loader import histories_of
+from hotrow.data.sequence_loader import check_histories, histories_of
 
 PAST = {"user": None, "item": "history_item", "category": "history_category"}
 
@@ -120,8 +120,9 @@ def test_histories_are_found_by_their_names() -> None:
     assert histories_of(Schema("y", (), (user, item, tags))) == {}
     elsewhere = Feature("history_item", "other", jagged=True)
     assert histories_of(Schema("y", (), (item, elsewhere))) == {}
+    more = Schema("y", (), (item, past, tags))
     with pytest.raises(ValueError, match="lists are read as histories here, and 'tags' is none"):
-        histories_of(Schema("y", (), (item, past, tags)))
+        check_histories(more, histories_of(more))
 
 
 def test_steps_that_do_not_fit_each_other_are_refused(data: Prepared, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
 
@@ -90,18 +91,38 @@ def _options(
     """
 
 
+class _Steady:
+    """Standard output that does not mind when its reader has gone, as `head` does: what a command
+    leaves behind is worth more than what it says."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        return self._without_reader(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._without_reader(self._stream.flush)
+
+    def _without_reader(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            return call(*args)
+
+
 def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     """Mistakes of users end in one sentence and exit code 2; anything else is a bug and shows."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **options: Any) -> None:
         try:
-            with one_line_warnings():
+            with redirect_stdout(_Steady(sys.stdout)), one_line_warnings():
                 command(*args, **options)
-        except BrokenPipeError:
-            # Whoever read the output has gone, as `head` does; nothing is left to be said to it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(USER_ERROR) from error

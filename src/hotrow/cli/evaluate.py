@@ -87,14 +87,18 @@ def _table(split: str, part: Split, found: EvalRecord) -> Table:
     facts = {
         "split": split,
         "samples": f"{found.samples:,}{of_all}",
-        "AUC": _shown(found.auc),
-        "log-loss": _shown(found.log_loss),
-        "normalised entropy": _shown(found.normalised_entropy),
+        "AUC": _shown(found.auc, log_loss=found.log_loss),
+        "log-loss": _shown(found.log_loss, log_loss=found.log_loss),
+        "normalised entropy": _shown(found.normalised_entropy, log_loss=found.log_loss),
     }
     for name, value in facts.items():
         table.add_row(name, value)
     return table
 
 
-def _shown(number: float) -> str:
-    return "none: all labels are alike" if math.isnan(number) else f"{number:.6f}"
+def _shown(number: float, *, log_loss: float) -> str:
+    if math.isnan(number):
+        return (
+            "none: scores are no numbers" if math.isnan(log_loss) else "none: all labels are alike"
+        )
+    return f"{number:.6f}"

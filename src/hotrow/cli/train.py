@@ -112,6 +112,9 @@ def train(
     with one_line_warnings(show.warn):
         samples = open_data(config)
         steps = total_steps(config, samples)
+        samples.split("test")  # refuses one that is empty, before anything was trained
+        if config.training.eval_every is not None:
+            samples.split("validation")
         job = build(config, samples)
         with (
             RunWriter(runs, name=config.run.name) as run,
@@ -214,13 +217,16 @@ def _run(job: Job, telling: _Telling, steps: int) -> _Result:
 
     try:
         _train(job, tally, telling, steps)
+        diverged = bool(tally.losses) and math.isnan(tally.loss)
+        ended = "interrupted" if stop.asked else "diverged" if diverged else "finished"
+        if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
+            outcome = ended
+            finish()  # before the disk may be full
+            model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
+            outcome = "failed"
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
-        diverged = bool(tally.losses) and math.isnan(tally.loss)
-        outcome = "interrupted" if stop.asked else "diverged" if diverged else "finished"
-        if job.config.run.save:
-            finish()  # before the disk may be full, and before a comparison as long as the run
-            model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
+        outcome = ended
         if job.config.training.check_equality and not stop.asked:
             is_equal = _is_equal_to_all_fast(job, tally.losses, telling.show, stop)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -92,28 +92,38 @@ class BatchReader(Generic[Batch]):
     def _batch(self, columns: Columns) -> Batch:
         """A batch of these samples; several threads ask at once."""
 
-    def batches(self, start: int = 0) -> Iterator[Batch]:
-        """From batch number `start` of all epochs on."""
+    def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
+        """From batch number `start` of all epochs on, to the one before `stop`."""
+        stop = len(self) if stop is None else min(stop, len(self))
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
+        return self._batches(start, stop)
+
+    def _batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        number = start
         with Cores(self.workers) as cores:
             waiting: list[Columns] = []
-            for _, found in cores.in_order(self._made, self._stretches(start)):
+            for _, found in cores.in_order(self._made, self._stretches(start, stop)):
                 for each in found:
-                    if not isinstance(each, Columns):
-                        yield each
-                        continue
-                    waiting.append(each)
-                    if each.ends:
-                        yield self._batch(self._joined(waiting))
-                        waiting = []
+                    if number >= stop:
+                        return
+                    if isinstance(each, Columns):
+                        waiting.append(each)
+                        if not each.ends:
+                            continue
+                        each, waiting = self._batch(self._joined(waiting)), []
+                    yield each
+                    number += 1
 
-    def _stretches(self, start: int) -> Iterator[tuple[Stretch, int]]:
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[Stretch, int]]:
         """With the place in its epoch of the first sample that is wanted."""
         epoch, batch = divmod(start, self.batches_per_epoch)
+        last, batches = divmod(stop, self.batches_per_epoch)
         for each in range(epoch, self.epochs):
             begin = batch * self.batch_size if each == epoch else 0
             for stretch in self._order.stretches(each, begin):
+                if each > last or (each == last and stretch.first >= batches * self.batch_size):
+                    return
                 yield stretch, begin
 
     def _made(self, item: tuple[Stretch, int]) -> list[Batch | Columns]:

@@ -35,14 +35,16 @@ def histories_of(schema: Schema) -> dict[str, str | None]:
     for feature in schema.single:
         past = _PREFIX + feature.name
         found[feature.name] = past if past in lists and tables[past] == feature.table else None
-    if not any(found.values()):
-        return {}
-    if others := sorted(lists - set(found.values())):
+    return found if any(found.values()) else {}
+
+
+def check_histories(schema: Schema, found: Histories) -> None:
+    """Refuse lists that are no histories: no step would read them."""
+    if others := sorted({each.name for each in schema.jagged} - set(found.values())):
         raise ValueError(
             f"lists are read as histories here, and {others[0]!r} is none: it would be named "
             f"{_PREFIX}x and read the table of a feature x"
         )
-    return found
 
 
 class SequenceLoader(BatchReader[SequenceBatch]):

@@ -60,15 +60,12 @@ class PreparedSource:
         self.features = tuple(each.name for each in self.data.schema.features)
         self.single = tuple(each.name for each in self.data.schema.single)
         self._shards = self.data.shards(split)
-        self._blocks = [
-            (number, first, min(first + BLOCK, shard.samples))
-            for number, shard in enumerate(self._shards)
-            for first in range(0, shard.samples, BLOCK)
-        ]
-        sizes = [last - first for _, first, last in self._blocks]
-        self.sizes = np.array(sizes, dtype=np.int64)
-        of_shards = [-(-shard.samples // BLOCK) for shard in self._shards]
-        self._first_block = np.cumsum([0, *of_shards[:-1]])
+        samples = np.array([shard.samples for shard in self._shards], dtype=np.int64)
+        of_shards = -(-samples // BLOCK)
+        self._first_block = np.cumsum(of_shards) - of_shards
+        self.sizes = np.full(int(of_shards.sum()), BLOCK, dtype=np.int64)
+        last = (np.cumsum(of_shards) - 1)[samples > 0]
+        self.sizes[last] = (samples - (of_shards - 1) * BLOCK)[samples > 0]
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         count, schema = int(self.sizes[blocks].sum()), self.data.schema
@@ -106,6 +103,11 @@ class PreparedSource:
                 for name, found in lists.items():
                     mine = self._shards[number].jagged[name]
                     offsets = mine.offsets[first : last + 1]
+                    if not _is_right(offsets, len(mine.values)):
+                        raise ValueError(
+                            f"{self.data.folder}: the lists of {name!r} in shard {number} are "
+                            "damaged; prepare again"
+                        )
                     values = mine.values[offsets[0] : offsets[-1]]
                     found.append(Jagged(offsets - offsets[0], values))
         return {name: _joined(parts) for name, parts in lists.items()}
@@ -113,7 +115,10 @@ class PreparedSource:
     def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last) of blocks, with neighbours joined: unshuffled ones are many."""
         run: tuple[int, int, int] | None = None
-        for number, first, last in (self._blocks[block] for block in blocks.tolist()):
+        shards = np.searchsorted(self._first_block, blocks, side="right") - 1
+        starts = (blocks - self._first_block[shards]) * BLOCK
+        ends = starts + self.sizes[blocks]
+        for number, first, last in zip(*(x.tolist() for x in (shards, starts, ends)), strict=True):
             if run and run[0] == number and run[2] == first:
                 run = number, run[1], last
                 continue
@@ -223,6 +228,10 @@ class ParquetSource:
                 numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
                 jagged[name] = Jagged(offsets - offsets[0], numbers)
         return Samples(ids, dense, label.astype(np.uint8), jagged)
+
+
+def _is_right(offsets: NDArray[np.int64], num_values: int) -> bool:
+    return offsets[0] >= 0 and offsets[-1] <= num_values and bool((np.diff(offsets) >= 0).all())
 
 
 def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:

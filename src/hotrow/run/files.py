@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hotrow import __version__
+from hotrow.manifests import read_json
 from hotrow.records import EvalRecord, RunRecord, StepRecord, Summary
 from hotrow.run.arriving import Arriving
 
@@ -99,15 +100,15 @@ def read_run(folder: str | Path) -> RunRecord:
     path = Path(folder) / RUN_FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {RUN_FILE}: it is not a run, or the run has not ended")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not a run record of format {FORMAT}")
-    found["summary"] = _from_dict(Summary, found["summary"])
-    found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
-    return _from_dict(RunRecord, found)
+    try:
+        found["summary"] = _from_dict(Summary, found["summary"])
+        found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+        return _from_dict(RunRecord, found)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
 def read_steps(folder: str | Path) -> Iterator[StepRecord]:

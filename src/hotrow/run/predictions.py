@@ -42,7 +42,7 @@ class ParquetScores:
     def __init__(self, out: Path) -> None:
         self._arrow, self._parquet = check_arrow()
         self._out, self._beside = out, out.with_name(out.name + PARTIAL)
-        self._next = 0
+        self._next = self._waiting = 0
         self._scores: list[Tensor] = []
         self._labels: list[Tensor] = []
 
@@ -51,13 +51,18 @@ class ParquetScores:
         schema = self._arrow.schema(
             [(name, getattr(self._arrow, k)()) for name, k in kinds.items()]
         )
-        self._writer = self._parquet.ParquetWriter(self._beside, schema)
+        try:
+            self._writer = self._parquet.ParquetWriter(self._beside, schema)
+        except BaseException:
+            self._beside.unlink(missing_ok=True)
+            raise
         return self
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
         self._scores.append(scores.cpu())
         self._labels.append(labels.cpu().to(torch.int8))
-        if sum(map(len, self._scores)) >= _GROUP:
+        self._waiting += len(scores)
+        if self._waiting >= _GROUP:
             self._write()
 
     def _write(self) -> None:
@@ -70,6 +75,7 @@ class ParquetScores:
             self._arrow.table({name: each.numpy() for name, each in columns.items()})
         )
         self._next += len(scores)
+        self._waiting = 0
         self._scores, self._labels = [], []
 
     def __exit__(

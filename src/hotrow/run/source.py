@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,10 +20,10 @@ from hotrow.data import (
     SyntheticClicks,
     SyntheticSequences,
 )
-from hotrow.data.loader import BatchReader
+from hotrow.data.loader import MIXED, BatchReader
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
-from hotrow.data.sequence_loader import histories_of
+from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.profile import Profile
 from hotrow.run.config import DataSection
@@ -33,6 +32,7 @@ from hotrow.told import warn
 # Rows of each, and the features that read it. With sequences the last row is padding.
 Tables = dict[str, tuple[int, list[str]]]
 AnyBatch = ClickBatch | SequenceBatch
+_READ_TOGETHER = 1 << 15  # samples as they lie: of few batches no more than needed shall be read
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def _histories(data: Prepared) -> dict[str, str | None]:
             "column x and lists of what came before, history_x, which read one table; `hotrow "
             "prepare taobao` makes them"
         )
+    check_histories(data.schema, found)
     return found
 
 
@@ -230,6 +231,7 @@ class FromFolder:
             "epochs": epochs,
             "drop_last": drop_last,
             "pin_memory": self._pins,
+            "mixed": MIXED if seed is not None else _READ_TOGETHER,
         }
         source = PreparedSource(self._data, split, dense=self._section.dense)
         if self._steps is None:
@@ -262,7 +264,8 @@ class FromFolder:
         loader = self._loader(name)
         most = None if whole or name == "train" else self._section.eval_batches
         samples = loader.samples if most is None else most * loader.batch_size
-        return Split(islice(loader, most), min(samples, loader.samples), loader.samples)
+        batches = loader.batches(stop=most)
+        return Split(batches, min(samples, loader.samples), loader.samples)
 
     def described(self) -> dict[str, Any]:
         records = {each.name: each for each in self._data.manifest.tables}
@@ -271,7 +274,11 @@ class FromFolder:
             keys = records[name].keys
             values = records[name].ids if keys is None else f"vocabulary {keys.sha256}"
             tables[name] = {"rows": rows, "features": features, "values": values}
-        return {"dense": self._numbers, "tables": tables}
+        prepared = self._data.manifest.settings
+        columns = prepared.get("columns", {})
+        logs = set(columns.get("log", ()) if isinstance(columns, Mapping) else ())
+        numbers = [f"log of {name}" if name in logs else name for name in self._numbers]
+        return {"layout": prepared.get("layout"), "dense": numbers, "tables": tables}
 
     @property
     def profile(self) -> Profile | None:
@@ -295,6 +302,9 @@ def _check_split(name: str) -> None:
 def why_other(trained: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What differs between two descriptions so that a model of the one cannot read the other."""
     found = []
+    layouts = trained.get("layout"), here.get("layout")
+    if None not in layouts and layouts[0] != layouts[1]:
+        found.append(f"it was prepared from {layouts[1]} instead of {layouts[0]}")
     if trained["dense"] != here["dense"]:
         found.append(f"numbers: {_listed(here['dense'])} instead of {_listed(trained['dense'])}")
     before, now = trained["tables"], here["tables"]

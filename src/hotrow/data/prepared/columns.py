@@ -35,6 +35,7 @@ from hotrow.run import toml
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
 _UNIT = "\x1f"  # stands between fields whose quotes were taken off
 _NOTHING = "nothing"  # what a Parquet file says of a column without any value
+_LARGEST = float(np.finfo(np.float32).max)
 _PIECE_SAMPLES = 1 << 14
 
 
@@ -67,6 +68,12 @@ class Columns:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"column {name!r} is named twice")
+        for name in self.categories:
+            if "." in (table := self.table(name)):
+                raise ValueError(
+                    f"a table's name must hold no '.', and {table!r} does; give column {name!r} "
+                    f"another in [tables], such as {table.replace('.', '_')!r}"
+                )
         for name in set(self.log) - set(self.dense):
             raise ValueError(f"log names {name!r}, which is none of the dense columns")
         for name in set(self.tables) - set(self.categories):
@@ -140,8 +147,10 @@ class Csv:
         for place, name in enumerate(columns.dense):
             where = one(self._places[name])
             values, _, wrong = fields.numbers(where)
+            wrong = wrong | (np.abs(values) > _LARGEST)
             judge.refuse(wrong, where, partial(_no_number, name))
-            dense[:, place] = _number(values[0], log=name in columns.log)
+            right = np.where(wrong[0], 0, values[0])
+            dense[:, place] = _number(right, log=name in columns.log)
         keys: dict[str, Keys] = {
             name: fields.texts(one(self._places[name]))[0] for name in columns.categories
         }
@@ -180,7 +189,7 @@ def _plain(columns: Columns) -> dict[str, Any]:
 
 
 def _no_number(column: str, _: int, found: str) -> str:
-    return f"{column} is {found!r}, not a number"
+    return f"{column} is {found!r}, not a number, or too large for one of 32 bits"
 
 
 def _number(values: NDArray[np.float64], *, log: bool) -> NDArray[np.float32]:
@@ -277,10 +286,9 @@ class ParquetSource:
             column = batch.column(name)
             values, missing = _floats(column, name)
             values = np.where(missing, 0, values)
-            refuse(~np.isfinite(values), f"{name}, not a finite number, is", column)
-            dense[:, place] = _number(
-                np.where(np.isfinite(values), values, 0), log=name in columns.log
-            )
+            wrong_here = ~(np.abs(values) <= _LARGEST)  # also what is no number
+            refuse(wrong_here, f"{name}, not a finite number, is", column)
+            dense[:, place] = _number(np.where(wrong_here, 0, values), log=name in columns.log)
         keys, lengths = {}, {}
         for feature in self.schema.features:
             column = batch.column(feature.name)

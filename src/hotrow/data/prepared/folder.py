@@ -47,7 +47,11 @@ def _is_ours(manifest: Path) -> bool:
         found = json.loads(manifest.read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and str(found.get("made_by")).startswith("hotrow ")
+    return (
+        isinstance(found, dict)
+        and str(found.get("made_by")).startswith("hotrow ")
+        and {"schema", "splits"} <= found.keys()  # or it is a model's
+    )
 
 
 def _check(disk: Disk, now: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@
                                and for each jagged feature
                                offsets  [samples + 1] int64, values [offsets[-1]] like ids
     tables/000.counts        accesses of every row by the training split, int64: a profile
-    tables/000.keys          the values that have rows of their own, as numbers, sorted; the value
-                             at position i has row i + 1, and row 0 is for all others
+    tables/000.keys          the values that have rows of their own, as numbers, multiplied as
+                             vocabulary.spread does, sorted; the value at position i has row i + 1,
+                             and row 0 is for all others
 
 One sample's ids lie side by side, because loaders gather samples in random order. Numbers in a
 manifest are checked against each other and against the files before anything is opened or
