@@ -94,7 +94,7 @@ def conditions(record: ComparisonRecord) -> str:
         f"{record.repetitions} repetitions in turn, the first {record.warm_up:,} steps of each "
         f"left out of speeds; {show_bytes(record.rows_bytes)} of rows with their state, a budget "
         f"of {show_bytes(record.budget_bytes)}; on {where} with {record.environment['threads']} "
-        "threads. Within tolerance: every loss differs by at most "
-        f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do {1 - tolerance['outliers']:.0%} of the "
-        "dense weights, rows and row state whose bits differ."
+        f"threads. Within tolerance: every loss differs by at most {tolerance['relative']:g} of "
+        f"its value plus {tolerance['absolute']:g}, and so do {1 - tolerance['outliers']:.0%} of "
+        "the dense weights, rows and row state whose bits differ."
     )

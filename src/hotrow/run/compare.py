@@ -154,13 +154,15 @@ class Comparison:
         disturbs them alike. Whoever leaves early has what is done by then. `folder` is for what
         does not fit memory meanwhile."""
         self._folder = folder
-        yield from self._keep_batches()
+        gc.freeze()  # what is there already need not be searched whenever a system goes
         try:
+            yield from self._keep_batches()
             for repetition in range(1, max(entry.repetitions for entry in self.entries) + 1):
                 for entry in self.entries:
                     if repetition <= entry.repetitions and not entry.has_failed:
                         yield from self._turn(entry, repetition)
         finally:
+            gc.unfreeze()
             if self._reference is not None:
                 self._reference.close()
                 self._reference = None
