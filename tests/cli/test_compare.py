@@ -377,8 +377,9 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
 
 
 def test_quiet_says_nothing_but_the_table() -> None:
-    told = compare("--strategies", "lru", "--repeat", "1", "--quiet")
+    told = compare("--strategies", "lru", "--repeat", "2", "--quiet")
     assert told.stderr == ""
+    assert "- all-fast was trained once, to compare with" in told.stdout
     (line,) = compare(
         "--strategies", "lru", "--repeat", "1", "--quiet", "--json"
     ).stdout.splitlines()

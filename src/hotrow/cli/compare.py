@@ -258,7 +258,7 @@ class _Screen:
             console.print(f"- {remark}", soft_wrap=True, markup=False)
         if not self._quiet:
             console.print(conditions(record), soft_wrap=True, markup=False)
-        console.print(f"[bold]{record.advice}[/]", soft_wrap=True)
+        console.print(record.advice, style="bold", soft_wrap=True, markup=False)
         if not self._quiet:
             console.print(f"written to {folder}; open {folder / COMPARISON_PAGE}", soft_wrap=True)
 

@@ -77,7 +77,11 @@ def remarks(record: ComparisonRecord) -> list[str]:
         if each.outcome == "diverged":
             found.append(f"{each.strategy}: the loss is no number at the end")
         if each.repetitions and each.outcome == "unfinished":
-            found.append(f"{each.strategy} was trained {each.repetitions} times alone")
+            found.append(
+                f"{each.strategy}: {each.repetitions} of {record.repetitions} repetitions were done"
+            )
+        elif each.is_optional and 0 < each.repetitions < record.repetitions:
+            found.append(f"{each.strategy} was trained once, to compare with")
         if each.equal_note:
             found.append(f"{each.strategy}: {equality(each)}; {each.equal_note}")
         if each.repeat_note:
@@ -93,8 +97,8 @@ def conditions(record: ComparisonRecord) -> str:
         f"{record.steps:,} steps of {record.settings['data']['batch_size']:,} samples, "
         f"{record.repetitions} repetitions in turn, the first {record.warm_up:,} steps of each "
         f"left out of speeds; {show_bytes(record.rows_bytes)} of rows with their state, a budget "
-        f"of {show_bytes(record.budget_bytes)}; on {where} with {record.environment['threads']} "
-        f"threads. Within tolerance: every loss differs by at most {tolerance['relative']:g} of "
+        f"of {show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
+        f"{record.environment['threads']}. Within tolerance: every loss differs by at most {tolerance['relative']:g} of "
         f"its value plus {tolerance['absolute']:g}, and so do {1 - tolerance['outliers']:.0%} of "
         "the dense weights, rows and row state whose bits differ."
     )
