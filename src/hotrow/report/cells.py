@@ -98,7 +98,8 @@ def conditions(record: ComparisonRecord) -> str:
         f"{record.repetitions} repetitions in turn, the first {record.warm_up:,} steps of each "
         f"left out of speeds; {show_bytes(record.rows_bytes)} of rows with their state, a budget "
         f"of {show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
-        f"{record.environment['threads']}. Within tolerance: every loss differs by at most {tolerance['relative']:g} of "
-        f"its value plus {tolerance['absolute']:g}, and so do {1 - tolerance['outliers']:.0%} of "
-        "the dense weights, rows and row state whose bits differ."
+        f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
+        f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
+        f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "
+        "differ."
     )
