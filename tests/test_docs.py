@@ -68,12 +68,16 @@ def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monke
     )
     page = (ROOT / "docs" / "guide.md").read_text()
     commands = re.findall(r"^hotrow (.*)$", page, re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"train", "evaluate", "predict"}
+    named = {command.split()[0] for command in commands}
+    assert named == {"train", "evaluate", "predict", "compare"}
     for command in commands:
         result = CliRunner().invoke(make_app(), command.split())
         assert result.exit_code == 0, f"{command}: {result.output}"
     found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"run.toml", "runs", "scores.parquet", "train.parquet"}
+    assert found == {
+        "run.toml", "runs", "scores.parquet", "train.parquet", "comparisons", "report",
+    }  # fmt: skip
+    assert (tmp_path / "report" / "compare.html").is_file()
     assert list(tmp_path.glob("runs/first/events.*"))
 
 

@@ -409,7 +409,7 @@ def test_every_row_of_a_batch_counts_as_moved_without_its_state() -> None:
 
 
 def test_the_cpu_alone_is_refused_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_usable", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(hotrow.embedding, "usable_device", lambda _: torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"'cpu' trains on the CPU alone; .* take 'hybrid'"):
         build(MULTI_HOT, strategy="cpu", device="cuda")
 

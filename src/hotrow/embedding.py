@@ -166,7 +166,7 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
-        self.device = _usable(torch.device(device))
+        self.device = usable_device(torch.device(device))
         _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
@@ -728,7 +728,7 @@ def _always(parts: list[float], total: int) -> list[float]:
     return parts
 
 
-def _usable(device: torch.device) -> torch.device:
+def usable_device(device: torch.device) -> torch.device:
     """The device with its number, if rows can live there."""
     if device.type == "cpu":
         return device

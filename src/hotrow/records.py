@@ -88,3 +88,58 @@ class RunRecord:
     summary: Summary
     evaluations: tuple[EvalRecord, ...] = field(default=())
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One strategy of a comparison. Speeds are of all steps of all its repetitions together, but
+    for the first ones of each; everything else is of the first repetition."""
+
+    strategy: str
+    summary: str
+    contract: str
+    # "finished", "diverged" (the loss is no number), "failed", "unfinished" or "not run"
+    outcome: str
+    message: str = ""  # why it failed
+    traceback: str = ""  # where, if nobody expected it to
+    repetitions: int = 0
+    timed_steps: int = 0
+    samples_per_second: float = math.nan  # p50
+    slow_samples_per_second: float = math.nan  # p20
+    fast_samples_per_second: float = math.nan  # p80
+    speed_up: float = math.nan  # over the baseline's p50
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of fast memory by part
+    fast_bytes: int = 0  # all of them
+    is_within_budget: bool = True
+    hit_rate: float = math.nan
+    rows_per_sample: float = math.nan  # fetched and evicted
+    bytes_per_sample: float = math.nan
+    samples: int = 0
+    auc: float = math.nan
+    log_loss: float = math.nan
+    equal: str = "not compared"  # with all-fast: "bits", "tolerance", "no" or "not compared"
+    equal_note: str = ""  # how far apart, or why not compared
+    repeatable: bool | None = None  # all repetitions ended in the same bits; None: there was one
+    repeat_note: str = ""  # what differs between them
+    is_optional: bool = False  # nobody asked for it: it is there to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRecord:
+    """Strategies side by side on one run's data, model and start."""
+
+    name: str
+    started: str
+    outcome: str  # "finished", "under way" or "interrupted"
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    steps: int
+    repetitions: int
+    warm_up: int  # first steps of each repetition that no speed is of
+    baseline: str | None  # the strategy that speed-ups are over
+    budget_bytes: int
+    rows_bytes: int  # all rows with their state
+    tolerance: Mapping[str, float]  # relative, absolute, and the share of outliers
+    notes: tuple[str, ...]
+    strategies: tuple[Figures, ...]
+    advice: str = ""

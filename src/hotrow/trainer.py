@@ -74,7 +74,7 @@ class Trainer(Generic[Batch]):
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
         self.autocast = autocast
-        self._algorithms = partial(_algorithms, deterministic, self.device)
+        self._algorithms = partial(algorithms, deterministic, self.device)
         lanes = lanes_in(model) if graphs and self.device.type == "cuda" else None
         self._step = GraphedStep(
             model,
@@ -177,7 +177,7 @@ class Trainer(Generic[Batch]):
 
 
 @contextmanager
-def _algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
+def algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
     """Deterministic operations inside; outside again whatever the caller had chosen."""
     memory: Any = torch.utils.deterministic
     mode, filling = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory

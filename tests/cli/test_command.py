@@ -22,11 +22,13 @@ def hotrow(*arguments: str) -> Result:
 def test_help_names_every_command() -> None:
     result = hotrow("--help")
     assert result.exit_code == 0
-    for command in ("train", "prepare", "doctor", "evaluate", "predict"):
+    for command in ("train", "compare", "prepare", "doctor", "evaluate", "predict"):
         assert command in result.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "command", ["train", "compare", "prepare", "doctor", "evaluate", "predict"]
+)
 def test_help_of_a_command_has_examples(command: str) -> None:
     result = hotrow(command, "--help")
     assert result.exit_code == 0
@@ -34,7 +36,7 @@ def test_help_of_a_command_has_examples(command: str) -> None:
     assert f"hotrow {command}" in result.stdout
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["simulate"], ["doctor"]])
+@pytest.mark.parametrize("words", [[], ["train"], ["compare"], ["simulate"], ["doctor"]])
 def test_flags_are_shown_without_a_value(words: list[str]) -> None:
     assert "bool" not in hotrow(*words, "--help").stdout
 

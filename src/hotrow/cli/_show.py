@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hotrow.budget import show_bytes
-from hotrow.cli._tally import Tally
 from hotrow.records import RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
+from hotrow.run.tally import Tally
 from hotrow.strategy import STRATEGIES
 
 Advance = Callable[[Tally], None]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated
 
 import torch
 import typer
@@ -20,12 +17,13 @@ from hotrow.checkpoint import save_model
 from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
-from hotrow.cli._tally import Tally
+from hotrow.cli._stop import StopAfterStep
 from hotrow.records import EvalRecord, RunRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
+from hotrow.run.tally import Tally
 
 
 def train(
@@ -154,38 +152,6 @@ def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
             f"the model will take {show_bytes(needed)}, and {folder} has {show_bytes(free)} free: "
             "make room before the run ends, or it is not saved"
         )
-
-
-class StopAfterStep:
-    """The first Ctrl-C asks for an end after the step under way, the second one ends at once.
-
-    A request to terminate counts as a Ctrl-C.
-    """
-
-    asked = False
-    _signals = (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> Self:
-        self._is_main = threading.current_thread() is threading.main_thread()
-        if self._is_main:  # Python lets no other thread decide about signals
-            self._before: list[Any] = [signal.signal(each, self._ask) for each in self._signals]
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        typer.echo("stopping after this step; Ctrl-C again stops at once", err=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._is_main:
-            for each, before in zip(self._signals, self._before, strict=True):
-                signal.signal(each, before)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ runs/<name>/steps.jsonl   one StepRecord per line, written while the run is unde
                           few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
 runs/<name>/model/        the trained model: see hotrow.checkpoint
+
+comparisons/<name>/compare.json, compare.html    a ComparisonRecord, and the same for people
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hotrow import __version__
+from hotrow.disk import Disk
 from hotrow.manifests import read_json
-from hotrow.records import EvalRecord, RunRecord, StepRecord, Summary
+from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
 from hotrow.run.arriving import Arriving
 
 FORMAT = 1
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 MODEL_FOLDER = "model"
+COMPARISON_FILE = "compare.json"
+COMPARISON_PAGE = "compare.html"
 
 Record = TypeVar("Record")
 
@@ -46,7 +51,7 @@ class RunWriter:
     """
 
     def __init__(self, root: str | Path, *, name: str) -> None:
-        self.folder = _new_folder(Path(root), name)
+        self.folder = new_folder(Path(root), name)
         self._steps = (self.folder / STEPS_FILE).open("w", encoding="utf-8")
         self._arriving = Arriving(self._write)
 
@@ -93,6 +98,13 @@ class RunWriter:
         except RuntimeError:
             if error is None:  # else the device failed, and somebody has said so
                 raise
+
+
+def write_comparison(folder: Path, record: ComparisonRecord, page: str) -> None:
+    """Puts both files in place whole, instead of those that are there."""
+    text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
+    Disk(folder).write(COMPARISON_FILE, [text.encode()])
+    Disk(folder).write(COMPARISON_PAGE, [page.encode()])
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -161,7 +173,8 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def _new_folder(root: Path, name: str) -> Path:
+def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
+    """`name` in `root`, or `name-2`, `name-3` ... where that is taken."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for number in count(1):
@@ -173,7 +186,8 @@ def _new_folder(root: Path, name: str) -> Path:
             return folder
     except OSError as error:
         raise ValueError(
-            f"cannot make a folder for the run in {root} ({error.strerror}); give another by --runs"
+            f"cannot make a folder for the run in {root} ({error.strerror}); give another by "
+            f"{option}"
         ) from error
     raise AssertionError("unreachable")
 

@@ -71,7 +71,7 @@ def build(config: RunConfig, samples: Samples | None = None) -> Job:
     trainer: Trainer[AnyBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
-        dense_optimizer=_dense_optimizer(config.training.optimizer, model, embedding.device),
+        dense_optimizer=dense_optimizer(config.training.optimizer, model, embedding.device),
         ids=lambda batch: batch.sparse,
         device=embedding.device,
         depth=config.embedding.depth,
@@ -90,7 +90,7 @@ def all_fast(config: RunConfig) -> RunConfig:
 
 def differences(left: Job, right: Job) -> list[str]:
     """The weights, row states and dense weights whose bits differ; empty for equal jobs."""
-    mine, other = _dense_weights(left.model), _dense_weights(right.model)
+    mine, other = dense_weights(left.model), dense_weights(right.model)
     # Those that only one of them has differ, too.
     found = [
         key
@@ -103,7 +103,7 @@ def differences(left: Job, right: Job) -> list[str]:
     return found
 
 
-def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
+def dense_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name. Rows are neither: they would not fit a state dict."""
     return {
         name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())
@@ -123,7 +123,7 @@ def _rows(job: Job, table: str) -> Tensor:
     return torch.cat([rows for _, rows in job.embedding.rows(table)])
 
 
-def _dense_optimizer(
+def dense_optimizer(
     section: DenseOptimizerSection, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
@@ -147,7 +147,7 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
     collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     try:
         return collection(
-            tables=_tables(config, samples),
+            tables=tables_of(config, samples),
             optimizer=config.embedding.optimizer.rule(),
             budget=config.embedding.budget,
             strategy=config.embedding.strategy,
@@ -162,7 +162,7 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
         raise
 
 
-def _tables(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
+def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
     dim = config.model.row_width
     if config.model.num_steps is None:
         return [

@@ -17,7 +17,7 @@ class Tally:
         self.losses: list[float] = []  # of fewer steps, while some are on their way from a device
         self._arriving = Arriving(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
-        self.samples = self.lookups = self.fetched_rows = self.bytes_moved = 0
+        self.samples = self.lookups = self.fetched_rows = self.rows_moved = self.bytes_moved = 0
         self.seconds = 0.0
 
     def add(self, record: StepRecord) -> None:
@@ -27,6 +27,7 @@ class Tally:
         self.seconds += record.seconds
         self.lookups += record.lookups
         self.fetched_rows += record.fetched_rows
+        self.rows_moved += record.fetched_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
 
     def finish(self) -> None:

@@ -1,0 +1,326 @@
+"""`hotrow compare`: strategies side by side on one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any, Protocol
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hotrow.cli._exits import DIVERGED, FAILED_STRATEGY, INTERRUPTED, UNEQUAL
+from hotrow.cli._show import one_line_warnings, tell_people
+from hotrow.cli._stop import StopAfterStep
+from hotrow.records import ComparisonRecord, Figures
+from hotrow.report.advice import advise
+from hotrow.report.cells import (
+    RESULT,
+    SPEED,
+    conditions,
+    remarks,
+    result_cells,
+    speed_cells,
+    speed_title,
+)
+from hotrow.report.page import page_of
+from hotrow.run.compare import USUAL, Comparison, Turn, choose
+from hotrow.run.config import load
+from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
+from hotrow.run.systems import SYSTEMS
+
+_SHORT = "training.steps=64"  # of the built-in job, so that all of them take about a minute
+
+
+def compare(
+    file: Annotated[
+        Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With commas between, of {', '.join(SYSTEMS)}.",
+            show_default=f"{', '.join(USUAL)}, and the run's own",
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(help="How often each strategy is trained.")] = 3,
+    warm_up: Annotated[
+        int | None,
+        typer.Option(
+            help="First steps of each repetition that are not timed.", show_default="a tenth"
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", metavar="", help="The same facts for machines, one object per line."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", metavar="", help="Nothing but the table at the end.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of compare.json and compare.html; those in it are replaced.",
+            show_default="a new one, comparisons/NAME",
+        ),
+    ] = None,
+) -> None:
+    """Train one run by several strategies in turn, and say which to take.
+
+    All of them start from the same rows and read the same batches in the same order. They take
+    turns (A B C A B C ...), so that what disturbs a machine disturbs all alike, and one strategy's
+    tables are in memory at a time. Without a file, 64 steps of the built-in job are trained.
+
+    **Examples**
+
+    - `hotrow compare`
+
+    - `hotrow compare run.toml --strategies lookahead,lru,hybrid --repeat 5`
+
+    - `hotrow compare run.toml --set run.device=cuda --set embedding.budget=5% --out report`
+
+    - `hotrow compare --strategies hybrid,hybrid-plain --set embedding.optimizer.name=adagrad`
+
+    - `hotrow compare run.toml --json --quiet`
+
+    **What the columns are**
+
+    - contract: what the strategy promises next to all-fast; exact means the same bits
+
+    - samples/s: the median step of all repetitions, and from the 20th to the 80th percentile;
+      the first steps of each repetition are left out. Batches are read into memory before, where
+      they fit, and evaluation is not timed
+
+    - speed-up: over hybrid, or over the first strategy where hybrid is not there
+
+    - fast memory: all that was in use, by rows and for them
+
+    - hit rate: the share of lookups that caused no fetch; rows and bytes: both ways, per sample
+
+    - AUC, log-loss: on the test split, at the end alone: `training.eval_every` does not count
+
+    - equal to all-fast: all losses, dense weights, rows and row state have the same bits, or are
+      within the tolerance printed beside; all-fast is trained once for that if it is not asked for
+
+    **hybrid-plain** is what published systems were compared with: nn.EmbeddingBag with sparse
+    gradients on the CPU. It is no strategy of a collection, and takes sgd, adagrad and adam.
+
+    A strategy that fails is told, and the others go on. Exit codes: 0; 1 an exact strategy is not
+    equal to all-fast, or one did not repeat its bits; 3 a loss is no number; 4 a strategy failed;
+    130 Ctrl-C, which ends after the step under way with what there is.
+    """
+    _refuse_unused(settings or ())
+    if repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, not {repeat}")
+    config = load(file, overrides=[*([_SHORT] if file is None else []), *(settings or ())])
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    names = None if strategies is None else [each.strip() for each in strategies.split(",")]
+    entries = choose(config, names, repeat=repeat)
+    show: _Show = _JsonLines(quiet) if as_json else _Screen(quiet)
+    with one_line_warnings(show.warn):
+        comparison = Comparison(config, entries, warm_up=warm_up)
+        folder = _folder(out, config.run.name)
+        with StopAfterStep() as stop:
+            record = _run(comparison, show, stop, folder)
+    show.end(record, folder)
+    _exit(record, stop)
+
+
+def _refuse_unused(settings: Sequence[str]) -> None:
+    for setting in settings:
+        if setting.partition("=")[0].strip() == "embedding.strategy":
+            raise ValueError(f"--set {setting}: name what is compared by --strategies instead")
+
+
+def _folder(out: Path | None, name: str) -> Path:
+    if out is None:
+        return new_folder(Path("comparisons"), name, option="--out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {out} ({error.strerror})") from error
+    return out
+
+
+def _run(
+    comparison: Comparison, show: _Show, stop: StopAfterStep, folder: Path
+) -> ComparisonRecord:
+    """Whatever ends it, the files in the folder say how far it came."""
+    outcome, turns = "interrupted", comparison.run(folder)
+    try:
+        with show.progress(comparison) as advance:
+            for turn in turns:
+                advance(turn)
+                if turn.stage in ("finished", "failed"):
+                    _write(comparison, "under way", folder)
+                if stop.asked:
+                    break
+            else:
+                outcome = "finished"
+    finally:
+        turns.close()  # before anything else: it holds a system
+        record = _write(comparison, outcome, folder)
+    return record
+
+
+def _write(comparison: Comparison, outcome: str, folder: Path) -> ComparisonRecord:
+    record = comparison.record(outcome)
+    record = replace(record, advice=advise(record))
+    write_comparison(folder, record, page_of(record))
+    return record
+
+
+def _exit(record: ComparisonRecord, stop: StopAfterStep) -> None:
+    found = record.strategies
+    if stop.asked:
+        raise typer.Exit(INTERRUPTED)
+    if any(_breaks_its_word(each) for each in found):
+        raise typer.Exit(UNEQUAL)
+    if any(each.outcome == "failed" and not each.is_optional for each in found):
+        raise typer.Exit(FAILED_STRATEGY)
+    if any(each.outcome == "diverged" for each in found):
+        raise typer.Exit(DIVERGED)
+
+
+def _breaks_its_word(figures: Figures) -> bool:
+    """Rounding may be carried far; bits that are promised, and a repetition's, are the same."""
+    return (figures.contract == "exact" and figures.equal == "no") or figures.repeatable is False
+
+
+class _Show(Protocol):
+    def warn(self, message: str) -> None: ...
+    def progress(self, comparison: Comparison) -> Any: ...
+    def end(self, record: ComparisonRecord, folder: Path) -> None: ...
+
+
+class _Screen:
+    """A bar on stderr, and tables that fit 80 columns."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def warn(self, message: str) -> None:
+        if not self._quiet:
+            tell_people(message)
+
+    @contextmanager
+    def progress(self, comparison: Comparison) -> Iterator[Any]:
+        console = Console(stderr=True, highlight=False)
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            disable=self._quiet or not console.is_terminal,
+        )
+        task = bar.add_task("reading batches", total=comparison.total_steps)
+        done, last = 0, 0.0
+
+        def advance(turn: Turn) -> None:
+            nonlocal done, last
+            if turn.stage in ("finished", "failed"):
+                done += comparison.steps
+                if not self._quiet:
+                    console.print(_line(turn))
+            # Not with every step: on a GPU that takes as long as a step does.
+            if turn.stage != "training" or monotonic() - last > 0.1:
+                last = monotonic()
+                is_turn_over = turn.stage in ("finished", "failed")
+                at = done if is_turn_over or turn.stage == "reading" else done + turn.steps
+                bar.update(task, description=_where(turn), completed=at)
+
+        with bar:
+            yield advance
+
+    def end(self, record: ComparisonRecord, folder: Path) -> None:
+        console = Console(highlight=False)
+        title = speed_title(record).replace(" over", "\nover")
+        heads = ["strategy", *(name or title for name in SPEED)]
+        console.print(_table(heads, record, speed_cells))
+        narrow = [name.replace("/", "/\n").replace("to all", "to\nall") for name in RESULT]
+        console.print(_table(["strategy", *narrow], record, result_cells))
+        for remark in remarks(record):
+            console.print(f"- {remark}", soft_wrap=True, markup=False)
+        if not self._quiet:
+            console.print(conditions(record), soft_wrap=True, markup=False)
+        console.print(record.advice, style="bold", soft_wrap=True, markup=False)
+        if not self._quiet:
+            console.print(f"written to {folder}; open {folder / COMPARISON_PAGE}", soft_wrap=True)
+
+
+class _JsonLines:
+    """One JSON object per line, the table last; progress at most once a second."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def warn(self, message: str) -> None:
+        self._write("warning", message=message)
+
+    @contextmanager
+    def progress(self, comparison: Comparison) -> Iterator[Any]:
+        self._write(
+            "start",
+            strategies=[entry.kind.name for entry in comparison.entries],
+            steps=comparison.steps,
+            warm_up=comparison.warm_up,
+            budget_bytes=comparison.budget_bytes,
+            rows_bytes=comparison.rows_bytes,
+        )
+        last = 0.0
+
+        def advance(turn: Turn) -> None:
+            nonlocal last
+            if turn.stage in ("finished", "failed") or monotonic() - last > 1:
+                last = monotonic()
+                over = turn.stage in ("finished", "failed")
+                self._write("repetition" if over else "progress", **asdict(turn))
+
+        yield advance
+
+    def end(self, record: ComparisonRecord, folder: Path) -> None:
+        typer.echo(to_json({"event": "table", "folder": str(folder), **to_dict(record)}))
+
+    def _write(self, event: str, **facts: Any) -> None:
+        if not self._quiet:
+            typer.echo(to_json({"event": event, **facts}))
+
+
+def _where(turn: Turn) -> str:
+    if turn.stage == "reading":
+        return f"reading batches ({turn.steps:,})"
+    return f"{turn.strategy}, {turn.repetition} of {turn.repetitions}: {turn.stage}"
+
+
+def _line(turn: Turn) -> str:
+    """What stays on the screen of a turn that is over."""
+    what = f"{turn.strategy}, {turn.repetition} of {turn.repetitions}"
+    if turn.stage == "failed":
+        return f"{what}: [red]failed[/]"
+    return f"{what}: {turn.samples_per_second:,.0f} samples/s, loss {turn.loss:.4f}"
+
+
+def _table(heads: Sequence[str], record: ComparisonRecord, cells: Any) -> Table:
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for head in heads:
+        wraps = head == "contract" or head.startswith("equal")
+        is_text = wraps or head == "strategy"
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not wraps)
+    for each in record.strategies:
+        table.add_row(each.strategy, *cells(each))
+    return table

@@ -1,0 +1,1 @@
+"""What runs have left behind, for people. Reads records; opens no device, and trains nothing."""

@@ -1,0 +1,100 @@
+"""Which strategy to take, from the figures of a comparison, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotrow.budget import show_bytes
+from hotrow.records import ComparisonRecord, Figures
+
+
+def advise(record: ComparisonRecord) -> str:
+    """The fastest exact strategy within the budget, and what else is worth a thought."""
+    timed = [each for each in record.strategies if each.samples_per_second > 0]
+    right = [each for each in timed if _keeps_its_word(each) and each.outcome != "diverged"]
+    affordable = [each for each in right if each.is_within_budget]
+    said = [_told_of_broken(timed)]
+    best = _fastest_of_best_contract(affordable)
+    if best is None:
+        budget = show_bytes(record.budget_bytes)
+        said.append(f"No strategy with all-fast's results ran within the budget of {budget}.")
+    else:
+        others = [each for each in right if each is not best]
+        said += [_choice(best, record), _rivals(best, others), *_faster(best, others)]
+    if record.settings["run"]["device"] == "cpu":
+        said.append("On a CPU both memories are RAM: these speeds say nothing about a GPU.")
+    return " ".join(each for each in said if each)
+
+
+def _fastest_of_best_contract(affordable: Sequence[Figures]) -> Figures | None:
+    for contract in ("exact", "exact up to rounding"):
+        kept = [each for each in affordable if each.contract == contract]
+        if kept:
+            return max(kept, key=_speed)
+    return None
+
+
+def _speed(figures: Figures) -> float:
+    return figures.samples_per_second
+
+
+def _keeps_its_word(figures: Figures) -> bool:
+    return not (figures.contract == "exact" and figures.equal == "no")
+
+
+def _told_of_broken(timed: Sequence[Figures]) -> str:
+    broken = [each.strategy for each in timed if not _keeps_its_word(each)]
+    if not broken:
+        return ""
+    return f"Do not use {' or '.join(broken)}: exact by contract, but not equal to all-fast here."
+
+
+def _choice(best: Figures, record: ComparisonRecord) -> str:
+    over = ""
+    if record.baseline not in (None, best.strategy):
+        over = f", {best.speed_up:.2f} times {record.baseline},"
+    return (
+        f"Take {best.strategy}: with {best.samples_per_second:,.0f} samples/s{over} the fastest "
+        f"that is {best.contract} within the budget of {show_bytes(record.budget_bytes)}."
+    )
+
+
+def _is_within_spread(one: Figures, other: Figures) -> bool:
+    """Whether what lies between p20 and p80 overlaps, so that a run cannot tell them apart."""
+    return (
+        one.fast_samples_per_second >= other.slow_samples_per_second
+        and other.fast_samples_per_second >= one.slow_samples_per_second
+    )
+
+
+def _rivals(best: Figures, others: Sequence[Figures]) -> str:
+    names = [
+        each.strategy
+        for each in others
+        if each.contract == best.contract
+        and each.is_within_budget
+        and _is_within_spread(each, best)
+    ]
+    if not names:
+        return ""
+    return f"Differences to {', '.join(names)} are within the spread."
+
+
+def _faster(best: Figures, others: Sequence[Figures]) -> Iterator[str]:
+    """What is faster at a price."""
+    for each in sorted(others, key=_speed, reverse=True):
+        if _speed(each) <= _speed(best):
+            continue
+        is_clear = "" if not _is_within_spread(each, best) else " (within the spread)"
+        yield (
+            f"{each.strategy} is {_speed(each) / _speed(best):.2f} times as fast{is_clear}, "
+            f"{_price(each, best)}."
+        )
+
+
+def _price(figures: Figures, best: Figures) -> str:
+    if not figures.is_within_budget:
+        return f"with {show_bytes(figures.fast_bytes)} of fast memory"
+    if figures.contract == "changed":
+        return f"and changes the training: AUC {figures.auc:.4f} instead of {best.auc:.4f}"
+    return figures.contract

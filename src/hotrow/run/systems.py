@@ -1,0 +1,148 @@
+"""Ways to train a run, by name: every strategy of a collection, and systems that are none.
+
+To add one, register how it is built:
+
+    register(SystemKind("mine", "what it does", "changed", build=lambda config, samples: Mine(...)))
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hotrow.records import EvalRecord, StepRecord
+from hotrow.run.config import RunConfig
+from hotrow.run.job import build, dense_weights
+from hotrow.run.plain import PlainHybrid, why_not_plain
+from hotrow.run.source import Samples
+from hotrow.strategy import STRATEGIES, Strategy
+
+CONTRACTS = ("exact", "exact up to rounding", "changed")
+
+
+class System(Protocol):
+    """A run that can be trained once, and looked at afterwards."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the dense part is."""
+
+    def train(self) -> Iterator[StepRecord]:
+        """All steps of the run, on `samples.batches(...)`, with its learning rates."""
+
+    def evaluate(self) -> EvalRecord:
+        """Quality at the end, on `samples.test`."""
+
+    def dense(self) -> Mapping[str, Tensor]:
+        """Everything trained that is no row, by name."""
+
+    def tables(self) -> Sequence[str]: ...
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table with their state, as they are now, in chunks on the host: (first
+        row, [n, dim + state])."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of fast memory by part, as all-fast's collection counts them."""
+
+
+def _never(config: RunConfig) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class SystemKind:
+    """How a system is built, and what it promises next to all-fast."""
+
+    name: str
+    summary: str
+    contract: str  # one of CONTRACTS
+    build: Callable[[RunConfig, Samples], System]
+    refuses: Callable[[RunConfig], str | None] = _never  # why it cannot train a run; None: it can
+    is_bounded: bool = True  # by the budget, or it has no rows in fast memory
+
+    def __post_init__(self) -> None:
+        if self.contract not in CONTRACTS:
+            raise ValueError(f"contract must be one of {CONTRACTS}, not {self.contract!r}")
+
+
+SYSTEMS: dict[str, SystemKind] = {}
+
+
+def register(kind: SystemKind) -> None:
+    """Makes a system known to `hotrow compare`."""
+    if kind.name in SYSTEMS:
+        raise ValueError(f"there is a system {kind.name!r} already; give another name")
+    SYSTEMS[kind.name] = kind
+
+
+def find_system(name: str) -> SystemKind:
+    if name in SYSTEMS:
+        return SYSTEMS[name]
+    near = difflib.get_close_matches(name.lower(), SYSTEMS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"there is no strategy {name!r}{hint}; known are {', '.join(SYSTEMS)}")
+
+
+class StrategySystem:
+    """A run as `hotrow train` trains it."""
+
+    def __init__(self, config: RunConfig, samples: Samples) -> None:
+        self._job = build(config, samples)
+
+    @property
+    def device(self) -> torch.device:
+        return self._job.embedding.device
+
+    def train(self) -> Iterator[StepRecord]:
+        return self._job.train()
+
+    def evaluate(self) -> EvalRecord:
+        return self._job.evaluate(at_end=True)
+
+    def dense(self) -> Mapping[str, Tensor]:
+        return dense_weights(self._job.model)
+
+    def tables(self) -> Sequence[str]:
+        return [table.name for table in self._job.embedding.tables]
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        return self._job.embedding.rows(table)
+
+    def memory(self) -> Mapping[str, int]:
+        return self._job.embedding.memory()
+
+
+def with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
+    """The same run with another strategy; one of the CPU alone leaves a GPU aside."""
+    run = replace(config.run, device="cpu") if strategy.on_cpu_alone else config.run
+    return replace(config, run=run, embedding=replace(config.embedding, strategy=strategy.name))
+
+
+def _of_strategy(strategy: Strategy) -> SystemKind:
+    return SystemKind(
+        strategy.name,
+        strategy.summary,
+        strategy.contract,
+        build=lambda config, samples: StrategySystem(with_strategy(config, strategy), samples),
+        is_bounded=not strategy.everything,
+    )
+
+
+for _strategy in STRATEGIES.values():
+    register(_of_strategy(_strategy))
+register(
+    SystemKind(
+        "hybrid-plain",
+        "nn.EmbeddingBag with sparse gradients and torch.optim on the CPU, the dense part on the "
+        "device",
+        "exact up to rounding",
+        build=PlainHybrid,
+        refuses=why_not_plain,
+    )
+)

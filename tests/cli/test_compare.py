@@ -1,0 +1,486 @@
+"""`hotrow compare` trains strategies in turn, and says truly what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from hotrow import STRATEGIES
+from hotrow.cli import make_app
+from hotrow.records import ComparisonRecord, Figures, StepRecord
+from hotrow.run.config import RunConfig
+from hotrow.run.source import Samples
+from hotrow.run.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
+
+SMALL = """
+[run]
+name = "small"
+[data]
+rows = [400, 60, 5]
+batch_size = 16
+samples = 96
+eval_batches = 4
+[model]
+embedding_dim = 4
+bottom = [8]
+top = [8]
+[embedding]
+budget = "60%"
+[embedding.optimizer]
+name = "adagrad"
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(SMALL)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """What a test registers, no other test sees."""
+    before = dict(SYSTEMS)
+    yield
+    SYSTEMS.clear()
+    SYSTEMS.update(before)
+
+
+def compare(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["compare", "run.toml", *arguments])
+
+
+def events(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def table(result: Result) -> dict[str, dict[str, Any]]:
+    """The figures by strategy, as --json gives them last."""
+    last = events(result)[-1]
+    assert last["event"] == "table"
+    return {each["strategy"]: each for each in last["strategies"]}
+
+
+class Tampered(StrategySystem):
+    """all-fast, but for one weight of one row at the end."""
+
+    def __init__(self, config: RunConfig, samples: Samples, by: float) -> None:
+        super().__init__(with_strategy(config, STRATEGIES["all-fast"]), samples)
+        self._by = by
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        for first, rows in super().rows(table):
+            if table == "cat_1" and first == 0:
+                rows[3, 2] += self._by
+            yield first, rows
+
+
+def register_tampered(name: str, contract: str, by: float) -> None:
+    register(SystemKind(name, "", contract, lambda config, samples: Tampered(config, samples, by)))
+
+
+class Failing(StrategySystem):
+    def train(self) -> Iterator[StepRecord]:
+        for record in super().train():
+            if record.step == 3:
+                raise RuntimeError("the third step is <b>too</b> steep")
+            yield record
+
+
+def test_every_strategy_is_compared_with_all_fast() -> None:
+    names = [*STRATEGIES, "hybrid-plain"]
+    result = compare("--strategies", ",".join(names), "--repeat", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = table(result)
+    assert list(found) == names  # all-fast is the first of STRATEGIES
+    for name, each in found.items():
+        assert each["outcome"] == "finished"
+        assert each["repetitions"] == 2
+        assert each["repeatable"] is True
+        assert each["samples"] == 96
+        assert each["timed_steps"] == 2 * (6 - 3)
+        assert each["slow_samples_per_second"] <= each["samples_per_second"]
+        assert each["samples_per_second"] <= each["fast_samples_per_second"]
+        assert each["auc"] == pytest.approx(found["all-fast"]["auc"], abs=1e-4)
+        if each["contract"] == "exact" and name != "all-fast":
+            assert each["equal"] == "bits"
+            assert each["log_loss"] == found["all-fast"]["log_loss"]
+    assert found["hybrid-plain"]["equal"] == "tolerance"
+    assert "losses differ by up to" in found["hybrid-plain"]["equal_note"]
+    assert found["hybrid"]["speed_up"] == 1
+    ratio = found["lru"]["samples_per_second"] / found["hybrid"]["samples_per_second"]
+    assert found["lru"]["speed_up"] == pytest.approx(ratio)
+    assert found["all-fast"]["rows_per_sample"] == 0
+    assert found["uncached"]["rows_per_sample"] > found["lookahead"]["rows_per_sample"] > 0
+    assert not found["all-fast"]["is_within_budget"]
+
+
+def test_strategies_take_turns() -> None:
+    result = compare("--strategies", "lru,all-fast,static", "--repeat", "3", "--json")
+    assert result.exit_code == 0, result.output
+    over = [each for each in events(result) if each["event"] == "repetition"]
+    turns = [(each["repetition"], each["strategy"]) for each in over]
+    assert turns == [(n, name) for n in (1, 2, 3) for name in ("all-fast", "lru", "static")]
+
+
+def test_all_fast_is_added_to_compare_with() -> None:
+    result = compare("--strategies", "lru", "--repeat", "2", "--json")
+    found = table(result)
+    assert found["all-fast"]["repetitions"] == 1
+    assert found["all-fast"]["is_optional"]
+    assert found["lru"]["equal"] == "bits"
+    assert events(result)[-1]["baseline"] == "lru"  # hybrid is not there, and lru was asked for
+
+
+def test_the_runs_own_strategy_is_among_the_usual_ones() -> None:
+    result = compare("--repeat", "1", "--json")
+    assert list(table(result)) == [
+        "all-fast",
+        "hybrid",
+        "static",
+        "lru",
+        "scratchpipe",
+        "lookahead",
+    ]
+    Path("run.toml").write_text(SMALL.replace("[embedding]", '[embedding]\nstrategy = "uncached"'))
+    assert "uncached" in table(compare("--repeat", "1", "--json"))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["dlrm", "dcnv2", "deepfm", "tbsm"])
+def test_plain_pytorch_trains_every_model(name: str, kind: str) -> None:
+    model = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    if kind != "tbsm":
+        model = model.replace("samples = 96", "samples = 96\nlookups = [3, 1, 2]")
+    Path("run.toml").write_text(model)
+    warming = ("--set", "training.schedule.warmup_steps=4")
+    optimizer = ("--set", f"embedding.optimizer.name={name}")
+    result = compare(
+        "--strategies", "hybrid-plain", "--repeat", "1", "--json", *optimizer, *warming
+    )
+    assert result.exit_code == 0, result.output
+    assert table(result)["hybrid-plain"]["equal"] == "tolerance"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("embedding.optimizer.name=row-wise-adagrad", "torch has no row-wise-adagrad for sparse"),
+        ("embedding.optimizer.name=adamw", "hybrid-plain takes sgd, adagrad, adam"),
+    ],
+)
+def test_what_plain_pytorch_cannot_train_is_refused(setting: str, message: str) -> None:
+    result = compare(
+        "--strategies", "hybrid-plain,lru", "--repeat", "1", "--set", setting, "--json"
+    )
+    assert result.exit_code == 4
+    found = table(result)
+    assert found["hybrid-plain"]["outcome"] == "failed"
+    assert message in found["hybrid-plain"]["message"]
+    assert found["lru"]["outcome"] == "finished"
+
+
+def test_plain_pytorch_refuses_decay() -> None:
+    settings = ("embedding.optimizer.name=sgd", "embedding.optimizer.weight_decay=0.1")
+    options = [word for each in settings for word in ("--set", each)]
+    result = compare("--strategies", "hybrid-plain", "--repeat", "1", "--json", *options)
+    assert "refuses weight_decay" in table(result)["hybrid-plain"]["message"]
+
+
+def test_a_budget_that_is_too_small_fails_alone() -> None:
+    options = ("--repeat", "2", "--set", "embedding.budget=64")
+    result = compare("--strategies", "lru,hybrid", *options)
+    assert result.exit_code == 4, result.output
+    assert "lru failed: " in result.stdout
+    assert "the smallest that works" in result.stdout
+    saved = json.loads(Path("comparisons/small/compare.json").read_text())
+    by_name = {each["strategy"]: each for each in saved["strategies"]}
+    assert by_name["lru"]["outcome"] == "failed"
+    assert by_name["lru"]["traceback"] == ""
+    assert by_name["hybrid"]["repetitions"] == 2
+    assert saved["outcome"] == "finished"
+
+
+def test_any_error_is_told_and_the_others_go_on() -> None:
+    register(SystemKind("steep", "", "changed", build=Failing))
+    result = compare("--strategies", "steep,lru", "--repeat", "2", "--json")
+    assert result.exit_code == 4
+    found = table(result)
+    assert found["steep"]["message"] == "RuntimeError: the third step is <b>too</b> steep"
+    assert "in train" in found["steep"]["traceback"]
+    assert found["steep"]["repetitions"] == 0
+    assert found["steep"]["auc"] is None
+    assert found["lru"]["repetitions"] == 2
+    failed = [each for each in events(result) if each.get("stage") == "failed"]
+    assert len(failed) == 1  # what has failed is not tried again
+    page = Path("comparisons/small/compare.html").read_text()
+    assert "<b>too" not in page
+    assert "&lt;b&gt;too" in page
+
+
+def test_a_changed_bit_is_found() -> None:
+    register_tampered("tampered", "exact", 1e-7)
+    result = compare("--strategies", "tampered,lru", "--repeat", "1", "--json")
+    assert result.exit_code == 1
+    found = table(result)
+    assert found["tampered"]["equal"] == "no"
+    assert found["tampered"]["equal_note"] == "other bits: rows of table cat_1"
+    assert found["lru"]["equal"] == "bits"
+    advice = events(result)[-1]["advice"]
+    assert advice.startswith("Do not use tampered: exact by contract, but not equal")
+    assert "Take lru" in advice
+
+
+@pytest.mark.parametrize(("by", "equal"), [(1e-6, "tolerance"), (1e-2, "no")])
+def test_rounding_has_a_tolerance(by: float, equal: str) -> None:
+    register_tampered("rounded", "exact up to rounding", by)
+    result = compare("--strategies", "rounded", "--repeat", "1", "--json")
+    assert result.exit_code == 0, result.output
+    found = table(result)["rounded"]
+    assert found["equal"] == equal
+    assert "1 of 3,971 values" in found["equal_note"]  # of all values, that one
+    assert f"{int(equal == 'no')} of them by more than the tolerance" in found["equal_note"]
+
+
+def test_what_changes_the_training_by_contract_breaks_no_promise() -> None:
+    register_tampered("changing", "changed", 0.5)
+    result = compare("--strategies", "changing", "--repeat", "1", "--json")
+    assert result.exit_code == 0
+    assert table(result)["changing"]["equal"] == "no"
+
+
+def test_a_repetition_with_other_bits_is_told() -> None:
+    built = iter([0.0, 0.0, 1e-7])
+    register(
+        SystemKind(
+            "moody", "", "exact", lambda config, samples: Tampered(config, samples, next(built))
+        )
+    )
+    result = compare("--strategies", "moody", "--repeat", "3", "--json")
+    assert result.exit_code == 1
+    found = table(result)["moody"]
+    assert found["equal"] == "bits"
+    assert found["repeatable"] is False
+    assert found["repeat_note"] == "repetition 3: rows of table cat_1"
+
+
+def test_one_system_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    build = StrategySystem.__init__
+
+    def counted(self: StrategySystem, config: RunConfig, samples: Samples) -> None:
+        assert not [each for each in alive if each() is not None]
+        build(self, config, samples)
+        alive.append(weakref.ref(self._job.embedding))
+
+    monkeypatch.setattr(StrategySystem, "__init__", counted)
+    register(SystemKind("steep", "", "changed", build=Failing))
+    result = compare("--strategies", "lookahead,steep,hybrid", "--repeat", "2", "--json")
+    assert result.exit_code == 4
+    assert {each["outcome"] for each in table(result).values()} == {"finished", "failed"}
+    assert len(alive) == 1 + 2 + 1 + 2
+
+
+def test_without_all_fast_nothing_is_compared_and_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = replace(SYSTEMS["all-fast"], refuses=lambda config: "the GPU is too small")
+    monkeypatch.setitem(SYSTEMS, "all-fast", small)
+    result = compare("--strategies", "lru", "--repeat", "1", "--json")
+    assert result.exit_code == 0  # nobody asked for it
+    assert table(result)["lru"]["equal"] == "not compared"
+    assert table(result)["lru"]["equal_note"] == "all-fast failed: the GPU is too small"
+    result = compare("--strategies", "lru,all-fast", "--repeat", "1", "--json")
+    assert result.exit_code == 4
+
+
+def test_a_full_disk_leaves_distances_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.run.likeness._SPARE_BYTES", 1 << 62)
+    result = compare("--strategies", "hybrid-plain,hybrid", "--repeat", "1", "--json")
+    found = table(result)
+    assert found["hybrid"]["equal"] == "bits"  # which need no room
+    assert found["hybrid-plain"]["equal"] == "not compared"
+    assert "must lie on the disk of comparisons/small" in found["hybrid-plain"]["equal_note"]
+
+
+def test_a_loss_that_is_no_number_is_told() -> None:
+    options = ("--repeat", "1", "--set", "embedding.optimizer.lr=1e25")
+    result = compare("--strategies", "lru", *options, "--json")
+    assert result.exit_code == 3, result.output
+    assert table(result)["lru"]["outcome"] == "diverged"
+    assert table(result)["lru"]["equal"] == "bits"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_with_what_there_is(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    train, pressed = StrategySystem.train, []
+
+    def stopping(self: StrategySystem) -> Iterator[StepRecord]:
+        for record in train(self):
+            if self._job.config.embedding.strategy == "static" and record.step == 2:
+                pressed.append(record)
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            yield record
+
+    monkeypatch.setattr(StrategySystem, "train", stopping)
+    result = compare("--strategies", "lru,static,hybrid", "--repeat", "2", "--json")
+    assert result.exit_code == 130
+    assert len(pressed) == 1
+    saved = json.loads(Path("comparisons/small/compare.json").read_text())
+    assert saved["outcome"] == "interrupted"
+    by_name = {each["strategy"]: each["outcome"] for each in saved["strategies"]}
+    assert by_name == {
+        "all-fast": "finished", "lru": "unfinished", "static": "not run", "hybrid": "not run",
+    }  # fmt: skip
+    if times == 1:
+        assert table(result)["lru"]["equal"] == "bits"
+    assert not list(Path("comparisons/small").glob("*.partial"))
+
+
+def test_what_is_written_has_every_fact_and_no_other() -> None:
+    result = compare("--strategies", "lru,hybrid", "--repeat", "1")
+    assert result.exit_code == 0, result.output
+    saved = json.loads(Path("comparisons/small/compare.json").read_text())
+    assert saved.keys() == {"format", *(each.name for each in fields(ComparisonRecord))}
+    for each in saved["strategies"]:
+        assert each.keys() == {each.name for each in fields(Figures)}
+    assert saved["format"] == 1
+    assert saved["settings"]["data"]["rows"] == [400, 60, 5]
+    assert saved["tolerance"] == {"relative": 1e-4, "absolute": 1e-5, "outliers": 0.01}
+    assert saved["rows_bytes"] == 465 * 4 * 8
+    assert saved["advice"] in " ".join(result.stdout.split())
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    result = compare("--strategies", "hybrid-plain,hybrid,lru", "--repeat", "1", "--quiet")
+    lines = result.stdout.splitlines()
+    head = next(place for place, line in enumerate(lines) if "rows/" in line)
+    rows = [line for line in lines[: head + 6] if line.strip()]
+    assert max(map(len, rows)) <= 80
+    assert "…" not in result.stdout
+    for word in ("samples/s", "p20 to p80", "over hybrid", "fast memory", "hit rate", "log-loss"):
+        assert word in result.stdout
+
+
+def test_quiet_says_nothing_but_the_table() -> None:
+    told = compare("--strategies", "lru", "--repeat", "2", "--quiet")
+    assert told.stderr == ""
+    assert "- all-fast was trained once, to compare with" in told.stdout
+    (line,) = compare(
+        "--strategies", "lru", "--repeat", "1", "--quiet", "--json"
+    ).stdout.splitlines()
+    assert json.loads(line)["event"] == "table"
+
+
+def test_an_earlier_comparison_is_kept_unless_its_folder_is_named() -> None:
+    for _ in range(2):
+        compare("--strategies", "lru", "--repeat", "1", "--quiet")
+    assert Path("comparisons/small-2/compare.html").is_file()
+    for strategy in ("lru", "static"):
+        compare("--strategies", strategy, "--repeat", "1", "--quiet", "--out", "deep/mine")
+    saved = json.loads(Path("deep/mine/compare.json").read_text())
+    assert [each["strategy"] for each in saved["strategies"]] == ["all-fast", "static"]
+    assert {path.name for path in Path("deep/mine").iterdir()} == {"compare.json", "compare.html"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategies", "lokahead"], "no strategy 'lokahead' (did you mean 'lookahead'?)"),
+        (["--strategies", "lru, lru"], "strategy 'lru' is named twice"),
+        (["--repeat", "0"], "--repeat must be at least 1, not 0"),
+        (["--warm-up", "6"], "a warm-up of 6 steps leaves none of 6 to be timed"),
+        (["--set", "embedding.strategy=lru"], "name what is compared by --strategies instead"),
+        (["--set", "training.step=3"], "did you mean 'steps'?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(
+    arguments: list[str], message: str, folder: Path
+) -> None:
+    result = compare(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (folder / "comparisons").exists()
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = compare("--set", "run.device=cuda")
+    assert result.exit_code == 2
+    assert "sees no CUDA device" in result.stderr
+
+
+class Page(HTMLParser):
+    """Notes what is never closed, and everything that would be fetched."""
+
+    EMPTY = ("meta", "rect", "line", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else() -> None:
+    result = compare("--strategies", "lru,hybrid,hybrid-plain", "--repeat", "1", "--json")
+    text = Path("comparisons/small/compare.html").read_text()
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert page.fetched == []
+    assert not {"script", "link", "img", "iframe"} & set(page.seen)
+    for word in ("http", "url(", "@import"):
+        assert word not in text
+    assert page.seen.count("rect") == 4  # a bar for each
+    for each in table(result).values():
+        assert f"{each['samples_per_second']:,.0f}</text>" in text
+        assert f"{each['auc']:.4f}" in text
+    assert events(result)[-1]["advice"].replace("'", "&#x27;") in text
+    assert "prefers-color-scheme: dark" in text
+    assert "max-width: 50rem" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_strategies_are_compared_on_a_gpu() -> None:
+    names = "all-fast,hybrid,hybrid-plain,cpu,static,lru,scratchpipe,lookahead"
+    options = ("--set", "run.device=cuda", "--set", "training.steps=40", "--repeat", "2")
+    result = compare("--strategies", names, *options, "--json")
+    assert result.exit_code == 0, result.output
+    for name, each in table(result).items():
+        assert each["outcome"] == "finished", each
+        assert each["repeatable"] is True, each
+        assert each["samples_per_second"] > 0
+        assert math.isfinite(each["auc"])
+        if each["contract"] == "exact" and name != "all-fast":
+            assert each["equal"] == "bits", each
+    assert events(result)[-1]["environment"]["gpu"] == torch.cuda.get_device_name()

@@ -1,0 +1,81 @@
+"""Advice follows from figures, and says when they cannot tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotrow.records import ComparisonRecord, Figures
+from hotrow.report.advice import advise
+
+
+def figures(strategy: str, rate: float, **others: Any) -> Figures:
+    """Of a strategy with a spread of 2 % to either side."""
+    given: dict[str, Any] = {
+        "contract": "exact",
+        "outcome": "finished",
+        "samples_per_second": rate,
+        "slow_samples_per_second": 0.98 * rate,
+        "fast_samples_per_second": 1.02 * rate,
+        "speed_up": rate / 1000,
+        "equal": "bits",
+    }
+    return Figures(strategy=strategy, summary="", **(given | others))
+
+
+def advice(*strategies: Figures, device: str = "cuda") -> str:
+    record = ComparisonRecord(
+        name="x", started="", outcome="finished", settings={"run": {"device": device}},
+        environment={}, steps=100, repetitions=3, warm_up=10, baseline="hybrid",
+        budget_bytes=2 << 20, rows_bytes=40 << 20, tolerance={}, notes=(), strategies=strategies,
+    )  # fmt: skip
+    return advise(record)
+
+
+ALL_FAST = figures("all-fast", 6000, is_within_budget=False, fast_bytes=40 << 20)
+HYBRID = figures("hybrid", 1000, contract="exact up to rounding")
+
+
+def test_the_fastest_exact_one_within_the_budget_is_taken() -> None:
+    assert advice(ALL_FAST, HYBRID, figures("lru", 3000), figures("lookahead", 5000)) == (
+        "Take lookahead: with 5,000 samples/s, 5.00 times hybrid, the fastest that is exact within "
+        "the budget of 2.0 MiB. all-fast is 1.20 times as fast, with 40.0 MiB of fast memory."
+    )
+
+
+def test_differences_within_the_spread_are_told() -> None:
+    said = advice(ALL_FAST, figures("lru", 4900), figures("lookahead", 5000), figures("static", 10))
+    assert "Differences to lru are within the spread." in said
+
+
+def test_what_changes_the_training_is_told_with_its_quality() -> None:
+    fae = figures("fae", 5500, contract="changed", equal="no", auc=0.7)
+    assert "fae is 1.10 times as fast and changes" not in advice(fae)
+    said = advice(fae, figures("lookahead", 5000, auc=0.75))
+    assert "fae is 1.10 times as fast, and changes the training: AUC 0.7000 instead of" in said
+    assert said.startswith("Take lookahead")
+
+
+def test_rounding_is_taken_where_nothing_exact_ran() -> None:
+    assert advice(ALL_FAST, HYBRID).startswith("Take hybrid: with 1,000 samples/s the fastest that")
+
+
+def test_a_broken_promise_is_told_first_and_never_taken() -> None:
+    said = advice(figures("lookahead", 5000, equal="no"), figures("lru", 3000))
+    assert said.startswith("Do not use lookahead: exact by contract, but not equal")
+    assert "Take lru" in said
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [figures("lru", float("nan"), outcome="failed"), figures("lru", 9, outcome="diverged")],
+)
+def test_without_a_choice_it_says_so(strategy: Figures) -> None:
+    assert advice(ALL_FAST, strategy) == (
+        "No strategy with all-fast's results ran within the budget of 2.0 MiB."
+    )
+
+
+def test_speeds_of_a_cpu_are_not_oversold() -> None:
+    assert advice(HYBRID, device="cpu").endswith("these speeds say nothing about a GPU.")

@@ -1,0 +1,163 @@
+"""What `hotrow compare` is made of: distances, clocks, kept batches, names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_files import STEP
+from torch import Tensor
+
+from hotrow.run.compare import Comparison, _Clock, choose
+from hotrow.run.config import RunConfig, load
+from hotrow.run.likeness import Reference, bits_of, room_for_reference
+from hotrow.run.systems import SYSTEMS, SystemKind, find_system, register
+
+SMALL = (
+    "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
+    "model.embedding_dim=4", "embedding.budget=60%", "training.steps=5",
+)  # fmt: skip
+
+
+def config(*overrides: str) -> RunConfig:
+    return load(overrides=[*SMALL, *overrides])
+
+
+class Fixed:
+    """A system that is there to be looked at, in chunks of a size of its own."""
+
+    def __init__(self, weight: Tensor, tables: Mapping[str, Tensor], chunk: int) -> None:
+        self._weight, self._tables, self._chunk = weight, tables, chunk
+
+    def dense(self) -> Mapping[str, Tensor]:
+        return {"top.weight": self._weight}
+
+    def tables(self) -> Sequence[str]:
+        return list(self._tables)
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        for place, part in enumerate(self._tables[table].split(self._chunk)):
+            yield place * self._chunk, part
+
+
+def fixed(*, chunk: int = 4, change: float = 0.0) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    tables = {name: torch.rand(10, 3, generator=generator) for name in ("a", "b")}
+    tables["b"][7, 1] += change
+    return Fixed(torch.ones(2, 2), tables, chunk)
+
+
+LOSSES = [0.5, 0.25, math.nan]
+
+
+def test_bits_do_not_depend_on_chunks() -> None:
+    assert bits_of(fixed(chunk=4), LOSSES).unlike(bits_of(fixed(chunk=3), LOSSES)) == []
+
+
+def test_bits_tell_what_differs() -> None:
+    bits = bits_of(fixed(), LOSSES)
+    assert bits.unlike(bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
+    assert bits.unlike(bits_of(fixed(), [0.5, 0.25])) == ["losses"]
+    other = fixed()
+    other._weight = torch.tensor([[1.0, 1.0], [1.0, -0.0]])
+    assert bits.unlike(bits_of(other, LOSSES)) == ["top.weight"]
+
+
+def test_distances_are_those_of_all_values(tmp_path: Path) -> None:
+    reference = Reference(tmp_path)
+    bits_of(fixed(), LOSSES, copy=reference)
+    same = reference.distance(fixed(chunk=7), LOSSES)
+    assert same is not None
+    assert same.is_tolerable
+    assert (same.values.values, same.values.unlike, same.values.largest) == (4 + 60, 0, 0.0)
+    far = reference.distance(fixed(chunk=3, change=0.5), [0.5, 0.26, math.nan])
+    assert far is not None
+    assert not far.is_tolerable
+    assert (far.values.unlike, far.values.beyond) == (1, 1)
+    assert far.values.largest == pytest.approx(0.5)
+    assert far.first_beyond == 2
+    assert "(beyond it from step 2); 1 of 64 values by up to 5.0e-01, 1 of them" in str(far)
+    assert reference.distance(fixed(), LOSSES[:2]) is None
+    reference.close()
+    assert not list(tmp_path.iterdir())  # it never had a name
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_and_none_are_infinitely_far_apart(tmp_path: Path, value: float) -> None:
+    reference = Reference(tmp_path)
+    bits_of(fixed(), LOSSES, copy=reference)
+    found = reference.distance(fixed(change=value), LOSSES)
+    assert found is not None
+    assert (found.values.beyond, found.values.largest) == (1, math.inf)
+    reference.close()
+
+
+def test_room_on_the_disk_is_asked_for(tmp_path: Path) -> None:
+    assert room_for_reference(tmp_path, 1000) is None
+    told = room_for_reference(tmp_path, 1 << 60)
+    assert told is not None
+    assert "1,048,576.00 TiB" in told
+
+
+def test_a_clock_leaves_the_first_steps_out() -> None:
+    clock = _Clock(torch.device("cpu"))
+    for seconds in (9.0, 1.0, 2.0, 4.0):
+        clock.add(replace(STEP, samples=8, seconds=seconds))
+    assert clock.rates(1) == [8.0, 4.0, 2.0]
+
+
+def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 3.0])
+    waited = []
+
+    def mark() -> Any:
+        at = next(times)
+        made = SimpleNamespace(at=at, wait=lambda: waited.append(at))
+        made.since = lambda earlier: at - earlier.at
+        return made
+
+    lanes = SimpleNamespace(mark_here=mark)
+    monkeypatch.setattr("hotrow.run.compare.lanes_of", lambda device: lanes)
+    clock = _Clock(torch.device("cuda"))
+    for _ in range(3):
+        clock.add(replace(STEP, samples=8, seconds=1e-6))  # of the host, which runs ahead
+    assert clock.rates(0) == [8.0, 4.0]
+    assert waited == [3.0]  # once, when all is over
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_batches_that_are_read_anew_train_the_same(tmp_path: Path, most: int | None) -> None:
+    settings = config()
+    entries = choose(settings, ["lru", "all-fast"], repeat=2)
+    comparison = Comparison(settings, entries, most_kept=most)
+    stages = [turn.stage for turn in comparison.run(tmp_path)]
+    assert stages.count("reading") == (5 if most is None else 0)
+    found = comparison.record("finished")
+    assert bool(found.notes) == (most == 0)
+    assert [each.equal for each in found.strategies[1:]] == ["bits"]
+    assert all(each.repeatable for each in found.strategies)
+
+
+def test_turns_tell_every_stage(tmp_path: Path) -> None:
+    settings = config()
+    comparison = Comparison(settings, choose(settings, ["lru"], repeat=2))
+    turns = [turn for turn in comparison.run(tmp_path) if turn.strategy == "lru"]
+    once = ["building", *["training"] * 5, "evaluating", "comparing", "finished"]
+    assert [turn.stage for turn in turns if turn.repetition == 1] == once
+    again = [each for each in once if each != "evaluating"]  # equal bits need no second one
+    assert [turn.stage for turn in turns if turn.repetition == 2] == again
+
+
+def test_names_of_systems_are_unique_and_known() -> None:
+    with pytest.raises(ValueError, match="there is a system 'lru' already"):
+        register(replace(SYSTEMS["lru"]))
+    with pytest.raises(ValueError, match=r"did you mean 'hybrid-plain'"):
+        find_system("hybrid-plane")
+    with pytest.raises(ValueError, match="contract must be one of"):
+        SystemKind("mine", "", "exactly", build=SYSTEMS["lru"].build)
