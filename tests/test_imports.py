@@ -62,6 +62,7 @@ def parts_imported_by(module: str) -> set[str]:
 LAYERS = [
     {
         "disk",
+        "hashing",
         "kernels",
         "interrupt",
         "lanes",
@@ -72,7 +73,7 @@ LAYERS = [
         "watch",
         "writer",
     },
-    {"tables", "budget", "evict", "scratchpad", "traffic", "records"},
+    {"tables", "blocks", "budget", "evict", "scratchpad", "traffic", "records"},
     {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"stages", "device_planner", "device_start", "staged", "samples"},

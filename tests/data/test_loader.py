@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import hotrow
+from hotrow.blocks import Order
 from hotrow.data import ClickBatch, Loader, ParquetSource
-from hotrow.data.order import Order
 from hotrow.data.prepared import Jagged
 from hotrow.data.sources import Samples
 

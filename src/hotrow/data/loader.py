@@ -4,8 +4,8 @@
     for batch in hotrow.ahead(loader, model, ids=lambda batch: batch.sparse):
         ...
 
-A batch is known by its number alone (see order.py), so a run that was stopped after n batches goes
-on with `loader.batches(start=n)`, and gets what it would have got.
+A batch is known by its number alone (see hotrow.blocks), so a run that was stopped after n batches
+goes on with `loader.batches(start=n)`, and gets what it would have got.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.data.order import Order, Stretch
+from hotrow.blocks import Order, Stretch
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.sources import PreparedSource, Samples, Source
