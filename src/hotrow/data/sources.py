@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +14,9 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.format import to_json
+
+Places = slice | NDArray[np.int64]  # of samples in a shard
 
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 
@@ -58,7 +63,8 @@ class PreparedSource:
         self._has_all = self.dense == known
         self.features = tuple(each.name for each in self.data.schema.features)
         self.single = tuple(each.name for each in self.data.schema.single)
-        self._shards = self.data.shards(split)
+        self.split, self._shards = split, self.data.shards(split)
+        self._firsts = np.cumsum([0, *(shard.samples for shard in self._shards)])[:-1]
         self._blocks = [
             (number, first, min(first + BLOCK, shard.samples))
             for number, shard in enumerate(self._shards)
@@ -67,24 +73,42 @@ class PreparedSource:
         sizes = [last - first for _, first, last in self._blocks]
         self.sizes = np.array(sizes, dtype=np.int64)
 
+    @property
+    def identity(self) -> str:
+        """Changes with any byte of the samples, or their order."""
+        manifest = to_json(self.data.manifest)  # it has every file's checksum
+        return hashlib.sha256(f"{self.split} of {manifest}".encode()).hexdigest()
+
     def read(self, blocks: NDArray[np.int64]) -> Samples:
-        count, schema = int(self.sizes[blocks].sum()), self.data.schema
+        count = int(self.sizes[blocks].sum())
+        return self._gathered(count, ((n, slice(*ends)) for n, *ends in self._runs(blocks)))
+
+    def take(self, numbers: NDArray[np.int64]) -> Samples:
+        """The samples of these numbers, in this order."""
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        cuts = np.flatnonzero(np.diff(shards, prepend=-1, append=-1))
+        runs = ((shards[low], numbers[low:high] - self._firsts[shards[low]])
+                for low, high in pairwise(cuts))  # fmt: skip
+        return self._gathered(len(numbers), runs)
+
+    def _gathered(self, count: int, runs: Iterable[tuple[int, Places]]) -> Samples:
+        """Samples at some places of some shards."""
+        schema = self.data.schema
         ids = np.empty((count, len(self.single)), schema.id_dtype)
         dense = np.empty((count, len(self.dense)), np.float32)
         label = np.empty(count, np.uint8)
         lists: dict[str, list[Jagged]] = {each.name: [] for each in schema.jagged}
         at = 0
-        for number, first, last in self._runs(blocks):
-            shard, here = self._shards[number], slice(at, at + last - first)
-            numbers = shard.dense[first:last]
-            ids[here] = shard.ids[first:last]
+        for number, places in runs:
+            shard = self._shards[number]
+            found = shard.label[places]
+            here = slice(at, at + len(found))
+            label[here] = found
+            numbers = shard.dense[places]
+            ids[here] = shard.ids[places]
             dense[here] = numbers if self._has_all else numbers[:, self._numbers]
-            label[here] = shard.label[first:last]
-            for name, found in lists.items():
-                mine = shard.jagged[name]
-                offsets = mine.offsets[first : last + 1]
-                values = mine.values[offsets[0] : offsets[-1]]
-                found.append(Jagged(offsets - offsets[0], values))
+            for name, parts in lists.items():
+                parts.append(_lists_at(shard.jagged[name], places))
             at = here.stop
         return Samples(ids, dense, label, {name: _joined(parts) for name, parts in lists.items()})
 
@@ -131,6 +155,13 @@ class ParquetSource:
             raise ValueError(f"{', '.join(map(str, self._files)) or 'no file'}: there are no rows")
         self.single = tuple(name for name in features if kinds[name] == "single")
         self.sizes = np.array(sizes, dtype=np.int64)
+
+    @property
+    def identity(self) -> str:
+        """Changes when a file does, as far as its size and time tell."""
+        files = [(str(each.resolve()), each.stat()) for each in self._files]
+        facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return hashlib.sha256(repr((facts, self._columns)).encode()).hexdigest()
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         parts = [self._read(*self._groups[block]) for block in blocks.tolist()]
@@ -201,6 +232,28 @@ class ParquetSource:
                 numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
                 jagged[name] = Jagged(offsets - offsets[0], numbers)
         return Samples(ids, dense, label.astype(np.uint8), jagged)
+
+
+def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
+    """Some of them, in this order."""
+    return Samples(
+        samples.ids[places],
+        samples.dense[places],
+        samples.label[places],
+        {name: _lists_at(lists, places) for name, lists in samples.jagged.items()},
+    )
+
+
+def _lists_at(lists: Jagged, places: Places) -> Jagged:
+    if isinstance(places, slice):
+        offsets = lists.offsets[places.start : places.stop + 1]
+        return Jagged(offsets - offsets[0], lists.values[offsets[0] : offsets[-1]])
+    firsts = lists.offsets[places]
+    lengths = lists.offsets[places + 1] - firsts
+    offsets = np.zeros(len(places) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - firsts, lengths)
+    return Jagged(offsets, lists.values[inside])
 
 
 def _joined(parts: Sequence[Jagged]) -> Jagged:
