@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -192,8 +194,9 @@ class _File:
             self._reading = self._path.open("rb")
         finally:
             self._path.unlink()
+        weakref.finalize(self, _close, self._writing, self._reading)
         self.size = 0
-        self._mapped: Any = None
+        self.mapped: Any = None  # all bytes, when finished
 
     def write(self, part: memoryview) -> None:
         try:
@@ -207,13 +210,15 @@ class _File:
             self._writing.close()  # what was buffered is written here
         except OSError as error:
             raise self._disk.in_plain_words(error, self._path) from None
+        # Copy-on-write, because torch wants memory that could be written.
+        self.mapped = np.memmap(self._reading, np.uint8, "c")
+        self._reading.close()
 
-    def mapped(self) -> Any:
-        """All bytes. Copy-on-write, because torch wants memory that could be written."""
-        if self._mapped is None:
-            self._mapped = np.memmap(self._reading, np.uint8, "c")
-            self._reading.close()
-        return self._mapped
+
+def _close(*files: IO[bytes]) -> None:
+    for each in files:
+        with suppress(OSError):  # a full disk, of which was told
+            each.close()
 
 
 class _Blocks:
@@ -275,7 +280,7 @@ class _Blocks:
         if not count:
             return torch.zeros((length, *shape), dtype=dtype)
         assert self._file is not None
-        found = torch.frombuffer(self._file.mapped(), dtype=dtype, offset=offset, count=count)
+        found = torch.frombuffer(self._file.mapped, dtype=dtype, offset=offset, count=count)
         return found.view(length, *shape)
 
 

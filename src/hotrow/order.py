@@ -6,7 +6,7 @@
         for batch in segment:
             train(batch)
         if segment.ends_pair:
-            order.rate.note(test_loss())    # decides how long the next two segments are
+            order.note(test_loss())         # decides how long the next two segments are
 
 Samples come in another order than the loader's, each once an epoch. Knows batches by their number
 in a set alone; neither rows nor models, nor how samples were told apart.
@@ -179,20 +179,26 @@ class HotColdOrder:
         self._done: dict[Kind, int] = {}  # handed out in this epoch
         self._until: dict[Kind, int] = {}  # where this pair's segments end
         self._last: Kind | None = None  # whose batch was handed out last
+        self._is_open = False  # a pair was begun, and nobody has gone on from it
         self._start_epoch()
 
     def __iter__(self) -> Iterator[Segment]:
         try:
             while self.epoch < self.sets.epochs:
-                if (kind := self._unfinished()) is not None:
-                    yield self._segment(kind)
-                elif self._is_over():
+                if self._is_open:
+                    yield from self._rest_of_pair()
+                elif self._done == self._totals:
                     self.epoch += 1
                     self._start_epoch()
                 else:
                     self._next_pair()
         finally:
             self.close()
+
+    def note(self, test_loss: float | None) -> None:
+        """What was evaluated after a pair of segments; the rate follows it."""
+        self.rate.note(test_loss)
+        self._is_open = False
 
     def close(self) -> None:
         """Ends the threads that read ahead; iterating again starts them where it is needed."""
@@ -213,6 +219,8 @@ class HotColdOrder:
             "epoch": self.epoch,
             "done": done,
             "until": dict(self._until),
+            "last": self._last,
+            "is_open": self._is_open,
             "share": [self._share.numerator, self._share.denominator],
             "rate": self.rate.state(),
             "batches": self._totals,
@@ -228,7 +236,8 @@ class HotColdOrder:
         self.close()
         self.epoch = int(state["epoch"])
         self._done, self._until = dict(state["done"]), dict(state["until"])
-        self._share, self._last = Fraction(*state["share"]), None
+        self._last, self._is_open = state["last"], bool(state["is_open"])
+        self._share = Fraction(*state["share"])
         self.rate.load(state["rate"])
 
     @property
@@ -242,17 +251,28 @@ class HotColdOrder:
     def _start_epoch(self) -> None:
         self._share = Fraction(0)  # of each set that the pairs so far take, in percent
         self._done, self._until = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
-        self._last = None
+        self._last, self._is_open = None, False
 
     def _unfinished(self) -> Kind | None:
         return next((kind for kind in KINDS if self._done[kind] < self._until[kind]), None)
 
-    def _is_over(self) -> bool:
-        return self._done == self._totals
+    def _rest_of_pair(self) -> Iterator[Segment]:
+        """What is left of it: no batch, maybe, but the question how well it went."""
+        while self._is_open:
+            kind = self._unfinished() or self._last
+            assert kind is not None
+            segment = self._segment(kind)
+            yield segment
+            if len(segment) and self._is_open and segment.first == self._done[kind]:
+                raise ValueError(
+                    f"nothing was read of a segment of {len(segment):,} {kind} batches, and there "
+                    "is no next one before it was"
+                )
+            self._is_open = self._unfinished() is not None
 
     def _next_pair(self) -> None:
-        totals, left = self._totals, [k for k in KINDS if self._done[k] < self._totals[k]]
-        if len(left) < len(KINDS):
+        self._is_open, totals = True, self._totals
+        if any(self._done[kind] == totals[kind] for kind in KINDS):
             self._until = totals
             return
         # Sums of rates are kept exactly: after so many pairs an epoch is over, not nearly over.
@@ -263,6 +283,8 @@ class HotColdOrder:
             self._share += step * ((least - self._share) // step + 1)
         share = min(self._share / 100, Fraction(1))
         self._until = {kind: math.ceil(share * totals[kind]) for kind in KINDS}
+        if self._until["cold"] == totals["cold"]:
+            self._until = totals
 
     def _segment(self, kind: Kind) -> Segment:
         totals, first, last = self._totals, self._done[kind], self._until[kind]
