@@ -210,8 +210,9 @@ class _File:
             self._writing.close()  # what was buffered is written here
         except OSError as error:
             raise self._disk.in_plain_words(error, self._path) from None
-        # Copy-on-write, because torch wants memory that could be written.
-        self.mapped = np.memmap(self._reading, np.uint8, "c")
+        if self.size:  # no bytes cannot be mapped
+            # Copy-on-write, because torch wants memory that could be written.
+            self.mapped = np.memmap(self._reading, np.uint8, "c")
         self._reading.close()
 
 
