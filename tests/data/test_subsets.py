@@ -333,7 +333,7 @@ NOTHING = {"file": "x", "bytes": 8, "sha256": ""}
         ("sets.json", set_key(files={}), "a file is missing or no table"),
         (
             "sets.json",
-            set_key(files={kind: NOTHING for kind in ("hot", "cold")}),
+            set_key(files=dict.fromkeys(("hot", "cold"), NOTHING)),
             "8 and 8 bytes are not 75 numbers",
         ),
     ],
