@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.samples import join, take
+from hotrow.samples import join, outline, take, tensors_of, with_tensors
 
 SIZE = 7
 
@@ -89,6 +89,22 @@ def test_every_kind_of_batch_is_walked_through() -> None:
     whole = join([found, rest])
     assert whole["clicks"].label.tolist() == [5, 1, 0, 2, 3, 4, 6]
     assert bags_of(whole["clicks"].sparse) == [bags_of(ids)[each] for each in (5, 1, 0, 2, 3, 4, 6)]
+
+
+def test_a_batch_is_made_of_its_tensors_again() -> None:
+    dense, ids = torch.rand(SIZE, 3), jagged(weighted=True)
+    batch = {"clicks": Clicks(dense, ids, torch.arange(SIZE)), "more": [Named(dense, None), "text"]}
+    tensors = tensors_of(batch)
+    assert [tuple(each.shape) for each in tensors] == [
+        (SIZE, 3), ids.values().shape, (3 * SIZE,), ids.values().shape, (SIZE,), (SIZE, 3)
+    ]  # fmt: skip
+    found = with_tensors(batch, [each.clone() for each in tensors])
+    assert bags_of(found["clicks"].sparse) == bags_of(ids)
+    assert torch.equal(found["clicks"].dense, dense)
+    assert torch.equal(found["more"][0].ids, dense)
+    assert found["more"][0].rest is None
+    assert found["more"][1] == "text"
+    assert outline(found) == outline(batch) != outline({**batch, "more": [Named(dense, None), ""]})
 
 
 def test_a_tensor_that_is_not_by_samples_is_named() -> None:

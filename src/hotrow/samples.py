@@ -6,7 +6,7 @@ dimension is the samples', and jagged ids. Knows nothing of models or rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -28,6 +28,81 @@ def join(batches: Sequence[Any]) -> Any:
     if not batches:
         raise ValueError("there is no batch to join")
     return _map(batches, lambda parts: torch.cat(list(parts)), _jagged_joined)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Every tensor of a batch, in an order that batches which look alike share."""
+    found: list[Tensor] = []
+
+    def tensor(parts: Sequence[Tensor]) -> Tensor:
+        found.append(parts[0])
+        return parts[0]
+
+    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        (ids,) = parts
+        weights = ids.weights_or_none()
+        found.extend([ids.values(), ids.lengths(), *([] if weights is None else [weights])])
+        return ids
+
+    _map([batch], tensor, jagged)
+    return found
+
+
+def with_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
+    """A batch that looks like this one, of tensors as `tensors_of` gives them."""
+    given = iter(tensors)
+
+    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        values, lengths = next(given), next(given)
+        weights = None if parts[0].weights_or_none() is None else next(given)
+        return KeyedJaggedTensor(parts[0].keys(), values, lengths=lengths, weights=weights)
+
+    return _map([batch], lambda parts: next(given), jagged)
+
+
+def pinned(batch: Any) -> Any:
+    """A copy in page-locked memory."""
+    return _map([batch], lambda parts: parts[0].pin_memory(), lambda parts: parts[0].pin_memory())
+
+
+def outline(batch: Any) -> Any:
+    """What batches share if they look alike: all but their tensors' values and first dimensions.
+
+    A ValueError names what is no part of samples that `take` and `join` know.
+    """
+    if isinstance(batch, Tensor):
+        return ("tensor", batch.dtype, tuple(batch.shape[1:]))
+    if isinstance(batch, KeyedJaggedTensor):
+        weights = batch.weights_or_none()
+        kinds = batch.values().dtype, None if weights is None else weights.dtype
+        return ("jagged", tuple(batch.keys()), *kinds)
+    if isinstance(batch, list | tuple):
+        return (type(batch).__name__, *map(outline, batch))
+    if isinstance(batch, Mapping):
+        return ("dict", *((key, outline(value)) for key, value in batch.items()))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        names = [each.name for each in fields(batch) if each.init]
+        return (type(batch).__name__, *((name, outline(getattr(batch, name))) for name in names))
+    if batch is None or isinstance(batch, str | int | float):
+        return batch
+    raise ValueError(
+        f"a batch holds a {type(batch).__module__}.{type(batch).__name__}, of which samples cannot "
+        "be taken; tensors and hotrow.KeyedJaggedTensor in tuples, lists, dicts and dataclasses can"
+    )
+
+
+def mask_of(found: Any, size: int | None = None) -> Tensor:
+    """What a function said of each sample of a batch of `size`, yes or no: checked, on the CPU."""
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.ndim != 1:
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"a tensor of {found.dtype}, shape {tuple(found.shape)}"
+        raise TypeError(f"a bool for each sample was expected, a tensor [B], instead of {what}")
+    if size is not None and len(found) != size:
+        raise ValueError(
+            f"a bool for each of {size:,} samples was expected, and {len(found):,} came"
+        )
+    return found.cpu()
 
 
 def _map(

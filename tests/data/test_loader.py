@@ -21,8 +21,8 @@ from torch import Tensor
 
 import hotrow
 import hotrow.data.sources
+from hotrow.blocks import Order
 from hotrow.data import ClickBatch, Loader, ParquetSource, PreparedSource
-from hotrow.data.order import Order
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.sources import Samples

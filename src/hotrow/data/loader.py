@@ -4,8 +4,8 @@
     for batch in hotrow.ahead(loader, model, ids=lambda batch: batch.sparse):
         ...
 
-A batch is known by its number alone (see order.py), so a run that was stopped after n batches goes
-on with `loader.batches(start=n)`, and gets what it would have got.
+A batch is known by its number alone (see hotrow.blocks), so a run that was stopped after n batches
+goes on with `loader.batches(start=n)`, and gets what it would have got.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,16 +25,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotrow.batch import KeyedJaggedTensor
-from hotrow.data.order import Order, Stretch
+from hotrow.blocks import Order, Stretch
+from hotrow.copied import nobody
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.sources import PreparedSource, Samples, Source
+from hotrow.data.subsets import SampleSets, SubsetSource
 from hotrow.data.synthetic import ClickBatch
+from hotrow.order import BatchSet, NoBatches, Separated
+from hotrow.samples import mask_of
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
 
 Batch = TypeVar("Batch", covariant=True)  # it is only given
+Result = TypeVar("Result")
 
 
 class BatchReader(Generic[Batch]):
@@ -68,6 +74,7 @@ class BatchReader(Generic[Batch]):
                 )
         self._single = [each for each in self.features if each in source.single]
         self._columns = [source.single.index(each) for each in self._single]
+        self._mixed, self._seed = mixed, seed
         self._order = Order(source.sizes, mixed=mixed, seed=seed)
         self.samples = self._order.samples
         if not self.batches_per_epoch:
@@ -114,6 +121,66 @@ class BatchReader(Generic[Batch]):
                         each, waiting = self._batch(self._joined(waiting)), []
                     yield each
                     number += 1
+
+    def separated(
+        self,
+        popular: Callable[[Batch], Tensor],
+        *,
+        folder: str | Path | None = None,
+        key: str | None = None,
+        advance: Callable[[int], None] = nobody,
+    ) -> Separated:
+        """Hot samples and cold ones, as two readers like this one; both keep a short last batch.
+
+        `popular` says of each sample of a batch whether it is hot; several threads ask at once. The
+        numbers of either kind are put into the folder. With a `key`, which names the hot rows, they
+        are read from there when samples and key are the same. Without a folder they are kept in
+        memory: 8 bytes per sample.
+        """
+        numbers = SampleSets(self._identity(), folder, key).of(
+            lambda: self._hot(popular, advance), self.samples
+        )
+        hot, cold = (self._among(each) for each in (numbers.hot, numbers.cold))
+        return Separated(hot, cold, self.batch_size, self.epochs, reused=numbers.reused)
+
+    def _hot(
+        self, popular: Callable[[Batch], Tensor], advance: Callable[[int], None]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Numbers of hot samples, ascending."""
+        for first, count, said in self.each(popular):
+            yield first + np.flatnonzero(mask_of(said, count).numpy())
+            advance(count)
+
+    def each(
+        self, work: Callable[[Batch], Result], *, size: int = 1 << 16
+    ) -> Iterator[tuple[int, int, Result]]:
+        """What `work` makes of all samples, as they lie, in batches of about `size`: after the
+        number of a batch's first sample, and how many it has. It runs in the reader's threads."""
+
+        def done(stretch: Stretch) -> Result:
+            low, high = stretch.first, stretch.first + stretch.samples
+            read = self.source.read(stretch.blocks)
+            return work(self._batch(self._picked(read, stretch, low, high)))
+
+        with Cores(self.workers) as cores:
+            stretches = Order(self.source.sizes, mixed=size, seed=None).stretches(0)
+            for stretch, result in cores.in_order(done, stretches):
+                yield stretch.first, stretch.samples, result
+
+    def _among(self, numbers: NDArray[np.int64]) -> BatchSet:
+        """A reader of these samples alone."""
+        if not len(numbers):
+            return NoBatches()
+        other = copy(self)
+        other.source, other._drop_last = SubsetSource(self.source, numbers), False
+        other._order = Order(other.source.sizes, mixed=self._mixed, seed=self._seed)
+        other.samples = other._order.samples
+        return other
+
+    def _identity(self) -> str | None:
+        """Of the samples and what is read of them; None: the source does not say."""
+        mine = getattr(self.source, "identity", None)
+        return None if mine is None else f"{mine} {type(self).__name__} {','.join(self.features)}"
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[Stretch, int]]:
         """With the place in its epoch of the first sample that is wanted."""

@@ -1,38 +1,12 @@
-"""Seeded hashing of integers: a permutation of 0..n-1, and numbers that look random.
-
-Neither keeps a table, so a permutation of a billion rows costs as much memory as one of ten.
-"""
+"""A seeded permutation of 0..n-1, without a table: one of a billion rows takes no more memory than
+one of ten."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-UINT64_MASK = (1 << 64) - 1
-
-
-def mix(value: int) -> int:
-    """One 64-bit number that depends on every bit of `value` (splitmix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & UINT64_MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & UINT64_MASK
-    return value ^ (value >> 31)
-
-
-def key_of(seed: int, purpose: str, table: int) -> int:
-    """A key of its own for every use of a seed in every table."""
-    return mix(mix(mix(seed) ^ int.from_bytes(purpose.encode()[:8])) + table)
-
-
-def hashed(values: NDArray[np.int64], *, key: int) -> NDArray[np.uint64]:
-    """64 bits per value; `mix` for arrays, with the key in place of its constant."""
-    bits = values.astype(np.uint64)
-    bits += np.uint64(mix(key))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits ^= bits >> np.uint64(shift)
-        bits *= np.uint64(factor)
-    bits ^= bits >> np.uint64(31)
-    return bits
+from hotrow.hashing import mix
 
 
 class Scatter:

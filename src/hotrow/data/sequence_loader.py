@@ -76,6 +76,10 @@ class SequenceLoader(BatchReader[SequenceBatch]):
         self._padding = dict(padding)
         self._places = places(steps)
 
+    def _identity(self) -> str | None:
+        mine = super()._identity()
+        return None if mine is None else f"{mine} {self._steps} {sorted(self._padding.items())}"
+
     def _batch(self, columns: Columns) -> SequenceBatch:
         size, steps = len(columns.label), self._steps
         lengths = self._new(size, torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.format import to_json
+
+Places = slice | NDArray[np.int64]  # of samples in a shard
 
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 
@@ -59,19 +63,23 @@ class PreparedSource:
         self._has_all = self.dense == known
         self.features = tuple(each.name for each in self.data.schema.features)
         self.single = tuple(each.name for each in self.data.schema.single)
-        self._shards = self.data.shards(split)
+        self.split, self._shards = split, self.data.shards(split)
         samples = np.array([shard.samples for shard in self._shards], dtype=np.int64)
+        self._firsts = np.cumsum(samples) - samples
         of_shards = -(-samples // BLOCK)
         self._first_block = np.cumsum(of_shards) - of_shards
         self.sizes = np.full(int(of_shards.sum()), BLOCK, dtype=np.int64)
         last = (np.cumsum(of_shards) - 1)[samples > 0]
         self.sizes[last] = (samples - (of_shards - 1) * BLOCK)[samples > 0]
 
+    @property
+    def identity(self) -> str:
+        """Changes with any byte of the samples, or their order."""
+        manifest = to_json(self.data.manifest)  # it has every file's checksum
+        return hashlib.sha256(f"{self.split} of {manifest}".encode()).hexdigest()
+
     def read(self, blocks: NDArray[np.int64]) -> Samples:
-        count, schema = int(self.sizes[blocks].sum()), self.data.schema
-        ids = np.empty((count, len(self.single)), schema.id_dtype)
-        dense = np.empty((count, len(self.dense)), np.float32)
-        label = np.empty(count, np.uint8)
+        ids, dense, label = self._room(int(self.sizes[blocks].sum()))
         at = 0
         for number, mine in self._by_shard(blocks):
             shard = self._shards[number]
@@ -87,6 +95,25 @@ class PreparedSource:
                 dense[here] = every[:, self._numbers]
             at = here.stop
         return Samples(ids, dense, label, self._lists(blocks))
+
+    def take(self, numbers: NDArray[np.int64]) -> Samples:
+        """The samples of these numbers, in this order."""
+        ids, dense, label = self._room(len(numbers))
+        lists: dict[str, list[Jagged]] = {each.name: [] for each in self.data.schema.jagged}
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for low, high in pairwise(np.flatnonzero(np.diff(shards, prepend=-1, append=-1))):
+            shard, here = self._shards[shards[low]], slice(low, high)
+            places = numbers[here] - self._firsts[shards[low]]
+            found = shard.dense[places]
+            dense[here] = found if self._has_all else found[:, self._numbers]
+            ids[here], label[here] = shard.ids[places], shard.label[places]
+            for name, parts in lists.items():
+                parts.append(_lists_at(shard.jagged[name], places))
+        return Samples(ids, dense, label, {name: _joined(parts) for name, parts in lists.items()})
+
+    def _room(self, count: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8]]:
+        ids = np.empty((count, len(self.single)), self.data.schema.id_dtype)
+        return ids, np.empty((count, len(self.dense)), np.float32), np.empty(count, np.uint8)
 
     def _by_shard(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Blocks one after the other that lie in one shard."""
@@ -158,6 +185,13 @@ class ParquetSource:
             raise ValueError(f"{', '.join(map(str, self._files)) or 'no file'}: there are no rows")
         self.single = tuple(name for name in features if kinds[name] == "single")
         self.sizes = np.array(sizes, dtype=np.int64)
+
+    @property
+    def identity(self) -> str:
+        """Changes when a file does, as far as its size and time tell."""
+        files = [(str(each.resolve()), each.stat()) for each in self._files]
+        facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return hashlib.sha256(repr((facts, self._columns)).encode()).hexdigest()
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
         parts = [self._read(*self._groups[block]) for block in blocks.tolist()]
@@ -251,6 +285,25 @@ def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[A
         )
     if len(whole) < len(places):  # the last one, which is short
         out[middle:] = column[full * BLOCK :]
+
+
+def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
+    """Some of them, in this order."""
+    return Samples(
+        samples.ids[places],
+        samples.dense[places],
+        samples.label[places],
+        {name: _lists_at(lists, places) for name, lists in samples.jagged.items()},
+    )
+
+
+def _lists_at(lists: Jagged, places: NDArray[np.int64]) -> Jagged:
+    firsts = lists.offsets[places]
+    lengths = lists.offsets[places + 1] - firsts
+    offsets = np.zeros(len(places) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - firsts, lengths)
+    return Jagged(offsets, lists.values[inside])
 
 
 def _joined(parts: Sequence[Jagged]) -> Jagged:

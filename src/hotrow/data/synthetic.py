@@ -24,8 +24,9 @@ from torchmetrics.functional.classification import binary_auroc
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedModel, click_probability
-from hotrow.data.scatter import Scatter, key_of
+from hotrow.data.scatter import Scatter
 from hotrow.data.zipf import Zipf
+from hotrow.hashing import key_of
 
 # Rows per table as published with the DLRM reference code (facebookresearch/dlrm): the Criteo
 # Kaggle display-advertising set, and the Criteo Terabyte logs before any cap on the rows.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.scatter import hashed, key_of
+from hotrow.hashing import hashed, key_of
 
 Places = NDArray[np.int64]
 

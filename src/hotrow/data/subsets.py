@@ -1,0 +1,145 @@
+"""Some of a source's samples, by their numbers; and numbers of hot and cold ones, kept on disk.
+
+    sets.json       of which samples and which hot rows; both files with their SHA-256. Put in place
+                    last: without it there are no sets.
+    hot.numbers     int64, little-endian, ascending
+    cold.numbers    all others
+
+Sets are small beside the samples themselves, 8 bytes each, and are mapped into memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.sources import Samples, Source, chosen
+from hotrow.disk import Disk, FileRecord, why_wrong
+from hotrow.manifests import Reader, read_json
+from hotrow.told import warn
+
+FORMAT = 1
+MANIFEST = "sets.json"
+_PART = 1 << 20  # samples that are looked at together
+
+Numbers = NDArray[np.int64]
+
+
+class SubsetSource:
+    """The samples of these numbers, ascending, in the blocks of the source that holds them."""
+
+    def __init__(self, source: Source, numbers: Numbers) -> None:
+        self.features, self.single = source.features, source.single
+        self._source, self._numbers = source, numbers
+        edges = np.cumsum([0, *source.sizes])
+        self._cuts = np.searchsorted(numbers, edges)
+        sizes = np.diff(self._cuts)
+        self._blocks = np.flatnonzero(sizes)  # the source's; an empty one is none of ours
+        self._firsts, self.sizes = edges[self._blocks], sizes[self._blocks]
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        theirs = self._blocks[blocks]
+        cuts = zip(self._cuts[theirs], self._cuts[theirs + 1], strict=True)
+        numbers = np.concatenate([self._numbers[low:high] for low, high in cuts])
+        if hasattr(self._source, "take"):
+            found: Samples = self._source.take(numbers)
+            return found
+        # Where each block lies in what is read, less where it lies among all.
+        starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
+        places = numbers + np.repeat(starts, self.sizes[blocks])
+        return chosen(self._source.read(theirs), places)
+
+
+@dataclass(frozen=True)
+class Sets:
+    hot: Numbers
+    cold: Numbers
+    reused: bool
+
+
+class SampleSets:
+    """Where numbers of hot and cold samples are kept, if anywhere."""
+
+    def __init__(self, identity: str | None, folder: str | Path | None, key: str | None) -> None:
+        """They are found again if the samples' identity and the hot rows' key are known, and the
+        same."""
+        self._folder = None if folder is None else Path(folder)
+        self._names = None if identity is None or key is None else {"data": identity, "hot": key}
+
+    def of(self, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
+        """Those on disk; else of the `hot` samples, and all others."""
+        if self._folder is None:
+            found = np.concatenate([np.empty(0, np.int64), *hot()])
+            rest = np.concatenate([np.empty(0, np.int64), *_others(found, samples)])
+            return Sets(found, rest, reused=False)
+        if self._names is not None:
+            try:
+                return self._read(self._folder, self._names, samples)
+            except FileNotFoundError:
+                pass  # there are none
+            except ValueError as error:
+                warn(f"{error}; samples are told apart again")
+        return self._write(self._folder, hot, samples)
+
+    def _write(self, folder: Path, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
+        disk = Disk(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)  # what it tells of is about to change
+        first = disk.write("hot.numbers", map(_as_bytes, hot()))
+        found = _mapped(folder, first)
+        second = disk.write("cold.numbers", map(_as_bytes, _others(found, samples)))
+        if self._names is not None:
+            files = {"hot": asdict(first), "cold": asdict(second)}
+            manifest = {"format": FORMAT, "samples": samples, **self._names, "files": files}
+            disk.write(MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        return Sets(found, _mapped(folder, second), reused=False)
+
+    def _read(self, folder: Path, names: dict[str, str], samples: int) -> Sets:
+        """A ValueError says why there is nothing to be used."""
+        path = folder / MANIFEST
+        read = Reader(str(path), remedy="it is not used")
+        manifest = read.table(read_json(path), "the manifest")
+        if manifest.get("format") != FORMAT:
+            raise ValueError(f"{path} is of format {manifest.get('format')!r}, not {FORMAT}")
+        for name, what in (("data", "samples"), ("hot", "hot rows")):
+            if read.text(manifest, name) != names[name]:
+                raise ValueError(f"{folder} has the sets of other {what}")
+        files = read.table(manifest.get("files"), "files")
+        hot, cold = (_record(read, files.get(kind)) for kind in ("hot", "cold"))
+        if hot.bytes + cold.bytes != 8 * samples or hot.bytes % 8:
+            raise read.wrong(f"{hot.bytes} and {cold.bytes} bytes are not {samples} numbers")
+        for record in (hot, cold):
+            if wrong := why_wrong(folder, record, contents=True):
+                raise ValueError(wrong)
+        return Sets(_mapped(folder, hot), _mapped(folder, cold), reused=True)
+
+
+def _record(read: Reader, found: Any) -> FileRecord:
+    found = read.table(found, "a file")
+    return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
+
+
+def _others(hot: Numbers, samples: int) -> Iterator[Numbers]:
+    """The numbers below `samples` that are not among these."""
+    for first in range(0, samples, _PART):
+        last = min(first + _PART, samples)
+        low, high = np.searchsorted(hot, [first, last])
+        is_other = np.ones(last - first, bool)
+        is_other[hot[low:high] - first] = False
+        yield first + np.flatnonzero(is_other)
+
+
+def _as_bytes(numbers: Numbers) -> memoryview:
+    return np.ascontiguousarray(numbers, "<i8").view(np.uint8).data
+
+
+def _mapped(folder: Path, record: FileRecord) -> Numbers:
+    if not record.bytes:
+        return np.empty(0, np.int64)  # no bytes, which cannot be mapped
+    return np.memmap(folder / record.file, np.dtype("<i8"), "r")

@@ -1,0 +1,383 @@
+"""Hot and cold samples of prepared data, by their numbers: told apart once, and found again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader, sources
+from hotrow.data.prepared import Feature, Jagged, Manifest, Schema
+from hotrow.data.prepared.format import MANIFEST, ShardRecord, TableRecord, sections, shard_bytes
+from hotrow.data.prepared.format import to_json as manifest_json
+from hotrow.data.sources import Samples
+from hotrow.data.subsets import SubsetSource, _others
+from hotrow.disk import Disk
+from hotrow.order import HotColdOrder, Separated, ShuffleRate
+from hotrow.separate import separate
+
+SCHEMA = Schema(
+    "click",
+    ("half", "same"),
+    (Feature("a", "a"), Feature("list", "a", jagged=True), Feature("b", "b")),
+    id_dtype="int64",
+)
+BIG = (1 << 33) + 1  # no float32 and no int32 holds it
+
+
+class Memory:
+    """A source that can do no more than it must. Sample i has the ids i and BIG + i, and a list of
+    i % 4 ids."""
+
+    single = ("a", "b")
+    features = ("a", "list", "b")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = np.array(sizes, dtype=np.int64)
+        self._firsts = np.cumsum([0, *sizes])
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        ranges = [np.arange(self._firsts[each], self._firsts[each + 1]) for each in blocks]
+        return columns(np.concatenate(ranges))
+
+
+def columns(numbers: NDArray[np.int64]) -> Samples:
+    lengths = numbers % 4
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Samples(
+        np.stack([numbers, BIG + numbers], axis=1),
+        np.stack([numbers / 2, numbers], axis=1).astype(np.float32),
+        (numbers % 2).astype(np.uint8),
+        {"list": Jagged(offsets, BIG - np.repeat(numbers, lengths))},
+    )
+
+
+def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> Path:
+    """The same samples as `hotrow prepare` would leave them, a shard for each size."""
+    disk, shards, first = Disk(folder), [], start
+    for place, count in enumerate(sizes):
+        found = columns(np.arange(first, first + count))
+        lists = found.jagged["list"]
+        values = {"list": len(lists.values)}
+        arrays = {
+            "ids": found.ids, "dense": found.dense, "label": found.label,
+            "list.offsets": lists.offsets, "list.values": lists.values,
+        }  # fmt: skip
+        data = bytearray(shard_bytes(SCHEMA, count, values))
+        for key, section in sections(SCHEMA, count, values).items():
+            data[section.offset : section.end] = arrays[key].tobytes()
+        record = disk.write(f"shards/train-{place:05}.bin", [bytes(data)])
+        shards.append(ShardRecord(**asdict(record), samples=count, values=values))
+        first += count
+    counts = [
+        disk.write(f"tables/{i:03}.counts", [np.zeros(5, np.int64).tobytes()]) for i in (0, 1)
+    ]
+    tables = tuple(TableRecord(n, 5, "hash", None, counts[i], None) for i, n in enumerate("ab"))
+    manifest = Manifest(SCHEMA, tables, {"train": tuple(shards), "test": ()}, {}, {})
+    disk.write(MANIFEST, [manifest_json(manifest).encode()])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BLOCK", 8)
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+def check(batch: ClickBatch) -> list[int]:
+    """The samples of a batch; that everything of theirs came along."""
+    sparse: Any = batch.sparse
+    size = len(batch)
+    number = sparse.values()[:size]
+    assert sparse.keys() == ["a", "list", "b"]
+    assert torch.equal(sparse.lengths()[size : 2 * size], number % 4)
+    assert torch.equal(sparse.values()[size:-size], BIG - number.repeat_interleave(number % 4))
+    assert torch.equal(sparse.values()[-size:], BIG + number)
+    assert torch.equal(batch.dense, torch.stack([number / 2, number.float()], 1))
+    assert torch.equal(batch.label, (number % 2).float())
+    return [int(each) for each in number]
+
+
+def one_in(every: int) -> Callable[[ClickBatch], Tensor]:
+    """0: none."""
+
+    def popular(batch: ClickBatch) -> Tensor:
+        number = torch.tensor(check(batch))
+        return number % every == 0 if every else torch.zeros(len(number)).bool()
+
+    return popular
+
+
+def epochs_of(found: Separated, percent: float = 50) -> list[list[tuple[str, list[int]]]]:
+    epochs: list[list[tuple[str, list[int]]]] = [[] for _ in range(found.epochs)]
+    for segment in HotColdOrder(found, rate=ShuffleRate(percent)):
+        epochs[segment.epoch] += [(segment.kind, check(batch)) for batch in segment]
+    return epochs
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    on_disk=st.booleans(),
+    kept=st.booleans(),
+    batch_size=st.integers(1, 40),
+    mixed=st.integers(1, 40),
+    every=st.sampled_from([0, 1, 2, 7, 1000]),
+    percent=st.sampled_from([1.0, 50.0]),
+    seed=st.one_of(st.none(), st.integers(0, 3)),
+    drop_last=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:none of the .* samples is hot")
+def test_every_sample_comes_once_an_epoch_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    on_disk: bool,
+    kept: bool,
+    batch_size: int,
+    mixed: int,
+    every: int,
+    percent: float,
+    seed: int | None,
+    drop_last: bool,
+) -> None:
+    total = sum(sizes)
+    source: Any = Memory(sizes)
+    folder = tmp_path_factory.mktemp("data") if on_disk or kept else None
+    if on_disk:
+        assert folder is not None
+        source = prepared(folder / "data", sizes)
+    loader = Loader(
+        source, batch_size=min(batch_size, total) if drop_last else batch_size, mixed=mixed,
+        seed=seed, epochs=2, drop_last=drop_last, workers=2,
+    )  # fmt: skip
+    sets = folder / "sets" if kept and folder is not None else None
+    found = separate(loader, one_in(every), folder=sets, key="rows")
+    assert (found.batch_size, found.epochs) == (loader.batch_size, 2)
+    hot = list(range(0, total, every)) if every else []
+    for batches in epochs_of(found, percent):
+        numbers = [number for _, mine in batches for number in mine]
+        assert Counter(numbers) == Counter(range(total))  # tails as well, whatever drop_last says
+        for kind, wanted in (("hot", hot), ("cold", sorted(set(range(total)) - set(hot)))):
+            mine = [each for name, each in batches if name == kind]
+            assert all(len(each) == loader.batch_size for each in mine[:-1])
+            numbers = [number for each in mine for number in each]
+            assert sorted(numbers) == wanted
+            if seed is None:
+                assert numbers == wanted
+
+
+def test_only_the_samples_asked_for_are_read(tmp_path: Path) -> None:
+    source = PreparedSource(prepared(tmp_path, [20, 1, 30]), "train", dense=["same"])
+    numbers = np.array([0, 3, 19, 20, 21, 22, 49, 50])
+    wanted, chosen = columns(numbers), source.take(numbers)
+    subset = SubsetSource(source, numbers)
+    assert subset.sizes.sum() == len(numbers)
+    assert subset.sizes.min() > 0
+    backwards = subset.read(np.arange(len(subset.sizes))[::-1])
+    assert sorted(backwards.ids[:, 0].tolist()) == numbers.tolist()
+    for found in (chosen, subset.read(np.arange(len(subset.sizes)))):
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+        np.testing.assert_array_equal(found.dense, wanted.dense[:, 1:])
+        np.testing.assert_array_equal(found.label, wanted.label)
+        np.testing.assert_array_equal(found.jagged["list"].offsets, wanted.jagged["list"].offsets)
+        np.testing.assert_array_equal(found.jagged["list"].values, wanted.jagged["list"].values)
+
+
+def test_a_set_goes_on_from_any_batch(tmp_path: Path) -> None:
+    loader = Loader(prepared(tmp_path, [40, 30, 5]), batch_size=6, mixed=20, seed=2, epochs=2)
+    cold = separate(loader, one_in(4)).cold
+    every = [check(each) for each in cold.batches()]
+    assert len(every) == 2 * cold.batches_per_epoch
+    assert every[: cold.batches_per_epoch] != every[cold.batches_per_epoch :]
+    for start in range(len(every) + 1):
+        assert [check(each) for each in cold.batches(start)] == every[start:]
+
+
+def test_others_are_all_that_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.data.subsets._PART", 4)
+    for hot in ([], [0], [3, 4], [9], [0, 1, 2, 3], list(range(10))):
+        found = np.concatenate(list(_others(np.array(hot, np.int64), 10)))
+        assert found.tolist() == sorted(set(range(10)) - set(hot))
+
+
+def test_threads_ask_and_the_work_is_told(tmp_path: Path) -> None:
+    names, told = set(), []
+
+    def popular(batch: ClickBatch) -> Tensor:
+        names.add(threading.current_thread().name)
+        return batch.label == 1
+
+    loader = Loader(prepared(tmp_path, [40, 30, 5]), batch_size=6, workers=2)
+    separate(loader, popular, advance=told.append)
+    assert threading.current_thread().name not in names
+    assert sum(told) == 75
+
+
+# -- Kept on disk ------------------------------------------------------------------------
+
+
+class Asked:
+    """Counts how often it was asked."""
+
+    def __init__(self, every: int = 3) -> None:
+        self.times, self._popular = 0, one_in(every)
+
+    def __call__(self, batch: ClickBatch) -> Tensor:
+        self.times += 1
+        return self._popular(batch)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return prepared(tmp_path / "data", [40, 30, 5])
+
+
+def run(
+    data: Path, folder: Path, *, key: str | None = "rows", every: int = 3, **options: Any
+) -> Any:
+    """(samples by epoch, whether they were found again), which must not differ from fresh ones."""
+    asked = Asked(every)
+    loader = Loader(data, **{"batch_size": 6, "seed": 1, **options})
+    found = separate(loader, asked, folder=folder, key=key)
+    assert found.reused == (asked.times == 0)
+    assert epochs_of(found) == epochs_of(separate(loader, one_in(every)))
+    return found.reused
+
+
+def test_sets_are_written_once_and_found_again(data: Path, tmp_path: Path) -> None:
+    sets = tmp_path / "sets"
+    assert not run(data, sets)
+    written = {each.name: each.stat().st_mtime_ns for each in sets.iterdir()}
+    assert set(written) == {"sets.json", "hot.numbers", "cold.numbers"}
+    assert np.fromfile(sets / "hot.numbers", "<i8").tolist() == list(range(0, 75, 3))
+    assert run(data, sets)
+    assert run(data, sets, batch_size=9, seed=5)  # which change no set
+    assert {each.name: each.stat().st_mtime_ns for each in sets.iterdir()} == written
+
+
+def test_without_a_key_nothing_is_believed(data: Path, tmp_path: Path) -> None:
+    assert not run(data, tmp_path / "sets", key=None)
+    assert not run(data, tmp_path / "sets", key=None)
+    assert not (tmp_path / "sets" / "sets.json").exists()
+
+
+def test_sets_of_something_else_are_made_again(data: Path, tmp_path: Path) -> None:
+    sets = tmp_path / "sets"
+    run(data, sets)
+    with pytest.warns(UserWarning, match="sets of other hot rows; samples are told apart again"):
+        assert not run(data, sets, key="others", every=5)
+    assert run(data, sets, key="others", every=5)
+    other = prepared(tmp_path / "other", [40, 30, 5], start=1)
+    with pytest.warns(UserWarning, match="sets of other samples; samples are told apart again"):
+        found = separate(Loader(other, batch_size=6), one_in(5), folder=sets, key="others")
+    numbers = Counter(number for _, mine in epochs_of(found)[0] for number in mine)
+    assert numbers == Counter(range(1, 76))
+
+
+def test_sets_for_other_features_are_made_again(data: Path, tmp_path: Path) -> None:
+    def popular(batch: ClickBatch) -> Tensor:
+        return batch.label == 1
+
+    sets = tmp_path / "sets"
+    separate(Loader(data, batch_size=6), popular, folder=sets, key="rows")
+    with pytest.warns(UserWarning, match="other samples"):
+        separate(Loader(data, batch_size=6, features=["a"]), popular, folder=sets, key="rows")
+    steps: dict[str, Any] = {"histories": {"a": "list"}, "padding": {"a": 0}, "batch_size": 6}
+    for number in (3, 4):
+        with pytest.warns(UserWarning, match="other samples"):
+            separate(SequenceLoader(data, steps=number, **steps), popular, folder=sets, key="rows")
+    again = separate(SequenceLoader(data, steps=4, **steps), popular, folder=sets, key="rows")
+    assert again.reused
+    assert sorted(len(batch) for batch in again.hot.batches()) == [1, *[6] * 6]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+
+
+def set_key(**changed: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+    return change
+
+
+NOTHING = {"file": "x", "bytes": 8, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("hot.numbers", cut, "hot.numbers has 192 bytes instead of 200"),
+        ("cold.numbers", flip, "cold.numbers has changed since it was written"),
+        ("cold.numbers", Path.unlink, "cold.numbers is missing"),
+        ("sets.json", cut, "is not valid JSON"),
+        ("sets.json", set_key(format=9), "is of format 9, not 1"),
+        ("sets.json", set_key(files={}), "a file is missing or no table"),
+        (
+            "sets.json",
+            set_key(files=dict.fromkeys(("hot", "cold"), NOTHING)),
+            "8 and 8 bytes are not 75 numbers",
+        ),
+    ],
+)
+def test_what_is_damaged_is_said_and_made_again(
+    data: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+) -> None:
+    sets = tmp_path / "sets"
+    run(data, sets)
+    damage(sets / name)
+    with pytest.warns(UserWarning, match=f"{message}.*; samples are told apart again"):
+        assert not run(data, sets)
+    assert run(data, sets)
+
+
+def test_sets_that_were_not_finished_are_none(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = tmp_path / "sets"
+    run(data, sets)
+    plain = Disk.open
+
+    def full(self: Disk, path: Path) -> IO[bytes]:
+        if path.name.startswith("cold"):
+            raise OSError(errno.ENOSPC, "no space")
+        return plain(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "open", full)
+        with (
+            pytest.raises(OSError, match="the disk is full"),
+            pytest.warns(UserWarning, match="other hot rows"),
+        ):
+            run(data, sets, key="others", every=5)
+    assert not run(data, sets)  # the manifest went first, so old and new are never mixed
+    assert run(data, sets)
+
+
+def test_an_error_while_asking_leaves_no_sets(data: Path, tmp_path: Path) -> None:
+    def wrong(batch: ClickBatch) -> Tensor:
+        raise RuntimeError("no hot rows are known")
+
+    with pytest.raises(RuntimeError, match="no hot rows are known"):
+        separate(Loader(data, batch_size=6), wrong, folder=tmp_path / "sets", key="rows")
+    assert list((tmp_path / "sets").iterdir()) == []
+    with pytest.raises(ValueError, match="each of 75 samples was expected, and 74 came"):
+        separate(Loader(data, batch_size=6), lambda batch: batch.label[1:] == 1)
