@@ -15,6 +15,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ class Clicks:
     def by_hour(self) -> Iterator[tuple[slice, Batch]]:
         numbers = torch.arange(int(self.hours[-1]) + 2)
         edges = torch.searchsorted(self.hours, numbers).tolist()
-        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        for begin, end in pairwise(edges):
             if end > begin:
                 yield slice(begin, end), self.batch(begin, end)
 
@@ -171,7 +172,7 @@ def compare(clicks: Clicks, hot_part: float, size: int) -> Iterator[Line]:
     def counts(every: int = 0) -> DecayedCounts:
         return DecayedCounts(clicks.tables, clicks.row_bytes, budget, every=every)
 
-    half_life, phase = max(1, 8192 // size), max(1, 16384 // size)
+    half_life, phase = max(1, 8192 // size), max(1, 4096 // size)
     ways: dict[str, Callable[[], Served]] = {
         "oracle: the hour's own counts": lambda: chosen_by_hour(clicks, budget, ahead=True),
         "the hour before's counts": lambda: chosen_by_hour(clicks, budget, ahead=False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ def _poisson_high(count: float, quantile: float) -> float:
     return (math.sqrt(count + 1) + quantile / 2) ** 2
 
 
+@cache
 def student_t(probability: float, freedom: int) -> float:
     """The quantile of Student's t distribution, by bisection on its closed form."""
     if not 0 < probability < 1 or freedom < 1:

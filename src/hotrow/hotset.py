@@ -27,7 +27,7 @@ class _Columns:
     bases: Tensor  # [F + 1] int64: place of the table's first row
     limits: Tensor  # [F + 1] int64: its number of rows
     outside: Tensor  # [F + 1] int64: where an id goes that the table does not have
-    paddings: Tensor | None  # [F + 1] int64: the id that reads nothing; None: no table has one
+    paddings: Tensor | None  # [F + 1] int64: the id that reads nothing, or -1; None: all -1
 
 
 class Places:
@@ -79,7 +79,8 @@ class Places:
         places = torch.where(is_row, values + columns.bases[rank], columns.outside[rank])
         if columns.paddings is None:
             return places
-        return places.masked_fill_(values == columns.paddings[rank], self.nothing)
+        is_padding = is_row & (values == columns.paddings[rank])
+        return places.masked_fill_(is_padding, self.nothing)
 
     def checked(self, batch: Batch) -> Tensor:
         """`of`; on a CPU, an id that no table has is named. Elsewhere its place says it later."""
@@ -99,7 +100,6 @@ class Places:
     def _make_columns(self, keys: tuple[str, ...], device: torch.device) -> _Columns:
         tables = {name: table for table in self.tables for name in table.feature_names}
         read = [tables.get(key) for key in keys]
-        never = torch.iinfo(torch.int64).min
 
         def column(of_table: Callable[[EmbeddingBagConfig], int], other: int) -> Tensor:
             entries = [other if table is None else of_table(table) for table in read]
@@ -110,7 +110,7 @@ class Places:
             limits=column(lambda table: table.num_embeddings, 0),
             outside=column(lambda _: self.no_row, self.nothing),
             paddings=column(
-                lambda table: never if table.padding_idx is None else table.padding_idx, never
+                lambda table: -1 if table.padding_idx is None else table.padding_idx, -1
             )
             if self.paddings()
             else None,

@@ -154,26 +154,35 @@ class SrripLog:
         """Rows by their places, one access after the other.
 
         Sets know nothing of each other, so the first access of every set is done at once, then
-        the second of each, and so on. The same row several times in a row, for its set, is one
-        access and a hit.
+        the second of each, and so on. Two things shorten that. The same row several times in a
+        row, for its set, is one access and a hit. And hits before a set's first miss move no tag,
+        so they are done all at once; after a miss, others have become such hits.
         """
-        if not len(places):
-            return
         sets, order = torch.sort(self.set_of(places), stable=True)
         places, lengths = torch.unique_consecutive(places[order], return_counts=True)
-        sets = sets[lengths.cumsum(0) - lengths]
-        _, per_set = torch.unique_consecutive(sets, return_counts=True)
-        firsts = torch.repeat_interleave(per_set.cumsum(0) - per_set, per_set)
-        turns, order = torch.sort(torch.arange(len(sets), device=sets.device) - firsts, stable=True)
-        now = zip(
-            *(
-                each[order].split(torch.bincount(turns).tolist())
-                for each in (sets, places, lengths > 1)
-            ),
-            strict=True,
-        )
-        for turn in now:
-            self._turn(*turn)
+        sets, is_again = sets[lengths.cumsum(0) - lengths], lengths > 1
+        while True:
+            is_left = ~self._hit_at_once(sets, places)
+            sets, places, is_again = sets[is_left], places[is_left], is_again[is_left]
+            if not len(places):
+                return
+            # A turn takes as long as looking for hits among so many accesses.
+            num_turns = max(1, len(places) // 2048)
+            ranks, order = torch.sort(_ranks(sets), stable=True)
+            for now in order.split(torch.bincount(ranks).tolist())[:num_turns]:
+                self._turn(sets[now], places[now], is_again[now])
+            later = order[ranks >= num_turns].sort()[0]
+            sets, places, is_again = sets[later], places[later], is_again[later]
+
+    def _hit_at_once(self, sets: Tensor, places: Tensor) -> Tensor:
+        """Hits before the first miss of their set, done; `sets` are rising."""
+        is_here = self.tags[sets] == places.unsqueeze(1)
+        is_hit = is_here.any(1)
+        misses = torch.nn.functional.pad((~is_hit).cumsum(0), (1, 0))[:-1]  # before each access
+        firsts = torch.arange(len(sets), device=sets.device) - _ranks(sets)
+        is_early = is_hit & (misses == misses[firsts])
+        self.values[sets[is_early], is_here[is_early].int().argmax(1)] = 0
+        return is_early
 
     def _turn(self, sets: Tensor, places: Tensor, is_again: Tensor) -> None:
         """One access to each of several sets."""
@@ -205,6 +214,13 @@ class SrripLog:
         self.values.fill_(self._LATE)
 
 
+def _ranks(sets: Tensor) -> Tensor:
+    """How many stand before each of its kind; `sets` are rising."""
+    _, counts = torch.unique_consecutive(sets, return_counts=True)
+    firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return torch.arange(len(sets), device=sets.device) - firsts
+
+
 @dataclass(frozen=True)
 class Learned:
     """A hot set was chosen, and why."""
@@ -222,8 +238,9 @@ class Learning:
     For each batch: classify its samples by `hot`, tell the result by `told`, then `add` the batch.
     The share of popular samples is smoothed over `window` samples. What it is that long after the
     hot set was chosen is what it was at learning. When it is below `floor` times that, and by more
-    than its standard error, the log decays and the hot set is chosen again. If no sample at all is
-    popular, that is tried after one window, then after two more, four, and so on.
+    than its standard error, the log decays and the hot set is chosen again, up to eight times until
+    the share is back: counts of years would not give way to those of a day at once. If no sample at
+    all is popular, that is tried after one window, then after two more, four, and so on.
 
     With `relearn=0` the log counts every batch, and choosing again takes no time. Otherwise it
     rests between learning phases, as published, and begins anew with `relearn` batches, while the
@@ -231,6 +248,9 @@ class Learning:
     """
 
     _LONGEST_WAIT = 1024  # windows
+    _MOST_TRIES = 8
+    _popular: float  # samples, smoothed
+    _samples: float
 
     def __init__(
         self,
@@ -253,12 +273,15 @@ class Learning:
         self._num_batches = 0
         self._to_learn, self._why = 0, "learned"
         self._wait = 1  # windows
+        self._tries = 0
+        self._share_at_learning = math.nan
         self._forget_share()
 
     def begin_epoch(self, num_batches: int) -> None:
         """A learning phase begins, over a part of so many batches."""
         if num_batches < 1:
             raise ValueError(f"an epoch of {num_batches} batches has none to learn from")
+        self._tries, self._share_at_learning = 0, math.nan
         self._learn("learned", math.ceil(self._part * num_batches))
 
     @property
@@ -278,14 +301,14 @@ class Learning:
         """
         if not self.version or version not in (None, self.version) or not samples:
             return
-        was_settled = self._told >= self._window
+        is_new = self._told < self._window
         kept = max(0.0, 1 - samples / self._window)
         self._told += samples
         self._popular = self._popular * kept + popular
         self._samples = self._samples * kept + samples
         if self._told >= self._window:
-            if not was_settled:
-                self._share_at_learning = self.popular_share
+            if is_new and (not self._is_worn_out() or self._tries == self._MOST_TRIES):
+                self._share_at_learning, self._tries = self.popular_share, 0
             if not self.is_learning or not self._relearn:
                 self._watch()
 
@@ -300,16 +323,19 @@ class Learning:
         return not self.is_learning and self._choose()
 
     def _watch(self) -> None:
-        if self._popular == 0:
-            if self._told >= self._wait * self._window:
-                self._wait = min(2 * self._wait, self._LONGEST_WAIT)
-                self._learn_again("none")
-            return
-        self._wait = 1
+        if self._is_worn_out():
+            self._tries += 1
+            self._learn_again("drift")
+        elif self._popular > 0:
+            self._wait = 1
+        elif self._told >= self._wait * self._window:
+            self._wait = min(2 * self._wait, self._LONGEST_WAIT)
+            self._learn_again("none")
+
+    def _is_worn_out(self) -> bool:
         share = self._share_at_learning
         by_chance = math.sqrt(share * (1 - share) / self._samples)
-        if self.popular_share < self._floor * share - by_chance:
-            self._learn_again("drift")
+        return self.popular_share < self._floor * share - by_chance
 
     def _learn_again(self, why: str) -> None:
         self.log.decay()
@@ -333,6 +359,5 @@ class Learning:
 
     def _forget_share(self) -> None:
         self._told = 0  # samples
-        self._popular: float = 0.0
-        self._samples: float = 0.0
-        self._share_at_learning = math.nan
+        self._popular = 0.0
+        self._samples = 0.0
