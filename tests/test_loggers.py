@@ -289,6 +289,17 @@ def test_a_share_that_does_not_come_back_is_tried_for_and_then_taken() -> None:
     assert learning.history[-1].batch == 56
 
 
+def test_a_share_that_nearly_comes_back_is_taken_at_once() -> None:
+    """Chance may have made the share at learning too high; halving counts again would lose them."""
+    log = Given([], [1], [2], [3])
+    learning = Learning(log, window=10_000)
+    learning.begin_epoch(20)
+    for share in [0.9] * 5 + [0.85] * 50:
+        step(learning, share, size=10_000)
+    assert [each.why for each in learning.history] == ["learned", "drift"]
+    assert log.asked.count("decay") == 1
+
+
 def test_where_no_sample_is_popular_learning_is_tried_ever_less_often() -> None:
     learning = Learning(Given([]), window=100)
     learning.begin_epoch(20)

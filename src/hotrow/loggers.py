@@ -238,9 +238,10 @@ class Learning:
     For each batch: classify its samples by `hot`, tell the result by `told`, then `add` the batch.
     The share of popular samples is smoothed over `window` samples. What it is that long after the
     hot set was chosen is what it was at learning. When it is below `floor` times that, and by more
-    than its standard error, the log decays and the hot set is chosen again, up to eight times until
-    the share is back: counts of years would not give way to those of a day at once. If no sample at
-    all is popular, that is tried after one window, then after two more, four, and so on.
+    than its standard error, the log decays and the hot set is chosen again. That is repeated, eight
+    times at the most, while the share is less than nine tenths of what it was: counts of a year do
+    not give way to those of a day at once. If no sample at all is popular, it is tried after one
+    window, then after two more, four, and so on.
 
     With `relearn=0` the log counts every batch, and choosing again takes no time. Otherwise it
     rests between learning phases, as published, and begins anew with `relearn` batches, while the
@@ -248,7 +249,7 @@ class Learning:
     """
 
     _LONGEST_WAIT = 1024  # windows
-    _MOST_TRIES = 8
+    _BACK, _MOST_TRIES = 0.9, 8
     _popular: float  # samples, smoothed
     _samples: float
 
@@ -307,7 +308,7 @@ class Learning:
         self._popular = self._popular * kept + popular
         self._samples = self._samples * kept + samples
         if self._told >= self._window:
-            if is_new and (not self._is_worn_out() or self._tries == self._MOST_TRIES):
+            if is_new and (self._is_back() or self._tries == self._MOST_TRIES):
                 self._share_at_learning, self._tries = self.popular_share, 0
             if not self.is_learning or not self._relearn:
                 self._watch()
@@ -331,6 +332,9 @@ class Learning:
         elif self._told >= self._wait * self._window:
             self._wait = min(2 * self._wait, self._LONGEST_WAIT)
             self._learn_again("none")
+
+    def _is_back(self) -> bool:
+        return not self.popular_share < self._BACK * self._share_at_learning  # NaN: nothing to be
 
     def _is_worn_out(self) -> bool:
         share = self._share_at_learning

@@ -51,6 +51,14 @@ def test_relearning_stays_near_an_oracle_and_learning_once_does_not(
     assert again.share == pytest.approx(oracle.share - again.below)
 
 
+def test_generated_clicks_keep_their_popularity(script: Any) -> None:
+    clicks = script.steady(40_000, 500)
+    first, last = (torch.bincount(part, minlength=500) for part in clicks.ids[:, 0].chunk(2))
+    assert abs(int(first.max()) - int(last.max())) < 5 * int(first.max()) ** 0.5
+    assert first.topk(5)[1].tolist()[0] == last.topk(5)[1].tolist()[0]
+    assert int(clicks.hours[-1]) == 4
+
+
 def test_an_hour_is_counted_by_hand(script: Any) -> None:
     ids = torch.tensor([[0], [0], [1], [2], [2], [1]])
     tables = (script.EmbeddingBagConfig("article_id", 3, 16, ["article_id"]),)
