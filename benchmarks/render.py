@@ -37,8 +37,9 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 | `python benchmarks/quality.py --criteo train.txt` | AUC on real samples, beside plain PyTorch |
 | `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
+| `python benchmarks/drift.py clicks.parquet` | popular samples while a click log drifts |
 
-All but the last three take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last four take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 

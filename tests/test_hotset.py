@@ -1,0 +1,178 @@
+"""Which samples read hot rows alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from hotrow.batch import Batch, parse
+from hotrow.hotset import HotSet, Places, popular
+from hotrow.tables import feature_order, group_by_width
+
+Table = hotrow.EmbeddingBagConfig
+TABLES = [Table("a", 6, 4, ["f", "g"]), Table("b", 5, 8, ["h"], padding_idx=2)]
+HOT = {"a": torch.tensor([1, 3]), "b": torch.tensor([0])}
+
+
+def batch_of(features: Any, tables: Any = TABLES) -> Batch:
+    return parse(features, feature_order(tables), None)
+
+
+def plainly_popular(ids: hotrow.KeyedJaggedTensor, hot: dict[str, set[int]]) -> list[bool]:
+    """The definition: a loop over samples, features and ids."""
+    table_of = {name: table for table in TABLES for name in table.feature_names}
+    ends, values = ids.offsets().tolist(), ids.values().tolist()
+    size = (len(ends) - 1) // len(ids.keys())
+    found = []
+    for sample in range(size):
+        lookups = [
+            (table_of[key], value)
+            for place, key in enumerate(ids.keys())
+            if key in table_of
+            for value in values[ends[place * size + sample] : ends[place * size + sample + 1]]
+        ]
+        found.append(all(v in hot[t.name] or v == t.padding_idx for t, v in lookups))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_sample_is_popular_if_all_its_rows_are_hot(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[1, 3, 0], [1, 3, 1], [0, 3, 0], [3, 3, 2], [2, 2, 2]], dtype=dtype)
+    batch = batch_of(ids)
+    assert popular(batch, HotSet.of(TABLES, HOT)).tolist() == [True, False, False, True, False]
+
+
+def test_ids_that_nobody_widened_are_looked_up_too() -> None:
+    values = torch.tensor([[1, 3, 0], [0, 1, 0]], dtype=torch.int32)
+    batch = Batch(values, None, ("f", "g", "h"), 2)
+    assert popular(batch, HotSet.of(TABLES, HOT)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bags_are_popular_as_their_definition_says(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    keys = ["h", "nobody's", "f", "g"]  # neither the collection's order nor its features alone
+    lengths = torch.randint(0, 3, (4 * 9,), generator=draw)
+    values = torch.randint(0, 5, (int(lengths.sum()),), generator=draw)
+    ids = hotrow.KeyedJaggedTensor(keys, values, lengths=lengths)
+    is_hot = torch.rand(11, generator=draw) < 0.7
+    hot = HotSet(Places(TABLES), is_hot)
+    sets = {name: set(hot.rows(name).tolist()) for name in ("a", "b")}
+    assert popular(batch_of(ids), hot).tolist() == plainly_popular(ids, sets)
+
+
+def test_empty_bags_read_nothing() -> None:
+    empty = hotrow.KeyedJaggedTensor(
+        ["f", "g", "h"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(6).long()
+    )
+    assert popular(batch_of(empty), HotSet.none(TABLES)).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+def test_a_batch_of_no_samples_has_no_popular_ones(jagged: bool) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    features: Any = (nothing, torch.zeros(1).long()) if jagged else nothing.view(0, 3)
+    found = popular(batch_of(features), HotSet.of(TABLES, HOT))
+    assert (found.shape, found.dtype) == ((0,), torch.bool)
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 2**40, -(2**63)])
+def test_an_id_that_no_table_has_makes_its_sample_cold(bad: int) -> None:
+    """And reads no other table's row, nor memory that is nobody's."""
+    everything = HotSet(Places(TABLES), torch.ones(11, dtype=torch.bool))
+    assert popular(batch_of(torch.tensor([[bad, 1, 0], [0, 1, 0]])), everything).tolist() == [
+        False,
+        True,
+    ]
+
+
+def test_values_behind_the_last_offset_are_nobodys() -> None:
+    """As in a batch with room to spare, whose launches must not depend on how many are taken."""
+    values = torch.tensor([1, 3, 0, 5, 99, -7])
+    batch = Batch(values, torch.tensor([0, 1, 2, 3]), ("f", "g", "h"), 1, (0, 1, 2, 3))
+    assert popular(batch, HotSet.of(TABLES, HOT)).tolist() == [True]
+
+
+def test_neighbours_above_what_float32_tells_apart_are_told_apart() -> None:
+    rows = 2**24 + 4
+    tables = [Table("small", 3, 4, ["f"]), Table("large", rows, 4, ["g"])]
+    hot = HotSet.of(tables, {"small": torch.tensor([0]), "large": torch.tensor([2**24 + 1])})
+    ids = torch.tensor([[0, 2**24], [0, 2**24 + 1], [0, 2**24 + 2], [1, 2**24 + 1]])
+    assert popular(batch_of(ids, tables), hot).tolist() == [False, True, False, False]
+    assert hot.rows("large").tolist() == [2**24 + 1]
+
+
+def test_a_hot_set_says_what_it_holds() -> None:
+    hot = HotSet.of(TABLES, {"a": torch.tensor([3, 1, 3]), "b": torch.tensor([0, 2, 4])})
+    assert hot.rows("a").tolist() == [1, 3]
+    assert hot.rows("b").tolist() == [0, 4]  # the padding row is never read
+    assert hot.mask("b").tolist() == [True, False, False, False, True]
+    assert hot.num_rows == 4
+    assert hot.num_bytes({"a": 10, "b": 100}) == 220
+    narrow, wide = group_by_width(TABLES)
+    assert (hot.ids(narrow).tolist(), hot.ids(wide).tolist()) == ([1, 3], [0, 4])
+    moved = hot.to("cpu")
+    assert torch.equal(moved.is_hot, hot.is_hot)
+
+
+def test_ids_of_a_group_count_on_from_table_to_table() -> None:
+    tables = [Table("x", 3, 4, ["f"]), Table("y", 9, 8, ["g"]), Table("z", 3, 4, ["h"])]
+    hot = HotSet.of(tables, {"x": torch.tensor([2]), "z": torch.tensor([0, 1])})
+    narrow, wide = group_by_width(tables)
+    assert (hot.ids(narrow).tolist(), hot.ids(wide).tolist()) == ([2, 3, 4], [])
+
+
+@pytest.mark.parametrize("is_hot", [torch.ones(11), torch.ones(10, dtype=torch.bool)])
+def test_a_mask_of_another_kind_is_refused(is_hot: Tensor) -> None:
+    with pytest.raises(ValueError, match="is_hot must be 11 bools, one for each row"):
+        HotSet(Places(TABLES), is_hot)
+
+
+@pytest.mark.parametrize("row", [-1, 6])
+def test_a_hot_row_that_is_not_there_is_refused(row: int) -> None:
+    with pytest.raises(ValueError, match="table 'a' has rows 0 to 5"):
+        HotSet.of(TABLES, {"a": torch.tensor([row])})
+
+
+def test_an_unknown_table_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no table 'c'; there are a, b"):
+        HotSet.none(TABLES).rows("c")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("jagged", [False, True])
+def test_a_gpu_classifies_without_being_waited_for(jagged: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tables = [
+        Table(f"t{i}", 10_000 + i, 4, [f"f{i}"], padding_idx=i if i % 2 else None)
+        for i in range(26)
+    ]
+    hot = HotSet(Places(tables), torch.rand(Places(tables).num_rows, generator=draw) < 0.97)
+    ids = torch.randint(0, 10_000, (4096, 26), generator=draw)
+    features: Any = ids
+    if jagged:
+        lengths = torch.randint(0, 3, (26 * 4096,), generator=draw)
+        values = torch.randint(0, 10_000, (int(lengths.sum()),), generator=draw)
+        features = (values, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    batch = batch_of(features, tables)
+    on_gpu = Batch(
+        batch.values.cuda(),
+        None if batch.offsets is None else batch.offsets.cuda(),
+        batch.keys,
+        batch.num_samples,
+        batch.ends,
+    )
+    there = hot.to("cuda")
+    popular(on_gpu, there)  # hands the tables' numbers over, once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = popular(on_gpu, there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = popular(batch, hot)
+    assert 0 < int(expected.sum()) < len(expected)
+    assert torch.equal(found.cpu(), expected)
