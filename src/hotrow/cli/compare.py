@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, FAILED_STRATEGY, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import one_line_warnings, tell_people
 from hotrow.cli._stop import StopAfterStep
@@ -39,9 +40,7 @@ _SHORT = "training.steps=64"  # of the built-in job, so that all of them take ab
 
 
 def compare(
-    file: Annotated[
-        Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
-    ] = None,
+    file: RunFile = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -56,16 +55,8 @@ def compare(
             help="First steps of each repetition that are not timed.", show_default="a tenth"
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", metavar="", help="The same facts for machines, one object per line."
-        ),
-    ] = False,
+    settings: Settings = None,
+    as_json: JsonLinesFlag = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", metavar="", help="Nothing but the table at the end.")
     ] = False,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
 from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
 from hotrow.records import EvalRecord
 from hotrow.run.files import to_json
@@ -19,24 +20,14 @@ from hotrow.run.trained import open_trained
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name in --runs.")],
+    run: TrainedRun,
     split: Annotated[
         str, typer.Option(help="Samples to evaluate: test, validation or train.")
     ] = "test",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Another prepared folder, with the tables that the model has."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the run; repeatable."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="The same facts for machines.")
-    ] = False,
-    runs: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    data: OtherData = None,
+    settings: RunSettings = None,
+    as_json: JsonFlag = False,
+    runs: Runs = Path("runs"),
 ) -> None:
     """Evaluate the model that a run has trained.
 
@@ -64,9 +55,10 @@ def evaluate(
     - normalised entropy: log-loss over that of always saying the share of clicks; below 1 is
       better than knowing nothing
 
-    `data.eval_batches` of the run holds here, too: without it, all of the split counts. Another
-    folder must have been prepared into the same rows; what differs is told. Generated clicks are
-    drawn batch by batch, so that another `data.batch_size` makes others of them.
+    `data.eval_batches` of the run holds for test and validation, too; without it, and of train, all
+    samples count. Another folder must have been prepared into the same rows; what differs is told.
+    Generated clicks are drawn batch by batch, so that another `data.batch_size` makes others of
+    them.
     """
     show: Show = JsonLines() if as_json else Screen()
     with one_line_warnings(show.warn):

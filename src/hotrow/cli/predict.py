@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
 from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
 from hotrow.run.files import to_json
 from hotrow.run.predictions import check_arrow, write_scores
@@ -15,28 +16,18 @@ from hotrow.run.trained import open_trained
 
 
 def predict(
-    run: Annotated[str, typer.Argument(help="The run's folder, or its name in --runs.")],
+    run: TrainedRun,
     out: Annotated[Path, typer.Option("--out", "-o", help="The Parquet file to write.")],
     split: Annotated[
         str, typer.Option(help="Samples to score: test, validation or train.")
     ] = "test",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Another prepared folder, with the tables that the model has."),
-    ] = None,
+    data: OtherData = None,
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="Replace the file if it is there.")
     ] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the run; repeatable."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="The same facts for machines.")
-    ] = False,
-    runs: Annotated[Path, typer.Option(help="Folder of runs.")] = Path("runs"),
+    settings: RunSettings = None,
+    as_json: JsonFlag = False,
+    runs: Runs = Path("runs"),
 ) -> None:
     """Score every sample of a split with the model that a run has trained.
 

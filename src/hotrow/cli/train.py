@@ -15,6 +15,7 @@ import typer
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.model import bytes_of, safetensors
+from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
@@ -27,19 +28,9 @@ from hotrow.run.tally import Tally
 
 
 def train(
-    file: Annotated[
-        Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", metavar="", help="The same facts for machines, one object per line."
-        ),
-    ] = False,
+    file: RunFile = None,
+    settings: Settings = None,
+    as_json: JsonLinesFlag = False,
     runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
         "runs"
     ),

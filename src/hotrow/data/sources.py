@@ -16,8 +16,6 @@ from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.arrow import pyarrow
 from hotrow.data.prepared.format import to_json
 
-Places = slice | NDArray[np.int64]  # of samples in a shard
-
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 
 
