@@ -512,17 +512,17 @@ class EmbeddingBagCollection(nn.Module):
         """From the next step on, leave some rows and their state as they are; None: no row.
 
         By table: row numbers, or a mask with a bool for each row. What was frozen before no longer
-        is. Lookups read frozen rows as ever, gradients of other rows do not change by a bit, and
-        steps are counted alike.
+        is; nothing by name ({}) keeps the bits that tell, so that a captured step need not be
+        captured anew when rows are frozen again. Lookups read frozen rows as ever, gradients of
+        other rows do not change by a bit, and steps are counted alike.
         """
-        found = {} if rows is None else dict(rows)
         ids: list[list[Tensor]] = [[] for _ in self.groups]
-        for table, given in found.items():
+        for table, given in ({} if rows is None else rows).items():
             group, base, size = self._place(table)
-            ids[self.groups.index(group)].append(_row_numbers(table, given, size) + base)
+            ids[self.groups.index(group)].append(row_numbers(table, given, size).cpu() + base)
         for group, mine in zip(self.groups, ids, strict=True):
-            frozen = torch.cat(mine).unique() if mine else torch.empty(0)
-            group.freeze(frozen if frozen.numel() else None)
+            every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
+            group.freeze(None if rows is None else every.unique())
 
     # -- rows in and out ---------------------------------------------------------------
 
@@ -546,7 +546,7 @@ class EmbeddingBagCollection(nn.Module):
         Read where they are: no map, hold or counter changes.
         """
         group, base, size = self._place(table)
-        rows = _row_numbers(table, rows, size)
+        rows = row_numbers(table, rows, size)
         step, dim = _chunk_of(group), group.dim
 
         def chunks() -> Iterator[tuple[slice, Tensor]]:
@@ -732,7 +732,7 @@ class EmbeddingCollection(EmbeddingBagCollection):
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
 
 
-def _row_numbers(table: str, given: Tensor, size: int) -> Tensor:
+def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
     """Row numbers, from those or from a mask; refuses what a table of so many rows has not."""
     if given.dtype == torch.bool and given.shape == (size,):
         return given.nonzero().squeeze(1)
