@@ -111,17 +111,21 @@ def test_on_a_cpu(case: str, rule: str, name: str, victims: str, part: float) ->
     assert bool(embedding.traffic().chunked_batches) is (part < 1)
 
 
-@pytest.mark.parametrize("form", ["rows", "bags"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "form"), [*((rule, "bags") for rule in RULES), ("adagrad", "rows")]
+)
 def test_where_the_host_updates_rows(rule: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostRows, "rows_cross", lambda *_: form == "rows")
     case = CASES["two-widths"]
-    right = put_back(build(case, rule, "hybrid"), case)
-    assert trained(build(case, rule, "hybrid"), case).same_bits(right)
+    right = put_back(build(case, rule, "hybrid", device=DEVICE), case)
+    assert trained(build(case, rule, "hybrid", device=DEVICE), case).same_bits(right)
 
 
-def test_what_is_owed_is_owed_by_rows_that_were_not_frozen_then() -> None:
-    """On a GPU an update waits for the next reader; a link that is late shows it anywhere."""
+def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a link, an update waits for the next reader."""
+    monkeypatch.setattr(HostRows, "rows_cross", lambda *_: False)
     case = CASES["one-hot"]
     embedding, plain = (build(case, "adagrad", "hybrid") for _ in range(2))
     embedding.groups[0].has_link = True
@@ -129,9 +133,7 @@ def test_what_is_owed_is_owed_by_rows_that_were_not_frozen_then() -> None:
         readout(each(case.batches(1)[0])).backward()
     assert embedding.groups[0]._owed is not None
     embedding.freeze_rows({"a": torch.ones(60, dtype=torch.bool)})
-    assert torch.equal(
-        embedding.state_dict()[embedding.key_of("a")], plain.state_dict()[plain.key_of("a")]
-    )
+    assert outcome(embedding, []).same_bits(outcome(plain, []))
 
 
 # A few of them: Triton's interpreter is slow.
@@ -237,32 +239,55 @@ def test_what_is_no_row_is_refused_before_anything_changes(rows: Any, said: str)
     assert embedding.groups[0].frozen is None
 
 
-@pytest.mark.gpu
-def test_a_captured_step_follows() -> None:
-    """Freezing is captured anew; other rows under the same bits are not."""
-    case = CASES["one-hot"]
-    batches = [torch.stack([torch.arange(8), torch.arange(8)], 1).cuda() for _ in range(30)]
-    found = []
-    for graphs in (True, False):
-        embedding = build(case, "adam", "all-fast", device="cuda")
-        model = _Scores(embedding).cuda()
-        trainer = hotrow.Trainer(
-            model, lambda p, y: (p - y).square(), dense_optimizer=None, ids=lambda b: b,
-            labels=lambda b: b[:, 0].float(), device="cuda", graphs=graphs,
-        )  # fmt: skip
-        for record in trainer.run(batches):
-            if record.step in (12, 18):
-                embedding.freeze_rows({"a": torch.arange(record.step - 12, record.step - 8)})
-            if record.step == 24:
-                embedding.freeze_rows(None)
-        found.append(outcome(embedding, []))
-    assert found[0].same_bits(found[1])
-
-
-class _Scores(torch.nn.Module):
+class Scores(torch.nn.Module):
     def __init__(self, embedding: Any) -> None:
         super().__init__()
         self.embedding = embedding
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.embedding(batch).values().sum(1)
+        scores: Tensor = self.embedding(batch).values().sum(1)
+        return scores
+
+
+def run_of(embedding: Any, *, graphs: bool) -> Outcome:
+    """Freezes some rows, others, none by name, and none."""
+    changes = {12: torch.arange(4), 18: torch.arange(6, 9), 24: None, 28: torch.arange(2)}
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randint(40, (8, 2), generator=draw) for _ in range(36)]
+    trainer = hotrow.Trainer(
+        Scores(embedding), lambda found, wanted: (found - wanted).square(), dense_optimizer=None,
+        ids=lambda batch: batch, labels=lambda batch: batch[:, 0].float(),
+        device=embedding.device, graphs=graphs,
+    )  # fmt: skip
+    for record in trainer.run(batches):
+        if record.step in changes:
+            rows = changes[record.step]
+            embedding.freeze_rows({} if rows is None else {"a": rows})
+        if record.step == 32:
+            embedding.freeze_rows(None)
+    return outcome(embedding, [])
+
+
+def test_the_trainer_s_loop_may_freeze_rows() -> None:
+    case = CASES["one-hot"]
+    budget = hotrow.Budget((hotrow.Share(40, 16, True),), window_bytes=1 << 14)
+    found = run_of(build(case, "adam", "lookahead", budget=budget), graphs=False)
+    assert found.same_bits(run_of(build(case, "adam", "all-fast"), graphs=False))
+    frozen = build(case, "adam", "all-fast")
+    frozen.freeze_rows = lambda rows: None
+    assert not found.same_bits(run_of(frozen, graphs=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [0, 40])
+def test_captured_steps_follow(slots: int) -> None:
+    """To the bit of eager ones; tests/test_graphed.py counts the captures."""
+    options: dict[str, Any] = {"strategy": "all-fast"}
+    if slots:
+        budget = hotrow.Budget((hotrow.Share(slots, 16, True),), window_bytes=1 << 14)
+        options = {"strategy": "lookahead", "budget": budget}
+    found = [
+        run_of(build(CASES["one-hot"], "adam", **options, device="cuda"), graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert found[0].same_bits(found[1])

@@ -14,12 +14,14 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding
 from builders import CASES, build, outcome, readout, tight_budget, variant
+from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
 from hotrow.staleness import Numbering, Snapshot, Threshold, find_threshold
 from hotrow.strategy import as_listed
 
 Table = hotrow.EmbeddingBagConfig
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # -- snapshots -------------------------------------------------------------------------------
 
@@ -48,19 +50,19 @@ def trained(steps: int, look: bool, **options: Any) -> tuple[Any, Any, list[dict
 def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = 12
+    steps, device = 12, CPU
     if engine == "device":
         monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
-        steps = 4
-    plain, traffic, _ = trained(steps, look=False)
-    found, same_traffic, moved = trained(steps, look=True)
+        steps, device = 4, DEVICE
+    plain, traffic, _ = trained(steps, look=False, device=device)
+    found, same_traffic, moved = trained(steps, look=True, device=device)
     assert found.same_bits(plain)
     assert same_traffic == traffic
     # The same where every row is at hand.
-    embedding = build(CASES["one-hot"], "adagrad")
+    embedding = build(CASES["one-hot"], "adagrad", device=device)
     for batch, seen in zip(CASES["one-hot"].batches(steps), moved, strict=True):
         before = embedding.state_dict()
-        readout(embedding(batch)).backward()
+        readout(embedding(to_device(batch, device))).backward()
         after = embedding.state_dict()
         for table, rows in ROWS.items():
             key = embedding.key_of(table)

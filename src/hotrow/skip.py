@@ -100,7 +100,7 @@ class SkipRecord:
 
     mode: str
     first_batch: int = 0  # from which on samples may be skipped, in each epoch
-    offered: int = 0  # samples from there on
+    offered: int = 0  # samples from there on; counted where samples may be dropped
     dropped: int = 0  # of them, that were not trained
     threshold: Threshold | None = None  # None: no search yet
     hot_rows: Mapping[str, int] = field(default_factory=dict)  # by table
@@ -181,6 +181,7 @@ class Slipstream:
         self._embedding, self._ids = embedding, ids
         self._all = Numbering(embedding.tables, torch.device(device))
         self._hot = self._all.number(hot)
+        self._hot_there = self._hot.to(self._all.device)
         self._refill = _Refill(ids, embedding.features, take, join)
         counts = {name: len(rows) for name, rows in self._all.by_table(self._hot).items()}
         self.record = SkipRecord(self.settings.mode, hot_rows=counts)
@@ -189,7 +190,7 @@ class Slipstream:
         self._stale_bits: Tensor | None = None  # of them; None: no sample is left out now
         self._freezes = False  # whether the collection has bits of frozen rows
         self._hot_bits: Tensor | None = None
-        self._visits: Tensor | None = None  # of each hot row; None: nobody counts
+        self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
         self._snapshot: Snapshot | None = None
         self.begin(num_batches)
 
@@ -239,7 +240,7 @@ class Slipstream:
         """Which samples are trained, [B]; None: all of them, and nobody asks why."""
         if self._visits is not None:
             self._count(self._look(batch))
-        if self._position <= self.record.first_batch:
+        if self._position <= self.record.first_batch or self.settings.mode == "rows":
             return None
         size = parse(self._ids(batch), self._embedding.features, None).num_samples
         self.record = replace(self.record, offered=self.record.offered + size)
@@ -268,15 +269,15 @@ class Slipstream:
 
     def _count(self, looked: Looked) -> None:
         assert self._visits is not None
-        places = self._places(looked)
-        places = places[places >= 0]
+        places = self._places(looked).flatten()
+        places = torch.where(places < 0, len(self._hot), places)  # as many launches for any batch
         self._visits.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
     def _places(self, looked: Looked) -> Tensor:
         """Of each lookup, its row's place among the hot ones; -1: it is not."""
-        if not len(self._hot):
+        hot = self._hot_there
+        if not len(hot):
             return torch.full_like(looked.numbers, -1)
-        hot = self._hot.to(looked.numbers.device)
         places = torch.searchsorted(hot, looked.numbers).clamp_(max=len(hot) - 1)
         return torch.where(hot[places] == looked.numbers, places, -1)
 
@@ -289,12 +290,13 @@ class Slipstream:
 
     def _watch(self, stream: _Stream) -> None:
         self._take_snapshot(self._hot)
-        self._visits = torch.zeros(len(self._hot), dtype=torch.int32, device=self._all.device)
+        size = len(self._hot) + 1
+        self._visits = torch.zeros(size, dtype=torch.int32, device=self._all.device)
         self._due(self._position + self._between, self._decide)
 
     def _decide(self, stream: _Stream) -> None:
         assert self._visits is not None
-        moved, often = self._moved(), self._visits.cpu() >= self.settings.least_visits
+        moved, often = self._moved(), self._visits[:-1].cpu() >= self.settings.least_visits
         self._visits = None
         threshold = self._search(moved, often, stream.peek(self._sampled))
         stale = self._hot[often & (moved < threshold.tau)]
@@ -335,7 +337,7 @@ class Slipstream:
         )
 
     def _probe(self, stream: _Stream) -> None:
-        """Skip nothing for as long as the rows were watched at first: what is stale stays there."""
+        """Skip nothing for as long as rows were watched at first, so that `tau` means the same."""
         assert self._stale is not None
         self._pause()
         self._take_snapshot(self._stale)
