@@ -449,6 +449,22 @@ def test_a_learning_rate_schedule_of_the_rows_is_followed(seen: Replays) -> None
     assert seen.strange > 0
 
 
+@without_gpu
+def test_a_step_is_captured_anew_when_rows_are_frozen_at_first_and_no_longer(seen: Replays) -> None:
+    """Not when others are: their bits lie at the same place."""
+    changes: dict[int, Any] = {5: {"a": torch.arange(40)}, 8: {"b": torch.arange(20)}, 9: {}}
+    changes[10] = None
+    model, graphs = make("sum", "adagrad"), []
+    step = step_of(model)
+    for place, batch in enumerate(stream(batches_of("sum", 11, most=2, least=1), model, step)):
+        if place in changes:
+            model.embedding.freeze_rows(changes[place])
+        step(batch)
+        assert step.landing is not None
+        graphs.append(sum(len(each.graphs) for each in step.landing._berths.values()))
+    assert [graphs[place] for place in changes] == [1, 4, 5, 1]  # all others are gone, or none
+
+
 # -- a user's loop ---------------------------------------------------------------------------
 
 

@@ -94,8 +94,8 @@ LAYERS = [
     {"device_rows", "plan_room"},
     {"hybrid"},
     {"embedding"},
-    {"ahead", "checkpoint"},
-    {"captured"},
+    {"ahead", "checkpoint", "staleness"},
+    {"captured", "skip"},
     {"graphed"},
     {"trainer"},
 ]

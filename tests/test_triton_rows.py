@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.kernels import reference
+from hotrow.kernels.reference import bits_of
 from hotrow.kernels.triton import update
 from hotrow.kernels.triton.lookup import pool, weight_grads
 from hotrow.kernels.triton.segments import Segments
@@ -602,3 +603,45 @@ def test_a_batch_without_lookups_changes_nothing(device: torch.device) -> None:
     update_slots(rows, none, empty, grads, None, None, None, SGD(), scalars, None, 2, 2)
     update_rows(rows, none, none, zero, grads, SGD(), scalars, None, 2)
     assert torch.equal(rows, before)
+
+
+# -- frozen rows -------------------------------------------------------------------------
+
+FROZEN = [9, 300, 400, 999]  # short and long runs, around a table's first id
+
+
+@each_rule
+def test_frozen_rows_stay_and_the_others_have_the_same_bits(
+    rule: RowRule, device: torch.device
+) -> None:
+    case = Case(shuffled(MIXED, device), 5, bags=True, weighted=True)
+    slots = Slots(case, rule)
+    frozen = bits_of(torch.tensor(FROZEN, device=device), NUM_ROWS + 1)
+    before, right = slots.rows.clone(), slots.rows.clone()
+    update_slots(
+        right, slots.row_slots, case.segments, *case.terms, rule, slots.scalars, slots.bases,
+        slots.null, case.dim,
+    )  # fmt: skip
+    for at in slots.of(slots.ids)[torch.isin(slots.ids, torch.tensor(FROZEN, device=device))]:
+        right[at] = before[at]
+    update_slots(
+        slots.rows, slots.row_slots, case.segments, *case.terms, rule, slots.scalars, slots.bases,
+        slots.null, case.dim, frozen,
+    )  # fmt: skip
+    assert not torch.equal(slots.rows, before)
+    assert_same_bits(slots.rows, right)
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [(RULES[0], torch.int32), (RULES[4], torch.int64)])
+def test_frozen_rows_stay_where_gradients_are_already_summed(
+    rule: RowRule, dtype: torch.dtype, device: torch.device
+) -> None:
+    ids = torch.randperm(NUM_ROWS, device=device)[:40].to(dtype)
+    rows = torch.rand(40, 6 + rule.state_width(6), device=device)
+    grads, scalars = torch.randn(40, 6, device=device), scalars_of(rule, len(BASES), device)
+    bases, before, right = torch.tensor(BASES, device=device), rows.clone(), rows.clone()
+    update_rows(right, None, ids, None, grads, rule, scalars, bases, 6)
+    right[::3] = before[::3]
+    frozen = bits_of(ids[::3].long(), NUM_ROWS + 1)
+    update_rows(rows, None, ids, None, grads, rule, scalars, bases, 6, frozen=frozen)
+    assert_same_bits(rows, right)

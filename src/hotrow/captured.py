@@ -359,6 +359,7 @@ class CapturedStep:
             group.push_scalars()
         settings = (
             [group.scalars_alike for group in groups],
+            [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
         )
         if self._watch is not None and not self._watch.changed() and settings == self._settings:

@@ -341,6 +341,7 @@ class DeviceRows(DeviceFills):
         update.update_slots(
             self.slots, b.row_slots[: work.plan.lookups], work.plan.segments(), grads, work.bag_of,
             x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
+            self.frozen,
         )  # fmt: skip
         return True
 
@@ -352,7 +353,7 @@ class DeviceRows(DeviceFills):
             self.gather(ids[part], out=rows)
             update.update_rows(
                 rows, None, ids[part], None, grads[part], self.optimizer.rule, scalars, bases,
-                self.dim,
+                self.dim, frozen=self.frozen,
             )  # fmt: skip
             self.scatter(ids[part], rows)
 

@@ -508,6 +508,22 @@ class EmbeddingBagCollection(nn.Module):
     def grad_scale(self, scale: Any) -> None:
         self._step.grad_scale = scale
 
+    def freeze_rows(self, rows: Mapping[str, Tensor] | None) -> None:
+        """From the next step on, leave some rows and their state as they are; None: no row.
+
+        By table: row numbers, or a mask with a bool for each row. What was frozen before no longer
+        is; nothing by name ({}) keeps the bits that tell, so that a captured step need not be
+        captured anew when rows are frozen again. Lookups read frozen rows as ever, gradients of
+        other rows do not change by a bit, and steps are counted alike.
+        """
+        ids: list[list[Tensor]] = [[] for _ in self.groups]
+        for table, given in ({} if rows is None else rows).items():
+            group, base, size = self._place(table)
+            ids[self.groups.index(group)].append(row_numbers(table, given, size).cpu() + base)
+        for group, mine in zip(self.groups, ids, strict=True):
+            every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
+            group.freeze(None if rows is None else every.unique())
+
     # -- rows in and out ---------------------------------------------------------------
 
     def flush(self) -> None:
@@ -523,6 +539,23 @@ class EmbeddingBagCollection(nn.Module):
         """The weights of a table in chunks: (first row, [n, dim])."""
         dim, rows = self._place(table)[0].dim, self.rows(table)
         return ((first, chunk[:, :dim].clone()) for first, chunk in rows)
+
+    def weights_at(self, table: str, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The weights of some rows of a table, each given once, in chunks: (places, [n, dim]).
+
+        Read where they are: no map, hold or counter changes.
+        """
+        group, base, size = self._place(table)
+        rows = row_numbers(table, rows, size)
+        step, dim = _chunk_of(group), group.dim
+
+        def chunks() -> Iterator[tuple[slice, Tensor]]:
+            for first in range(0, len(rows), step):
+                ids = rows[first : first + step].cpu() + base
+                out = torch.empty(len(ids), group.width)
+                yield slice(first, first + len(ids)), group.gather(ids, out=out)[:, :dim].clone()
+
+        return chunks()
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
@@ -641,6 +674,9 @@ class EmbeddingBagCollection(nn.Module):
         for group in self.groups:
             for name, size in group.memory().items():
                 parts[name] = parts.get(name, 0) + size
+            if group.frozen is not None and group.frozen.device == self.device:
+                name = "which rows are frozen"
+                parts[name] = parts.get(name, 0) + group.frozen.nbytes
         if self.window_bytes and not self._plans_later:
             parts["look-ahead ids"] = self.window_bytes
         return parts
@@ -694,6 +730,21 @@ class EmbeddingCollection(EmbeddingBagCollection):
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
+    """Row numbers, from those or from a mask; refuses what a table of so many rows has not."""
+    if given.dtype == torch.bool and given.shape == (size,):
+        return given.nonzero().squeeze(1)
+    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"table {table!r}: rows must be row numbers (one dimension, int64) or a mask with a "
+            f"bool for each of its {size:,} rows; got {given.dtype} of shape {list(given.shape)}"
+        )
+    if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < size:
+        bad = given[(given < 0) | (given >= size)][0]
+        raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
+    return given.long()
 
 
 def _chunk_of(group: RowGroup) -> int:

@@ -21,7 +21,7 @@ from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spa
 from hotrow.budget import Share
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels import reference
-from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.kernels.reference import SortedIds, in_bits, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.lanes import Mark
 from hotrow.optim import SGD, Scalars, per_row
@@ -499,8 +499,11 @@ class HostRows(RowGroup):
         arrived: Mark,
         settings: tuple[Scalars, bool],
     ) -> None:
+        moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
+        if moves is not None:
+            ids = ids[moves]
         # What the lookup has read is still there, if nobody has written since.
-        is_held = plan is not None and self._held is plan
+        is_held = plan is not None and self._held is plan and moves is None
         self._held = None
         if not is_held:
             self._rows_sent.wait()
@@ -511,6 +514,8 @@ class HostRows(RowGroup):
             for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
                 columns.read(ids, out=out)
             arrived.wait()
+            if moves is not None:
+                grads = grads[moves]
             self._step_on(ids, values, grads, settings)
             for columns, changed in zip(self._columns, values, strict=True):
                 columns.write(ids, changed)
@@ -584,6 +589,14 @@ class HostRows(RowGroup):
 
     def flush(self) -> None:
         self.settle()
+
+    def freeze(self, ids: Tensor | None) -> None:
+        self.settle()  # what is owed is of a step before
+        super().freeze(ids)
+
+    @property
+    def _frozen_on(self) -> torch.device:
+        return torch.device("cpu")
 
     # ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
-from hotrow.kernels.reference import Moves, SortedIds
+from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
 from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
 from hotrow.planner import Pins, Plan, Planner
@@ -39,6 +39,7 @@ class RowGroup:
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
+    frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
     times_as_large: Callable[[int, int], float] | None = None
@@ -375,21 +376,46 @@ class RowGroup:
 
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         """One optimizer step on unique rows; `work` if all of them are one batch's."""
+        slots = None
+        if work is not None and self.slots_hold(work):
+            assert work.plan is not None
+            slots = work.plan.row_slots[:-1]
+        if self.frozen is not None:
+            moves = ~in_bits(self.frozen, ids)
+            ids, grads = ids[moves], grads[moves]
+            slots = None if slots is None else slots[moves]
         columns = self._scalars(ids)
-        planned = work.plan if work is not None and self.slots_hold(work) else None
         for first in range(0, ids.numel(), self.chunk_rows):
             part = slice(first, first + self.chunk_rows)
             mine = {key: each[part] if len(each) > 1 else each for key, each in columns.items()}
             rows = self._buffer(ids[part].numel())
-            if planned is None:
+            if slots is None:
                 self.gather(ids[part], out=rows)
             else:
-                torch.index_select(self.slots, 0, planned.row_slots[:-1][part], out=rows)
+                torch.index_select(self.slots, 0, slots[part], out=rows)
             self._step(rows, grads[part], mine)
-            if planned is None:
+            if slots is None:
                 self.scatter(ids[part], rows)
             else:
-                self.slots.index_copy_(0, planned.row_slots[:-1][part], rows)
+                self.slots.index_copy_(0, slots[part], rows)
+
+    def freeze(self, ids: Tensor | None) -> None:
+        """From the next step on, leave these rows and their state as they are; None: no row.
+
+        At one place for as long as some row is frozen, so that a captured step follows.
+        """
+        if ids is None:
+            self.frozen = None
+            return
+        size = self.layout.num_rows + 1  # padding has an id, too
+        if self.frozen is None:
+            self.frozen = torch.zeros(-(-size // 32), dtype=torch.int32, device=self._frozen_on)
+        bits_of(ids.to(self._frozen_on), size, out=self.frozen)
+
+    @property
+    def _frozen_on(self) -> torch.device:
+        """Where rows are updated."""
+        return self.device
 
     def _buffer(self, count: int) -> Tensor:
         # A single bag may be larger than the buffer, though not than the slots.

@@ -124,6 +124,19 @@ def row_sum(values: Tensor) -> Tensor:
     return values
 
 
+def bits_of(ids: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+    """Which of `size` ids are among `ids`, given once each: 32 of them in a word of int32."""
+    if out is None:
+        out = torch.empty(-(-size // 32), dtype=torch.int32, device=ids.device)
+    bit = torch.ones_like(ids).bitwise_left_shift_(ids & 31)
+    return out.zero_().index_add_(0, ids >> 5, bit.int())
+
+
+def in_bits(bits: Tensor, ids: Tensor) -> Tensor:
+    """Whether each id, of at least 0, has its bit set."""
+    return ((bits[ids >> 5] >> (ids & 31)) & 1).bool()
+
+
 @dataclass(frozen=True)
 class Moves:
     """What a fill does: per slot the id that leaves and the id that enters, -1 for none."""

@@ -21,7 +21,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hotrow.models.layers import Clicks, draw, mlp, refuse_other_than_one_logit, width_of
+from hotrow.models.layers import (
+    Clicks,
+    draw,
+    mlp,
+    normalised,
+    refuse_other_than_one_logit,
+    refuse_to_normalise,
+    width_of,
+    widths_of,
+)
 
 
 class DCNv2(nn.Module):
@@ -37,6 +46,9 @@ class DCNv2(nn.Module):
 
     `pad_to` rounds `num_dense` up to its multiples; no state dict shows padding. Other widths are
     sums of those of layers and vectors, which are yours to choose.
+
+    `normalise` scales every vector that is looked up to mean 0 and variance 1 among its numbers;
+    it takes a hotrow collection, which knows where they begin.
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class DCNv2(nn.Module):
         embedding_width: int | None = None,
         generator: torch.Generator | None = None,
         pad_to: int = 1,
+        normalise: bool = False,
     ) -> None:
         super().__init__()
         refuse_other_than_one_logit("top of a DCNv2", top)
@@ -58,6 +71,9 @@ class DCNv2(nn.Module):
             raise ValueError(f"a DCNv2 has 1 cross layer or more, not {cross_layers}")
         self.embedding = embedding
         self.embedding_width = embedding_width or width_of(embedding, otherwise="embedding_width")
+        self.normalise = widths_of(embedding, otherwise="normalise=False") if normalise else []
+        for each in self.normalise:
+            refuse_to_normalise(each)
         width = bottom[-1] + self.embedding_width
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)
@@ -77,6 +93,8 @@ class DCNv2(nn.Module):
                 f"the embedding gives {vectors.shape[1]} numbers per sample, but the cross layers "
                 f"are made for {self.embedding_width}: give embedding_width={vectors.shape[1]}"
             )
+        if self.normalise:
+            vectors = normalised(vectors, self.normalise)
         first = cast(nn.Linear, self.bottom[0])
         dense = self.bottom(dense.to(first.weight.dtype))
         start = crossed = torch.cat([dense, vectors.to(dense.dtype)], dim=1)

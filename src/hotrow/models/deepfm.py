@@ -27,7 +27,9 @@ from hotrow.models.layers import (
     at_least_float32,
     features_of,
     mlp,
+    normalised,
     refuse_other_than_one_logit,
+    refuse_to_normalise,
 )
 
 
@@ -53,6 +55,9 @@ class DeepFM(nn.Module):
     `generator` or else torch's own. First order and pairs are summed in float32 whatever the
     weights' type, as sums of squares would lose what their difference is to keep. `pad_to`
     rounds the input of the deep layers up to its multiples; no state dict shows padding.
+
+    `normalise` scales every vector that is looked up to mean 0 and variance 1 among its numbers;
+    first-order weights stay as they are.
     """
 
     def __init__(
@@ -65,10 +70,13 @@ class DeepFM(nn.Module):
         num_features: int | None = None,
         generator: torch.Generator | None = None,
         pad_to: int = 1,
+        normalise: bool = False,
     ) -> None:
         super().__init__()
         refuse_other_than_one_logit("deep part of a DeepFM", deep)
-        self.embedding, self.dim = embedding, dim
+        self.embedding, self.dim, self.normalise = embedding, dim, normalise
+        if normalise:
+            refuse_to_normalise(dim)
         self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
         rows = torch.empty(num_dense, dim + 1)
         self.dense_rows = nn.Parameter(nn.init.normal_(rows, std=0.01, generator=generator))
@@ -102,6 +110,10 @@ class DeepFM(nn.Module):
         rows = at_least_float32(self.dense_rows)
         scaled = dense.to(rows.dtype).unsqueeze(2) * rows
         looked_up = vectors.to(rows.dtype).view(len(vectors), self.num_features, self.dim + 1)
+        if self.normalise:
+            factors = looked_up[:, :, : self.dim].flatten(0, 1)
+            factors = normalised(factors, [self.dim]).view(len(vectors), -1, self.dim)
+            looked_up = torch.cat([factors, looked_up[:, :, self.dim :]], dim=2)
         return torch.cat([scaled, looked_up], dim=1)
 
 

@@ -24,7 +24,9 @@ from hotrow.models.layers import (
     DotInteraction,
     features_of,
     mlp,
+    normalised,
     refuse_other_than_one_logit,
+    refuse_to_normalise,
 )
 
 
@@ -38,6 +40,8 @@ class DLRM(nn.Module):
     `pad_to` rounds the widths that come from the data, `num_dense` and that of the interaction,
     up to its multiples: a matrix product is fast on rows that begin at even addresses. Padded
     columns are zeros that meet zero weights, which get no gradient; no state dict shows them.
+
+    `normalise` scales every vector that is looked up to mean 0 and variance 1 among its numbers.
     """
 
     def __init__(
@@ -50,11 +54,14 @@ class DLRM(nn.Module):
         num_features: int | None = None,
         generator: torch.Generator | None = None,
         pad_to: int = 1,
+        normalise: bool = False,
     ) -> None:
         super().__init__()
         refuse_other_than_one_logit("top of a DLRM", top)
         self.embedding = embedding
-        self.dim = bottom[-1]
+        self.dim, self.normalise = bottom[-1], normalise
+        if normalise:
+            refuse_to_normalise(self.dim)
         self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
         self.interact = DotInteraction(self.num_features, self.dim, pad_to=pad_to)
         widths = [num_dense, *bottom]
@@ -67,5 +74,7 @@ class DLRM(nn.Module):
         first = cast(nn.Linear, self.bottom[0])
         dense = self.bottom(batch.dense.to(first.weight.dtype))
         vectors = self.embedding(batch.sparse).values()
+        if self.normalise:
+            vectors = normalised(vectors, [self.dim] * self.num_features)
         logits: Tensor = self.top(self.interact(dense, vectors))
         return logits.squeeze(1)

@@ -26,20 +26,25 @@ class Clicks(Protocol):
 
 def features_of(embedding: nn.Module, *, otherwise: str) -> tuple[str, ...]:
     """The features that a collection looks up; other embeddings do not tell."""
-    return tuple(_told_by(embedding, "features", otherwise))
+    return tuple(_told_by(embedding, "features", f"{otherwise}="))
 
 
 def width_of(embedding: nn.Module, *, otherwise: str) -> int:
     """The numbers per sample that a collection gives; other embeddings do not tell."""
+    return sum(widths_of(embedding, otherwise=f"{otherwise}="))
+
+
+def widths_of(embedding: nn.Module, *, otherwise: str) -> list[int]:
+    """The numbers in each feature's vector that a collection gives; others do not tell."""
     tables = _told_by(embedding, "tables", otherwise)
-    return sum(table.embedding_dim * len(table.feature_names) for table in tables)
+    return [table.embedding_dim for table in tables for _ in table.feature_names]
 
 
 def _told_by(embedding: nn.Module, fact: str, otherwise: str) -> Any:
     if not hasattr(embedding, fact):
         raise ValueError(
             f"{type(embedding).__name__} does not tell its {fact}, as hotrow's collections do: "
-            f"give {otherwise}="
+            f"give {otherwise}"
         )
     return getattr(embedding, fact)
 
@@ -52,6 +57,29 @@ def refuse_other_than_one_logit(part: str, widths: Sequence[int]) -> None:
 def at_least_float32(numbers: Tensor) -> Tensor:
     """Half-precision numbers with room for the digits of a sum."""
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
+
+
+def normalised(vectors: Tensor, widths: Sequence[int]) -> Tensor:
+    """Vectors that lie side by side in [B, sum of widths], each scaled to mean 0 and variance 1.
+
+    torch's layer_norm without anything to learn: how large numbers are no longer counts, but
+    those far below the root of its 1e-5, about 0.003, stay small.
+    """
+    if vectors.shape[1] != sum(widths):
+        raise ValueError(
+            f"the embedding gives {vectors.shape[1]} numbers per sample; {len(widths)} vectors to "
+            f"normalise would be {sum(widths)}"
+        )
+    if len(set(widths)) == 1:
+        parts = vectors.unflatten(1, (len(widths), widths[0]))
+        return functional.layer_norm(parts, widths[:1]).flatten(1)
+    each = zip(vectors.split(list(widths), dim=1), widths, strict=True)
+    return torch.cat([functional.layer_norm(part, (width,)) for part, width in each], dim=1)
+
+
+def refuse_to_normalise(width: int) -> None:
+    if width < 2:
+        raise ValueError(f"normalise=True: a vector of {width} number would always be 0")
 
 
 class DotInteraction(nn.Module):

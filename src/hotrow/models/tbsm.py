@@ -36,7 +36,9 @@ from hotrow.models.layers import (
     at_least_float32,
     features_of,
     mlp,
+    normalised,
     refuse_other_than_one_logit,
+    refuse_to_normalise,
 )
 
 
@@ -81,7 +83,8 @@ class TBSM(nn.Module):
     Weights are drawn from `generator` or else torch's own. Some starts get stuck early, as the
     reference says, which goes on with the best of five seeds. With half-precision weights logits
     are float32. `pad_to` rounds the inputs of bottom, top, sequence and final up to its multiples;
-    no state dict shows padding.
+    no state dict shows padding. `normalise` scales every vector that is looked up to mean 0 and
+    variance 1 among its numbers.
     """
 
     places: Tensor
@@ -99,6 +102,7 @@ class TBSM(nn.Module):
         features: Sequence[str] | None = None,
         generator: torch.Generator | None = None,
         pad_to: int = 1,
+        normalise: bool = False,
     ) -> None:
         super().__init__()
         refuse_other_than_one_logit("final part of a TBSM", final)
@@ -106,6 +110,9 @@ class TBSM(nn.Module):
             raise ValueError(f"a TBSM looks back 1 step or more, not {num_steps}")
         self.embedding, self.num_steps, self.dim = embedding, num_steps, bottom[-1]
         self.features = tuple(features or features_of(embedding, otherwise="features"))
+        self.normalise = normalise
+        if normalise:
+            refuse_to_normalise(self.dim)
         self.register_buffer("places", torch.arange(num_steps), persistent=False)
         self.bottom = mlp(
             [num_dense, *bottom], ends_in_relu=True, generator=generator, pad_to=pad_to
@@ -145,6 +152,8 @@ class TBSM(nn.Module):
         """A vector of length 1 for each step of each sample, [B, T + 1, C]."""
         first = cast(nn.Linear, self.bottom[0])
         below = self.bottom(dense.flatten(0, 1).to(first.weight.dtype))
+        if self.normalise:
+            vectors = normalised(vectors, [self.dim] * len(self.features))
         above: Tensor = self.top(self.interact(below, vectors))
         scaled = functional.normalize(at_least_float32(above), dim=1).to(above.dtype)
         return scaled.view(len(dense), self.num_steps + 1, -1)

@@ -74,17 +74,18 @@ def update_slots(
     bases: Tensor | None,  # [T] int64: the first id of each table; None: scalars[0] is for all
     null_slot: int,
     dim: int,
+    frozen: Tensor | None = None,  # a bit for each id: int32 words
 ) -> None:
-    """One optimizer step on every unique row but those at the null slot."""
+    """One optimizer step on every unique row but those at the null slot, and frozen ones."""
     terms = (grads, bag_of, weights, divisor)
     step = _step_of(rule, scalars, bases)
-    _reduce(rows, row_slots, segments, terms, step, null_slot, dim)
+    _reduce(rows, row_slots, segments, terms, step, null_slot, dim, frozen)
 
 
 def update_rows(
     rows: Tensor,  # [R, width] float32
     index: Tensor | None,  # [n]; None: row i
-    ids: Tensor,  # [n]: of which only the table matters
+    ids: Tensor,  # [n]: of which only the table matters, and the bit of `frozen`
     count: Tensor | None,  # [1] int32: how many of the n; None: all
     row_grads: Tensor,  # [n, dim] float32, summed
     rule: RowRule,
@@ -92,6 +93,7 @@ def update_rows(
     bases: Tensor | None,  # [T] int64
     dim: int,
     null_slot: int = -1,  # entries of `index` that are skipped
+    frozen: Tensor | None = None,  # a bit for each id that is skipped: int32 words
 ) -> None:
     """One optimizer step on some rows, each at most once, from gradients already summed."""
     num_rows = row_grads.shape[0]
@@ -100,7 +102,8 @@ def update_rows(
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        *(rows, rows.stride(0), index, null_slot, ids, count, num_rows, row_grads.contiguous()),
+        *(rows, rows.stride(0), index, null_slot, ids, frozen),
+        *(count, num_rows, row_grads.contiguous()),
         *_step_of(rule, scalars, bases),
         *(dim, columns, tile),
         num_warps=tile_warps(columns),
@@ -128,6 +131,7 @@ def _reduce(
     step: tuple[Any, ...],
     null_slot: int,
     dim: int,
+    frozen: Tensor | None = None,
 ) -> None:
     num_lookups = segments.order.numel()
     if num_lookups == 0:
@@ -139,9 +143,10 @@ def _reduce(
     num_windows = triton.cdiv(num_lookups, CHUNK)
     partial = torch.empty(num_windows, dim, dtype=torch.float32, device=rows.device)
     runs = (segments.order, segments.rank, segments.starts)
-    target = (rows, rows.stride(0), row_slots, null_slot, segments.ids)
+    place = (row_slots, null_slot, segments.ids, frozen)
+    target = (rows, rows.stride(0), *place)
     _chunks[(num_windows,)](
-        *(partial, row_slots, null_slot, *runs, *terms, *chunk_shape),
+        *(partial, *place, *runs, *terms, *chunk_shape),
         num_warps=chunk_warps,
         **EXACT,
     )
@@ -235,12 +240,17 @@ def _chunk_in(window, rank, starts, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _address(row_slots, row, mask, null_slot):
-    """Where the unique rows lie, int64; the null slot where there is none."""
+def _address(row_slots, row, mask, null_slot, ids, frozen):
+    """Where the unique rows lie, int64; the null slot where there is none, or it is frozen."""
     if row_slots is None:
         slot = tl.where(mask, row, null_slot)
     else:
         slot = tl.load(row_slots + row, mask=mask, other=null_slot)
+    if frozen is not None:
+        own = tl.load(ids + row, mask=mask, other=0)
+        word = tl.load(frozen + (own >> 5), mask=mask, other=0)
+        is_frozen = ((word >> (own & 31).to(tl.int32)) & 1) != 0
+        slot = tl.where(is_frozen, null_slot, slot)
     return slot.to(tl.int64)
 
 
@@ -249,6 +259,8 @@ def _chunks(
     partial,  # [windows, DIM]
     row_slots,
     null_slot,
+    ids,
+    frozen,
     order,
     rank,
     starts,
@@ -266,7 +278,8 @@ def _chunks(
     row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
     if number == 0:
         return
-    if _address(row_slots, row, True, null_slot) == null_slot:  # padding may be the longest row
+    # Padding may be the longest row.
+    if _address(row_slots, row, True, null_slot, ids, frozen) == null_slot:
         return
     first = start + number * CHUNK
     total = _sum_chunk(
@@ -293,6 +306,7 @@ def _long_rows(
     row_slots,
     null_slot,
     ids,
+    frozen,
     partial,  # [windows, DIM]
     order,
     rank,
@@ -316,7 +330,7 @@ def _long_rows(
     row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
     if number != 1:
         return
-    slot = _address(row_slots, row, True, null_slot)
+    slot = _address(row_slots, row, True, null_slot, ids, frozen)
     if slot == null_slot:
         return
     total = _sum_chunk(
@@ -344,6 +358,7 @@ def _short_rows(
     row_slots,
     null_slot,
     ids,
+    frozen,
     count,
     order,
     starts,
@@ -368,7 +383,7 @@ def _short_rows(
         row = tile * TILE + tl.arange(0, TILE)
         start = tl.load(starts + row, mask=row < num_rows, other=0)
         end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
-        slot = _address(row_slots, row, row < num_rows, null_slot)
+        slot = _address(row_slots, row, row < num_rows, null_slot, ids, frozen)
         is_mine = (end - start <= CHUNK) & (slot != null_slot)
         table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
         # Read before the sum, so that the row is on its way meanwhile.
@@ -405,6 +420,7 @@ def _update_rows(
     index,
     null_slot,
     ids,
+    frozen,
     count,
     num_rows,
     row_grads,
@@ -423,7 +439,7 @@ def _update_rows(
     tile = tl.program_id(0)
     while tile * TILE < num_rows:
         row = tile * TILE + tl.arange(0, TILE)
-        slot = _address(index, row, row < num_rows, null_slot)
+        slot = _address(index, row, row < num_rows, null_slot, ids, frozen)
         is_mine = slot != null_slot
         table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
         old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)

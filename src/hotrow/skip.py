@@ -1,0 +1,566 @@
+"""What is left out of training: nothing, samples or rows that have gone stale, or random samples.
+
+Stands between the order of batches and the window. Batches are handed out in segments, and all of
+one must have been trained before the next is asked for: a decision looks at rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hotrow import samples
+from hotrow.batch import parse
+from hotrow.embedding import EmbeddingBagCollection
+from hotrow.samples import Take
+from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
+from hotrow.told import warn
+
+MODES = ("samples", "rows")
+Ids = Callable[[Any], Any]  # a batch -> what its collection looks up
+Join = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class SkipSettings:
+    """How Slipstream skips. Names in brackets are those of the published code."""
+
+    target: float = 0.3  # share of hot inputs to skip [target_drop_percentage]
+    tolerance: float = 0.08  # how far from it a search may end
+    starting_batch: int = 0  # batches before the first snapshot [starting_minibatch]
+    watched: float = 0.015  # share of the batches between the snapshots [minibatch_percentage]
+    sample_rate: float = 0.01  # share of the batches that the search looks at
+    search: tuple[float, float] = (0.0, 0.1)  # where thresholds are looked for, at first
+    iterations: int = 25  # of bisection
+    stale_lookups: int | str = "all"  # that make a sample stale [non_changing_index]
+    each_table: bool = False  # so many of every table's, instead of in all
+    mode: str = "samples"  # what is left out: stale "samples", or the update of stale "rows"
+    # What was not published:
+    least_visits: int = 1  # between the snapshots, of a row that may be stale
+    recheck_every: int = 1000  # batches after which stale rows have to prove it again; 0: never
+    patience: int = 1  # validation losses above the best, one after the other, that end skipping
+    slack: float = 0.0  # how far above the best is not above it
+
+    @classmethod
+    def as_published(cls, **changes: Any) -> Self:
+        """Rows nobody visited count as stale, and one decision is for good."""
+        return cls(**{"least_visits": 0, "recheck_every": 0, **changes})
+
+    def __post_init__(self) -> None:
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("target", "tolerance", "watched", "sample_rate"):
+            if not _is_number(numbers[name]) or not 0 <= numbers[name] <= 1:
+                _refuse(name, "a share between 0 and 1", numbers[name])
+        for name in ("starting_batch", "least_visits", "recheck_every"):
+            _refuse_below(0, name, numbers[name])
+        for name in ("iterations", "patience"):
+            _refuse_below(1, name, numbers[name])
+        if self.target and self.tolerance >= self.target:
+            _refuse("tolerance", f"below the target of {self.target}", self.tolerance)
+        if not _is_number(self.slack) or not 0 <= self.slack < math.inf:
+            _refuse("slack", "a number of at least 0", self.slack)
+        if self.mode not in MODES:
+            _refuse("mode", f"one of {', '.join(MODES)}", self.mode)
+        if self.stale_lookups != "all":
+            _refuse_below(1, "stale_lookups", self.stale_lookups, or_else=", or 'all'")
+        ends = tuple(self.search)
+        if (
+            len(ends) != 2
+            or not all(map(_is_number, ends))
+            or not 0 <= ends[0] < ends[1] < math.inf
+        ):
+            _refuse(
+                "search", "two thresholds, the first of at least 0 and the smaller", self.search
+            )
+        object.__setattr__(self, "search", (float(ends[0]), float(ends[1])))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse_below(least: int, name: str, value: object, *, or_else: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        _refuse(name, f"a whole number of at least {least}{or_else}", value)
+
+
+def _refuse(name: str, wanted: str, value: object) -> None:
+    raise ValueError(f"skipping: {name} must be {wanted}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class SkipRecord:
+    """What was decided, and what came of it."""
+
+    mode: str
+    first_batch: int = 0  # from which on samples may be skipped, in each epoch
+    offered: int = 0  # samples from there on; counted where samples may be dropped
+    dropped: int = 0  # of them, that were not trained
+    threshold: Threshold | None = None  # None: no search yet
+    hot_rows: Mapping[str, int] = field(default_factory=dict)  # by table
+    stale_rows: Mapping[str, int] = field(default_factory=dict)  # of those, now
+    seldom_rows: Mapping[str, int] = field(default_factory=dict)  # visited too seldom to tell
+    snapshot_bytes: int = 0  # of slow memory, at the most
+    rechecks: int = 0
+    moving_again: int = 0  # rows that were stale until they were checked again
+    stopped: str = ""  # why nothing is skipped any more
+
+    @property
+    def share(self) -> float:
+        return self.dropped / self.offered if self.offered else 0.0
+
+
+class Skip(Protocol):
+    """Chooses what is trained."""
+
+    @property
+    def record(self) -> SkipRecord: ...
+
+    def begin(self, num_batches: int) -> None:
+        """An epoch of so many batches begins."""
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """What to train of the epoch's next batches; all of one segment before the next."""
+
+    def note(self, validation_loss: float) -> None:
+        """How well the model does on samples that it is not trained on."""
+
+    def close(self) -> None:
+        """Training is over: no row stays frozen."""
+
+
+class KeepAll:
+    """Trains everything, batch by batch as it comes."""
+
+    record = SkipRecord("nothing")
+
+    def begin(self, num_batches: int) -> None: ...
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        yield batches
+
+    def note(self, validation_loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Slipstream:
+    """Finds hot rows that have stopped changing, and skips samples with none but those, or their
+    updates.
+
+        batch 0          starting_batch          E + 1           recheck_every later
+        | train          | train, count visits   | train what    | train all, as many as between
+        |                |                       | is not stale  | the snapshots; then compare
+                         first snapshot          second, search
+
+    `hot` are row numbers by table. Only samples whose rows are all hot are skipped. Samples that
+    are left of several batches are joined to full ones. `device` is where samples are classified:
+    the loader's, or copies are waited for.
+    """
+
+    def __init__(
+        self,
+        embedding: EmbeddingBagCollection,
+        hot: Rows,
+        num_batches: int,
+        settings: SkipSettings | None = None,
+        *,
+        ids: Ids,
+        take: Take | None = None,
+        join: Join | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """`take` and `join` are for batches that hotrow.samples does not know how to cut."""
+        self.settings = SkipSettings() if settings is None else settings
+        self._embedding, self._ids = embedding, ids
+        self._all = Numbering(embedding.tables, torch.device(device))
+        self._hot = self._all.number(hot)
+        self._hot_there = self._hot.to(self._all.device)
+        self._refill = _Refill(ids, embedding.features, take, join)
+        counts = {name: len(rows) for name, rows in self._all.by_table(self._hot).items()}
+        self.record = SkipRecord(self.settings.mode, hot_rows=counts)
+        self._best, self._above = math.inf, 0  # validation losses
+        self._stale: Tensor | None = None  # numbers of rows that are skipped, or in question
+        self._stale_bits: Tensor | None = None  # of them; None: no sample is left out now
+        self._freezes = False  # whether the collection has bits of frozen rows
+        self._hot_bits: Tensor | None = None
+        self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
+        self._snapshot: Snapshot | None = None
+        self.begin(num_batches)
+
+    def begin(self, num_batches: int) -> None:
+        """A new epoch decides anew, unless a guard has ended skipping."""
+        s = self.settings
+        self._between = round(s.watched * num_batches) + 1
+        first = s.starting_batch + self._between
+        if s.target and first >= num_batches:
+            raise ValueError(
+                f"skipping: the second snapshot comes after {first:,} batches (starting_batch="
+                f"{s.starting_batch:,}, and {self._between:,} from watched={s.watched}), but there "
+                f"are {num_batches:,}: none would be left to skip from"
+            )
+        self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
+        self.record = replace(self.record, first_batch=first)
+        self._position = 0
+        self._pause()
+        self._stale = self._visits = self._snapshot = None
+        self._due(s.starting_batch, self._watch)
+        if self.record.stopped or not s.target:
+            self._due(None)
+
+    # -- batches -----------------------------------------------------------------------
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """What to train of the epoch's next batches; all of one segment before the next."""
+        if not self.settings.target:
+            yield batches
+            return
+        stream = _Stream(batches)
+        while stream.has_more():
+            while self._position == self._until:
+                self._then(stream)
+            yield self._segment(stream)
+
+    def _segment(self, stream: _Stream) -> Iterator[Any]:
+        end = self._until
+        while self._position != end and stream.has_more():
+            batch = stream.next()
+            self._position += 1
+            yield from self._refill.add(batch, self._keep(batch))
+        if not stream.has_more():
+            yield from self._refill.flush()
+
+    def _keep(self, batch: Any) -> Tensor | None:
+        """Which samples are trained, [B]; None: all of them, and nobody asks why."""
+        if self._visits is not None:
+            self._count(self._look(batch))
+        if self._position <= self.record.first_batch or self.settings.mode == "rows":
+            return None
+        size = parse(self._ids(batch), self._embedding.features, None).num_samples
+        self.record = replace(self.record, offered=self.record.offered + size)
+        if self._stale_bits is None:
+            return None
+        looked = self._look(batch)
+        stale = self._have_stale(looked, self._all.are_in(self._stale_bits, looked))
+        # All of them stale is all of them hot; a number of them leaves that open.
+        keep = ~stale if self.settings.stale_lookups == "all" else ~(stale & self._are_hot(looked))
+        dropped = size - int(keep.sum())
+        self.record = replace(self.record, dropped=self.record.dropped + dropped)
+        return keep
+
+    def _look(self, batch: Any) -> Looked:
+        return self._all.look(self._ids(batch))
+
+    def _have_stale(self, looked: Looked, is_stale: Tensor) -> Tensor:
+        s = self.settings
+        return self._all.samples_with(looked, is_stale, s.stale_lookups, each_table=s.each_table)
+
+    def _are_hot(self, looked: Looked) -> Tensor:
+        if self._hot_bits is None:
+            self._hot_bits = self._all.bits(self._hot)
+        is_hot = self._all.are_in(self._hot_bits, looked)
+        return self._all.samples_with(looked, is_hot, "all")
+
+    def _count(self, looked: Looked) -> None:
+        assert self._visits is not None
+        places = self._places(looked).flatten()
+        places = torch.where(places < 0, len(self._hot), places)  # as many launches for any batch
+        self._visits.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def _places(self, looked: Looked) -> Tensor:
+        """Of each lookup, its row's place among the hot ones; -1: it is not."""
+        hot = self._hot_there
+        if not len(hot):
+            return torch.full_like(looked.numbers, -1)
+        places = torch.searchsorted(hot, looked.numbers).clamp_(max=len(hot) - 1)
+        return torch.where(hot[places] == looked.numbers, places, -1)
+
+    # -- decisions ---------------------------------------------------------------------
+
+    def _due(self, position: int | None, then: Callable[[_Stream], None] | None = None) -> None:
+        """What comes when so many of the epoch's batches have been trained; None: nothing."""
+        self._until = position
+        self._then = _nothing if then is None else then
+
+    def _watch(self, stream: _Stream) -> None:
+        self._take_snapshot(self._hot)
+        size = len(self._hot) + 1
+        self._visits = torch.zeros(size, dtype=torch.int32, device=self._all.device)
+        self._due(self._position + self._between, self._decide)
+
+    def _decide(self, stream: _Stream) -> None:
+        assert self._visits is not None
+        moved, often = self._moved(), self._visits[:-1].cpu() >= self.settings.least_visits
+        self._visits = None
+        threshold = self._search(moved, often, stream.peek(self._sampled))
+        stale = self._hot[often & (moved < threshold.tau)]
+        seldom = self._counts(self._hot[~often])
+        self.record = replace(self.record, threshold=threshold, seldom_rows=seldom)
+        self._due(None)
+        self._resume(stale)
+        if not threshold.converged:
+            warn(threshold.said)
+
+    def _search(self, moved: Tensor, often: Tensor, batches: Sequence[Any]) -> Threshold:
+        s = self.settings
+        looked = [self._look(batch) for batch in batches]
+        are_hot = [self._are_hot(each) for each in looked]
+        places = [self._places(each) for each in looked]
+        total = sum(int(each.sum()) for each in are_hot)
+        moved, often = moved.to(self._all.device), often.to(self._all.device)
+        if not total:
+            size = sum(each.num_samples for each in looked)
+            said = f"none of {size:,} sampled inputs looks up hot rows alone: nothing is skipped"
+            return Threshold(0.0, 0.0, 0, False, *s.search, said)
+
+        def share_at(tau: float) -> float:
+            # One more, which is not stale, for lookups of other rows.
+            is_stale = torch.cat([often & (moved < tau), often.new_zeros(1)])
+            found = [
+                self._have_stale(each, is_stale[place]) & hot
+                for each, place, hot in zip(looked, places, are_hot, strict=True)
+            ]
+            return sum(int(each.sum()) for each in found) / total
+
+        return find_threshold(
+            share_at,
+            target=s.target,
+            tolerance=s.tolerance,
+            within=s.search,
+            iterations=s.iterations,
+        )
+
+    def _probe(self, stream: _Stream) -> None:
+        """Skip nothing for as long as rows were watched at first, so that `tau` means the same."""
+        assert self._stale is not None
+        self._pause()
+        self._take_snapshot(self._stale)
+        self._due(self._position + self._between, self._check)
+
+    def _check(self, stream: _Stream) -> None:
+        assert self._stale is not None
+        assert self.record.threshold is not None
+        still = self._stale[self._moved() < self.record.threshold.tau]
+        self.record = replace(
+            self.record,
+            rechecks=self.record.rechecks + 1,
+            moving_again=self.record.moving_again + len(self._stale) - len(still),
+        )
+        self._due(None)
+        self._resume(still)
+
+    def _take_snapshot(self, numbers: Tensor) -> None:
+        self._snapshot = Snapshot(self._embedding, self._all.by_table(numbers))
+        most = max(self.record.snapshot_bytes, self._snapshot.num_bytes)
+        self.record = replace(self.record, snapshot_bytes=most)
+
+    def _moved(self) -> Tensor:
+        """Since the snapshot, which has served its purpose; in the order of its rows' numbers."""
+        assert self._snapshot is not None
+        moved, self._snapshot = self._snapshot.moved(), None
+        return torch.cat([torch.empty(0), *moved.values()])
+
+    def _resume(self, stale: Tensor) -> None:
+        """Skip, from the next batch on."""
+        self._stale = stale
+        self.record = replace(self.record, stale_rows=self._counts(stale))
+        if not len(stale):
+            self._pause()
+            return
+        if self.settings.mode == "rows":
+            self._embedding.freeze_rows(self._all.by_table(stale))
+            self._freezes = True
+        else:
+            self._stale_bits = self._all.bits(stale)
+        if self.settings.recheck_every:
+            self._due(self._position + self.settings.recheck_every, self._probe)
+
+    def _pause(self) -> None:
+        """Skip nothing. Bits of frozen rows stay where they are, for captured steps."""
+        self._stale_bits = None
+        if self._freezes:
+            self._embedding.freeze_rows({})
+
+    def _counts(self, numbers: Tensor) -> dict[str, int]:
+        return {name: len(rows) for name, rows in self._all.by_table(numbers).items()}
+
+    def note(self, validation_loss: float) -> None:
+        """Ends skipping, for good, when the loss has risen: from the next batch that is read."""
+        s = self.settings
+        is_skipping = self._stale is not None and len(self._stale) > 0
+        if not is_skipping:  # what it was when skipping began is what it must not rise above
+            self._best, self._above = validation_loss, 0
+            return
+        if validation_loss <= self._best + s.slack:  # not so if it is no number
+            self._best, self._above = min(self._best, validation_loss), 0
+            return
+        self._above += 1
+        if self._above < s.patience:
+            return
+        said = (
+            f"validation loss rose to {validation_loss:.6g} from {self._best:.6g} while stale "
+            f"{s.mode} were skipped; from batch {self._position:,} on all are trained"
+        )
+        self.close()
+        self.record = replace(self.record, stopped=said, stale_rows={})
+        warn(said)
+
+    def close(self) -> None:
+        """Nothing is skipped any more, and no row stays frozen."""
+        if self._freezes:
+            self._embedding.freeze_rows(None)
+            self._freezes = False
+        self._stale = self._stale_bits = self._snapshot = self._visits = None
+        self._due(None)
+
+
+def _nothing(stream: _Stream) -> None: ...
+
+
+class RandomDrop:
+    """The control: as many samples left out, at random."""
+
+    def __init__(
+        self,
+        dropped: int,
+        offered: int,
+        *,
+        ids: Ids,
+        features: tuple[str, ...],
+        first_batch: int = 0,
+        seed: int = 0,
+        take: Take | None = None,
+        join: Join | None = None,
+    ) -> None:
+        """`dropped` of `offered` samples, from `first_batch` of each epoch on; `features` are the
+        collection's."""
+        if not 0 <= dropped <= offered:
+            _refuse("dropped", f"a number of samples from 0 to the {offered:,} offered", dropped)
+        self._dropped, self._offered, self._first = dropped, offered, first_batch
+        self._ids, self._features = ids, features
+        self._refill = _Refill(ids, features, take, join)
+        self._draw = torch.Generator().manual_seed(seed)
+        self._position = 0
+        self.record = SkipRecord("random", first_batch=first_batch)
+
+    @classmethod
+    def like(cls, record: SkipRecord, **options: Any) -> Self:
+        """As many as a filter has dropped, from the same batch on."""
+        return cls(record.dropped, record.offered, first_batch=record.first_batch, **options)
+
+    def begin(self, num_batches: int) -> None:
+        self._position = 0
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        yield self._thinned(batches) if self._dropped else batches
+
+    def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._position += 1
+            yield from self._refill.add(batch, self._keep(batch))
+        yield from self._refill.flush()
+
+    def _keep(self, batch: Any) -> Tensor | None:
+        if self._position <= self._first:
+            return None
+        r, size = self.record, parse(self._ids(batch), self._features, None).num_samples
+        # In whole numbers: after all that were offered, exactly as many are gone.
+        due = (r.offered + size) * self._dropped // self._offered - r.dropped
+        self.record = replace(r, offered=r.offered + size, dropped=r.dropped + due)
+        keep = torch.ones(size, dtype=torch.bool)
+        keep[torch.randperm(size, generator=self._draw)[:due]] = False
+        return keep
+
+    def note(self, validation_loss: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Stream:
+    """Batches, of which the next ones can be looked at."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._source, self._read = iter(batches), deque[Any]()
+
+    def peek(self, count: int) -> list[Any]:
+        """The next batches, or as many as there are; they come all the same."""
+        while len(self._read) < count:
+            try:
+                self._read.append(next(self._source))
+            except StopIteration:
+                break
+        return list(self._read)[:count]
+
+    def has_more(self) -> bool:
+        return bool(self.peek(1))
+
+    def next(self) -> Any:
+        self.peek(1)
+        return self._read.popleft()
+
+
+class _Refill:
+    """Joins what is left of batches to batches as large as before: of other sizes no step could be
+    captured."""
+
+    def __init__(
+        self, ids: Ids, features: tuple[str, ...], take: Take | None, join: Join | None
+    ) -> None:
+        self._ids, self._features = ids, features
+        self._take, self._join = take, join or samples.join
+        self._parts: list[Any] = []
+        self._count = self._size = 0  # samples in the parts, and in a batch
+
+    def add(self, batch: Any, keep: Tensor | None) -> Iterator[Any]:
+        """The batches that have come to be full; without `keep`, what is left over and the batch
+        as it is."""
+        if keep is None:
+            yield from self.flush()
+            yield batch
+            return
+        self._size = max(self._size, len(keep))
+        places = keep.nonzero().squeeze(1)
+        if len(places):
+            whole = len(places) == len(keep)
+            self._parts.append(batch if whole else self._cut(batch, places, len(keep)))
+            self._count += len(places)
+        if self._count >= self._size:
+            yield from self._full()
+
+    def _full(self) -> Iterator[Any]:
+        joined, every = self._joined(), torch.arange(self._count)
+        count, self._parts, self._count = self._count, [], 0
+        cuts = [joined] if count == self._size else []
+        if not cuts:
+            cuts = [self._cut(joined, each, count) for each in every.split(self._size)]
+            if count % self._size:
+                self._parts, self._count = [cuts.pop()], count % self._size
+        yield from cuts
+
+    def flush(self) -> Iterator[Any]:
+        if self._count:
+            joined = self._joined()
+            self._parts, self._count = [], 0
+            yield joined
+
+    def _joined(self) -> Any:
+        return self._parts[0] if len(self._parts) == 1 else self._join(self._parts)
+
+    def _cut(self, batch: Any, places: Tensor, size: int) -> Any:
+        if self._take is not None:
+            cut = self._take(batch, places)
+        else:
+            cut = samples.take(batch, places, size=size)
+        found = parse(self._ids(cut), self._features, None).num_samples
+        if found != len(places):
+            raise ValueError(
+                f"of {len(places):,} samples taken out of {size:,} the ids have {found:,}; give "
+                "take=, a function of a batch and places that makes a batch of the samples there"
+            )
+        return cut

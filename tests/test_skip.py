@@ -1,0 +1,507 @@
+"""What is skipped is what the rows' movement says, each sample is offered once, and nothing is
+skipped where nothing should be."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from builders import CASES, build, outcome, readout, tight_budget, variant
+from hotrow.skip import KeepAll, RandomDrop, Skip, SkipRecord, SkipSettings, Slipstream
+from hotrow.strategy import as_listed
+
+SIZE, BATCHES = 10, 24
+Table = hotrow.EmbeddingBagConfig
+
+
+@dataclass(frozen=True)
+class Clicks:
+    sparse: Any
+    label: Tensor  # the number of each sample
+
+
+def ids_of(batch: Clicks) -> Any:
+    return batch.sparse
+
+
+class Moving:
+    """Rows that move as they are told, whenever a sample looks them up."""
+
+    def __init__(self, steps: Tensor) -> None:
+        self.steps = steps  # [rows of "a"]; those of "b" rest
+        tables = [Table("a", len(steps), 2, ["f"]), Table("b", 4, 3, ["g"])]
+        self.embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.SGD(), strategy="all-fast", seed=1
+        )
+        self.hot = {"a": torch.arange(len(steps)), "b": torch.arange(4)}
+
+    def batches(self, count: int = BATCHES, seed: int = 0) -> list[Clicks]:
+        draw = torch.Generator().manual_seed(seed)
+        found = []
+        for batch in range(count):
+            rows = torch.randint(len(self.steps), (SIZE,), generator=draw)
+            rest = torch.randint(4, (SIZE,), generator=draw)
+            label = torch.arange(SIZE) + batch * SIZE
+            found.append(Clicks(torch.stack([rows, rest], 1), label))
+        return found
+
+    def train(self, batch: Clicks) -> None:
+        weights = self.embedding.state_dict()[self.embedding.key_of("a")]
+        frozen = self.embedding.groups[0].frozen
+        rows = batch.sparse[:, 0].unique()
+        if frozen is not None:
+            rows = torch.tensor([r for r in rows.tolist() if not (int(frozen[0]) >> r) & 1]).long()
+        weights[rows] += self.steps[rows, None]
+        self.embedding.load_weights("a", 0, weights)
+
+    def run(self, skip: Skip, batches: Iterable[Clicks]) -> list[Clicks]:
+        trained = []
+        for segment in skip.segments(batches):
+            for batch in segment:
+                self.train(batch)
+                trained.append(batch)
+        return trained
+
+    def slipstream(self, num_batches: int = BATCHES, **changes: Any) -> Slipstream:
+        settings = {"starting_batch": 2, "watched": 0.25, "sample_rate": 0.1, "recheck_every": 0}
+        settings |= {"tolerance": 0.1, **changes}
+        hot = settings.pop("hot", self.hot)
+        return Slipstream(self.embedding, hot, num_batches, SkipSettings(**settings), ids=ids_of)
+
+
+def samples_in(batches: Iterable[Clicks]) -> Counter[int]:
+    return Counter(sample for batch in batches for sample in batch.label.tolist())
+
+
+STEPS = torch.tensor([0.001, 0.001, 0.001] + [0.5] * 7)  # rows 0 to 2 hardly move
+
+
+# -- samples ---------------------------------------------------------------------------------
+
+
+def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> None:
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()
+    trained = moving.run(skip, batches)
+    first = 2 + 7  # batch E, 2 + round(0.25 * 24), is trained and not offered again
+    left_out = [
+        b for batch in batches[first:] for b in batch.label[batch.sparse[:, 0] < 3].tolist()
+    ]
+    every = samples_in(batches)
+    assert samples_in(trained) == every - Counter(left_out)
+    assert all(a is b for a, b in zip(trained, batches[:first], strict=False))
+    assert {len(each.label) for each in trained[:-1]} == {SIZE}  # filled up
+    r = skip.record
+    assert r.mode == "samples"
+    assert (r.first_batch, r.offered, r.dropped) == (first, (BATCHES - first) * SIZE, len(left_out))
+    assert r.hot_rows == {"a": 10, "b": 4}
+    assert r.stale_rows == {"a": 3, "b": 4}
+    assert r.snapshot_bytes == 4 * (2 * 10 + 3 * 4)
+    assert r.threshold is not None
+    assert r.threshold.converged
+    assert abs(r.threshold.share - 0.3) <= 0.1
+    assert 0.001 < r.threshold.tau < 0.5 * 7
+
+
+def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:
+    """Every batch moves another row; seven of them lie between the snapshots."""
+    moving = Moving(torch.ones(10))
+    labels = torch.arange(SIZE)
+    watch = [Clicks(torch.tensor([[row, 0]] * SIZE), labels) for row in range(9)]
+    later = moving.batches(15)
+    # As published, what nobody looked up is stale: rows 0 and 1 before, 9 after.
+    skip = moving.slipstream(least_visits=0, sample_rate=0.6)
+    moving.run(skip, [*watch, *later])
+    assert skip.record.stale_rows["a"] == 3
+    assert skip.record.seldom_rows == {}
+    again = moving.slipstream(least_visits=0, sample_rate=0.6)
+    trained = moving.run(again, [*watch, *later])
+    assert {int(row) for each in trained[9:] for row in each.sparse[:, 0]} == set(range(2, 9))
+
+
+def test_rows_that_nobody_visited_are_not_stale() -> None:
+    moving = Moving(torch.cat([torch.zeros(5), torch.ones(5)]))
+    batches = moving.batches()
+    for batch in batches[2:9]:  # rows 0 and 1 do not come between the snapshots
+        batch.sparse[:, 0] = torch.where(batch.sparse[:, 0] < 2, 9, batch.sparse[:, 0])
+    skip = moving.slipstream()
+    trained = moving.run(skip, batches)
+    assert skip.record.stale_rows["a"] == 3
+    assert skip.record.seldom_rows == {"a": 2}
+    assert {0, 1} < {int(row) for each in trained[9:] for row in each.sparse[:, 0]}
+    published = moving.slipstream(least_visits=0, target=0.5)
+    moving.run(published, batches)
+    assert published.record.stale_rows["a"] == 5
+
+
+def test_only_samples_of_hot_rows_are_left_out() -> None:
+    """Two features; either being stale is enough, but of both only hot rows."""
+    moving = Moving(STEPS)
+    hot = {"a": torch.arange(10), "b": torch.tensor([0, 1])}
+    skip = moving.slipstream(hot=hot, stale_lookups=1, target=0.9, least_visits=0)
+    batches = moving.batches()
+    trained = moving.run(skip, batches)
+    assert skip.record.threshold is not None
+    assert skip.record.threshold.converged  # of inputs that are hot, all may be stale
+    rows = torch.cat([batch.sparse for batch in trained[9:]])
+    assert (rows[:, 1] >= 2).all()
+    assert len(rows) == sum(int((b.sparse[:, 1] >= 2).sum()) for b in batches[9:])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_jagged_samples(weighted: bool) -> None:
+    moving = Moving(STEPS)
+    draw, batches = torch.Generator().manual_seed(3), []
+    for batch in range(BATCHES):
+        lengths = torch.randint(1, 3, (2 * SIZE,), generator=draw)
+        rows = torch.randint(10, (int(lengths[:SIZE].sum()),), generator=draw)
+        rest = torch.randint(4, (int(lengths[SIZE:].sum()),), generator=draw)
+        weights = torch.rand(len(rows) + len(rest)) if weighted else None
+        ids = hotrow.KeyedJaggedTensor(
+            ["f", "g"], torch.cat([rows, rest]), lengths=lengths, weights=weights
+        )
+        batches.append(Clicks(ids, torch.arange(SIZE) + batch * SIZE))
+
+    def rows_of(batch: Clicks) -> list[list[int]]:
+        lengths = batch.sparse.lengths()[: len(batch.label)].tolist()
+        return [bag.tolist() for bag in batch.sparse.values()[: sum(lengths)].split(lengths)]
+
+    skip = moving.slipstream(target=0.2)
+    trained = []
+    for segment in skip.segments(batches):
+        for batch in segment:
+            looked_up = torch.tensor([r for bag in rows_of(batch) for r in bag]).unsqueeze(1)
+            moving.train(Clicks(looked_up, batch.label))
+            trained.append(batch)
+    assert skip.record.stale_rows["a"] == 3
+    right = {
+        sample: rows
+        for batch in batches
+        for sample, rows in zip(batch.label.tolist(), rows_of(batch), strict=True)
+        if sample < 9 * SIZE or max(rows) > 2
+    }
+    found = [
+        pair for batch in trained for pair in zip(batch.label.tolist(), rows_of(batch), strict=True)
+    ]
+    assert dict(found) == right
+    assert len(found) == len(right)
+
+
+def test_a_target_of_zero_hands_out_what_it_was_given() -> None:
+    moving = Moving(STEPS)
+    for skip in (moving.slipstream(target=0), KeepAll(), random_drop(0, 10)):
+        batches = moving.batches()
+        (segment,) = skip.segments(batches)
+        assert segment is batches
+        assert skip.record.dropped == 0
+
+
+@pytest.mark.parametrize("mode", ["samples", "rows"])
+def test_training_with_a_target_of_zero_has_the_same_bits(mode: str) -> None:
+    case, steps = CASES["one-hot"], 8
+    strategy = replace(variant("lookahead", victims="random"), order=as_listed)
+    budget = tight_budget(case, case.batches(steps), strategy.hold)
+    found = []
+    for settings in (SkipSettings(target=0, mode=mode), None):
+        embedding, losses = build(case, "adam", strategy, budget=budget), []
+        skip: Skip = KeepAll()
+        if settings is not None:
+            hot = {"a": torch.arange(60)}
+            skip = Slipstream(embedding, hot, steps, settings, ids=lambda batch: batch)
+        for segment in skip.segments(case.batches(steps)):
+            for batch in hotrow.ahead(segment, embedding):
+                loss = readout(embedding(batch))
+                loss.backward()
+                losses.append(loss.detach())
+        found.append(outcome(embedding, losses))
+    assert found[0].same_bits(found[1])
+
+
+# -- rows ------------------------------------------------------------------------------------
+
+
+def test_stale_rows_rest_and_their_samples_are_trained() -> None:
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(mode="rows"), moving.batches()
+    key, before = moving.embedding.key_of("a"), []
+    trained = []
+    for segment in skip.segments(batches):
+        before.append(moving.embedding.state_dict()[key])
+        for batch in segment:
+            moving.train(batch)
+            trained.append(batch)
+    assert all(a is b for a, b in zip(trained, batches, strict=True))
+    assert skip.record.dropped == 0
+    assert skip.record.stale_rows == {"a": 3, "b": 4}
+    after = moving.embedding.state_dict()[key]
+    assert torch.equal(after[:3], before[-1][:3])  # since the last segment began
+    assert not torch.equal(after[3:], before[-1][3:])
+    skip.close()
+    assert all(group.frozen is None for group in moving.embedding.groups)
+
+
+def test_frozen_rows_are_updated_again_in_a_new_epoch_until_it_has_decided() -> None:
+    moving = Moving(STEPS)
+    skip = moving.slipstream(mode="rows")
+    moving.run(skip, moving.batches())
+    assert any(bool(group.frozen.any()) for group in moving.embedding.groups)
+    skip.begin(BATCHES)
+    assert not any(bool(group.frozen.any()) for group in moving.embedding.groups)
+    moving.run(skip, moving.batches())
+    assert skip.record.stale_rows["a"] == 3
+
+
+# -- second thoughts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["samples", "rows"])
+def test_rows_that_move_again_are_no_longer_stale(mode: str) -> None:
+    moving = Moving(STEPS)
+    skip = moving.slipstream(40, mode=mode, recheck_every=5, sample_rate=0.5)
+    batches = moving.batches(40)
+    sizes, stale, rows = [], [], []
+    for segment in skip.segments(batches):
+        mine = list(segment)
+        sizes.append(sum(len(each.label) for each in mine))
+        stale.append(skip.record.stale_rows.get("a", 0))
+        rows.append({int(row) for each in mine for row in each.sparse[:, 0]})
+        for batch in mine:
+            moving.train(batch)
+        if len(sizes) == 3:
+            moving.steps = torch.cat([moving.steps[:2], torch.ones(8)])  # row 2 wakes up
+    # Before the snapshots, between them, skipping 5 batches, trying 11, skipping 5, trying 6.
+    assert stale == [0, 0, 3, 3, 2, 2]
+    tried = 11 * SIZE
+    if mode == "samples":
+        assert sizes[2] < 5 * SIZE
+        assert sizes[3] >= tried
+        assert sizes[4] < 5 * SIZE
+        assert 2 in rows[4]
+        assert not {0, 1} & rows[4]
+    else:
+        assert sizes == [2 * SIZE, tried, 5 * SIZE, tried, 5 * SIZE, 6 * SIZE]
+    assert (skip.record.rechecks, skip.record.moving_again) == (1, 1)
+
+
+def noted(skip: Slipstream, *losses: float) -> None:
+    for loss in losses:
+        skip.note(loss)
+
+
+@pytest.mark.parametrize("mode", ["samples", "rows"])
+def test_a_validation_loss_that_rises_ends_skipping(mode: str) -> None:
+    moving = Moving(STEPS)
+    skip, batches, trained = moving.slipstream(mode=mode), moving.batches(), []
+    noted(skip, 0.4, 0.7)  # nothing is skipped yet
+    for segment in skip.segments(batches):
+        for batch in segment:
+            moving.train(batch)
+            trained.append(batch)
+            if len(trained) == 14:
+                noted(skip, 0.7, 0.6)
+                with pytest.warns(UserWarning, match="validation loss rose to 0.65 from 0.6 "):
+                    skip.note(0.65)
+                left = skip._position
+    assert skip.record.stopped.startswith("validation loss rose to 0.65 from 0.6 while stale")
+    assert skip.record.stale_rows == {}
+    assert samples_in(trained[14:]) >= samples_in(batches[left:])
+    assert all(group.frozen is None for group in moving.embedding.groups)
+    skip.begin(BATCHES)  # and for good
+    again = moving.batches()
+    assert all(a is b for a, b in zip(moving.run(skip, again), again, strict=True))
+
+
+def test_the_guard_may_be_patient() -> None:
+    moving = Moving(STEPS)
+    skip = moving.slipstream(patience=2, slack=0.01)
+    moving.run(skip, moving.batches())
+    noted(skip, 0.5, 0.509, 0.6, 0.5, 0.6)
+    assert not skip.record.stopped
+    with pytest.warns(UserWarning, match="rose to nan"):
+        skip.note(math.nan)
+    assert skip.record.stopped
+
+
+# -- searches that fail ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["samples", "rows"])
+def test_a_search_that_does_not_converge_is_reported_and_skips_nothing(mode: str) -> None:
+    moving = Moving(torch.ones(10) * 0.5)
+    batches = moving.batches()
+    for batch in batches:  # rows 0 to 7 are visited in every batch, and so move alike
+        batch.sparse[:8, 0] = torch.arange(8)
+        batch.sparse[8:, 0] = 3
+    skip = moving.slipstream(mode=mode)
+    with pytest.warns(UserWarning, match="no threshold in 25 iterations makes 30.0% ± 10.0%"):
+        trained = moving.run(skip, batches)
+    assert all(a is b for a, b in zip(trained, batches, strict=True))
+    r = skip.record
+    assert r.threshold is not None
+    assert (r.threshold.converged, r.threshold.iterations) == (False, 25)
+    assert (r.dropped, r.stale_rows) == (0, {})
+    assert all(group.frozen is None for group in moving.embedding.groups)
+
+
+@pytest.mark.parametrize(
+    ("hot", "said"),
+    [
+        ({}, "none of 30 sampled inputs looks up hot rows alone"),
+        ({"a": torch.arange(10)}, "none of 30 sampled inputs looks up hot rows alone"),
+    ],
+)
+def test_without_hot_inputs_nothing_is_skipped(hot: Any, said: str) -> None:
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(hot=hot), moving.batches()
+    with pytest.warns(UserWarning, match=said):
+        trained = moving.run(skip, batches)
+    assert all(a is b for a, b in zip(trained, batches, strict=True))
+
+
+def test_rows_that_are_seldom_visited_may_make_a_target_impossible() -> None:
+    moving = Moving(STEPS)
+    skip = moving.slipstream(least_visits=1000)
+    with pytest.warns(UserWarning, match=r"at most 0.0% of the sampled hot inputs can be stale"):
+        moving.run(skip, moving.batches())
+    assert skip.record.seldom_rows == {"a": 10, "b": 4}
+
+
+def test_an_epoch_that_ends_before_the_second_snapshot_trains_everything() -> None:
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()[:5]
+    assert len(moving.run(skip, batches)) == 5
+    assert skip.record.threshold is None
+
+
+# -- several calls, other batches ------------------------------------------------------------
+
+
+def test_an_epoch_may_come_in_parts() -> None:
+    """As when hot and cold batches take turns: the parts are one stream."""
+    moving, again = Moving(STEPS), Moving(STEPS)
+    whole, parts = moving.slipstream(), again.slipstream()
+    batches = moving.batches()
+    right = samples_in(moving.run(whole, batches))
+    found: Counter[int] = Counter()
+    for low, high in ((0, 1), (1, 8), (8, 15), (15, BATCHES)):
+        found += samples_in(again.run(parts, batches[low:high]))
+    assert found == right
+    assert parts.record == whole.record
+
+
+def test_batches_that_cannot_be_cut_are_refused_and_a_function_helps() -> None:
+    moving = Moving(STEPS)
+
+    class Odd:  # TorchRec's own tensors, for instance
+        def __init__(self, values: Tensor, labels: Tensor) -> None:
+            self.ids, self.label = values, labels
+
+        @property
+        def sparse(self) -> Tensor:
+            return self.ids
+
+    batches = [Odd(each.sparse, each.label) for each in moving.batches()]
+    with pytest.raises(ValueError, match="give take=, a function"):
+        moving.run(moving.slipstream(), batches)  # type: ignore[arg-type]
+    skip = Slipstream(
+        moving.embedding, moving.hot, BATCHES, moving.slipstream().settings, ids=ids_of,
+        take=lambda batch, places: Odd(batch.ids[places], batch.label[places]),
+        join=lambda parts: Odd(*(torch.cat([vars(p)[n] for p in parts]) for n in ("ids", "label"))),
+    )  # fmt: skip
+    trained = moving.run(skip, batches)  # type: ignore[arg-type]
+    assert skip.record.dropped > 0
+    assert sum(samples_in(trained).values()) == BATCHES * SIZE - skip.record.dropped
+
+
+# -- at random -------------------------------------------------------------------------------
+
+
+def random_drop(dropped: int, offered: int, **options: Any) -> RandomDrop:
+    return RandomDrop(dropped, offered, ids=ids_of, features=("f", "g"), **options)
+
+
+def test_as_many_are_dropped_at_random_as_by_a_filter() -> None:
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()
+    moving.run(skip, batches)
+    runs = []
+    for seed in (1, 1, 2):
+        control = RandomDrop.like(skip.record, ids=ids_of, features=("f", "g"), seed=seed)
+        trained = moving.run(control, batches)
+        assert control.record.dropped == skip.record.dropped
+        assert control.record.offered == skip.record.offered
+        assert control.record.first_batch == skip.record.first_batch
+        assert all(a is b for a, b in zip(trained, batches[:9], strict=False))
+        assert {len(each.label) for each in trained[:-1]} == {SIZE}
+        runs.append(samples_in(trained))
+        assert max(runs[-1].values()) == 1
+        assert sum(runs[-1].values()) == BATCHES * SIZE - skip.record.dropped
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_what_is_dropped_at_random_is_spread_evenly() -> None:
+    drop, batches = random_drop(1, 4), Moving(STEPS).batches(400)
+    (segment,) = drop.segments(batches)
+    kept = samples_in(segment)
+    by_place = Counter(sample % SIZE for sample in kept)
+    assert sum(kept.values()) == 400 * SIZE * 3 // 4
+    assert all(250 < count < 350 for count in by_place.values())  # 300 each; the deviation is 9
+
+
+# -- settings --------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_those_that_were_published() -> None:
+    s = SkipSettings()
+    assert (s.target, s.tolerance, s.starting_batch, s.watched) == (0.3, 0.08, 0, 0.015)
+    assert (s.sample_rate, s.search, s.iterations, s.stale_lookups) == (0.01, (0, 0.1), 25, "all")
+    published = SkipSettings.as_published(target=0.4)
+    assert (published.target, published.least_visits, published.recheck_every) == (0.4, 0, 0)
+    assert SkipSettings(search=[0, 1]).search == (0.0, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target": 1.5}, "target must be a share between 0 and 1, not 1.5"),
+        ({"target": "30%"}, "target must be a share between 0 and 1, not '30%'"),
+        ({"tolerance": 0.3}, "tolerance must be below the target of 0.3, not 0.3"),
+        ({"watched": -0.1}, "watched must be a share"),
+        ({"starting_batch": -1}, "starting_batch must be a whole number of at least 0, not -1"),
+        ({"iterations": 0}, "iterations must be a whole number of at least 1"),
+        ({"search": (0.1, 0.1)}, "search must be two thresholds"),
+        ({"search": (0.1,)}, "search must be two thresholds"),
+        ({"stale_lookups": 0}, "stale_lookups must be a whole number of at least 1, or 'all'"),
+        ({"stale_lookups": "some"}, "or 'all', not 'some'"),
+        ({"mode": "both"}, "mode must be one of samples, rows, not 'both'"),
+        ({"slack": math.nan}, "slack must be a number of at least 0"),
+        ({"patience": True}, "patience must be a whole number"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SkipSettings(**changes)
+
+
+def test_too_few_batches_are_refused() -> None:
+    moving = Moving(STEPS)
+    with pytest.raises(ValueError, match=r"after 9 batches .* but there are 9: none would be left"):
+        Slipstream(
+            moving.embedding, moving.hot, 9,
+            SkipSettings(starting_batch=5, watched=0.3), ids=ids_of,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="dropped must be a number of samples from 0 to the 4"):
+        random_drop(5, 4)
+
+
+def test_a_record_of_nothing() -> None:
+    assert SkipRecord("samples").share == 0
+    assert SkipRecord("samples", offered=8, dropped=2).share == 0.25
