@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -383,3 +385,15 @@ class LateJob:
             first.job(*first.args)
             first.is_done = True
             self.worker.done.append(first.job.__name__)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Inside, an operation that waits for a GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not find all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

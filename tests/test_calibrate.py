@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hotrow
+from builders import no_synchronisation
 from hotrow.batch import Batch, parse
 from hotrow.calibrate import GRID, AccessCounts, by_threshold, cut_off, sampled, top_k
 from hotrow.estimate import RandEmBox
@@ -173,11 +174,8 @@ def test_a_gpu_counts_without_being_waited_for_and_tells_bad_ids_later() -> None
     here.add(Batch(ids, None, ("f0", "f1"), 999))
     on_gpu = Batch(ids.cuda(), None, ("f0", "f1"), 999)
     there.add(on_gpu)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         there.add(on_gpu)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(there.flat.cpu(), 2 * here.flat)
     chosen = top_k(there, bytes_of(there), 200)
     assert torch.equal(chosen.hot.is_hot.cpu(), top_k(here, bytes_of(here), 200).hot.is_hot)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import hotrow
+from builders import no_synchronisation
 from hotrow.batch import Batch, parse
 from hotrow.hotset import HotSet, Places, popular
 from hotrow.tables import feature_order, group_by_width
@@ -168,11 +169,8 @@ def test_a_gpu_classifies_without_being_waited_for(jagged: bool) -> None:
     )
     there = hot.to("cuda")
     popular(on_gpu, there)  # hands the tables' numbers over, once
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found = popular(on_gpu, there)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = popular(batch, hot)
     assert 0 < int(expected.sum()) < len(expected)
     assert torch.equal(found.cpu(), expected)

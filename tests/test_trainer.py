@@ -1,7 +1,7 @@
 """The trainer's loop gives the bits of a loop written by hand, and evaluation changes none."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -306,3 +306,39 @@ def test_gradients_that_nobody_trains_by_do_not_shorten_the_others() -> None:
         run(trainer)
         outcomes.append([each.detach().clone() for each in rest])
     assert all(map(torch.equal, *outcomes))
+
+
+class Backwards:
+    """Trains batches in pairs, the last one first, and looks around between two passes."""
+
+    trainer: Trainer[ClickBatch]
+    is_closed = False
+
+    def attach(self, trainer: Trainer[ClickBatch]) -> None:
+        self.trainer = trainer
+
+    def passes(self, batches: Iterable[ClickBatch]) -> Generator[Iterable[ClickBatch]]:
+        every = list(batches)[::-1]
+        try:
+            for first in range(0, len(every), 2):
+                assert self.trainer.step == first  # all of the pass before has been trained
+                bits(self.trainer)
+                yield []  # a pass may be empty
+                yield every[first : first + 2]
+        finally:
+            self.is_closed = True
+
+
+def test_a_system_decides_on_passes() -> None:
+    plain, other = make_trainer(), make_trainer(system=(backwards := Backwards()))
+    assert run(other, BATCHES[:5]) == run(plain, BATCHES[4::-1])
+    assert all_equal(bits(other), bits(plain))
+    assert backwards.is_closed
+
+
+def test_who_leaves_the_loop_closes_the_system() -> None:
+    trainer = make_trainer(system=(backwards := Backwards()))
+    for _ in trainer.run(BATCHES):
+        break
+    assert backwards.is_closed
+    assert len(run(make_trainer(), BATCHES[:1])) == 1

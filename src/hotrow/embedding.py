@@ -39,7 +39,7 @@ from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
 from hotrow.schedule import at_once
-from hotrow.stages import SPLIT, Work
+from hotrow.stages import SPLIT, Stage, Work
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
@@ -477,6 +477,16 @@ class EmbeddingBagCollection(nn.Module):
             for group in self.groups:
                 group.forget_window()
         self.lanes.join()  # or whoever gets the memory of a collection that is gone meets this
+
+    def move_in(self, stages: tuple[Stage, ...]) -> None:
+        """From the next batch on, rows move in other stages that hold the same batches' rows."""
+        other = replace(self.strategy, stages=stages, overlapped=True)
+        if other.hold != self.strategy.hold:
+            raise ValueError(
+                f"rows of {other.hold} would have to stay in these stages; the slots were planned "
+                f"for {self.strategy.hold}"
+            )
+        self.strategy = other
 
     def useful_depth(self) -> int:
         """How many batches ahead are worth knowing, within the budget's bytes for ids."""

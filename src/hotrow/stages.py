@@ -126,6 +126,12 @@ FIVE = (
     Stage("insert", 3, insert, returns=True, inserts=True),
     Stage("train", 4, train, "train", trains=True),
 )
+# Rows move when the batch before has been trained: two batches' rows need not fit together.
+LATE = (
+    Stage("plan", 0, plan, "plan"),
+    Stage("fill", 2, fill, collects=True, returns=True, inserts=True),
+    Stage("train", 2, train, "train", trains=True),
+)
 # Rows that stay where they are: only ids are looked at a batch ahead.
 IN_PLACE = (
     Stage("plan", 0, plan, "plan"),

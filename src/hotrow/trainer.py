@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,18 @@ _COUNTERS = (
     "bytes_fetched",
     "bytes_evicted",
 )
+
+
+class System(Protocol[Batch]):
+    """Trains batches in passes of its own. Between two passes nothing is in flight, so that rows
+    can be looked at, pinned or brought up to date."""
+
+    def attach(self, trainer: Trainer[Batch]) -> None:
+        """Before anything is trained; says why it cannot train this model."""
+
+    def passes(self, batches: Iterable[Batch]) -> Generator[Iterable[Batch]]:
+        """What to train, one pass after the other; the next is asked for when all of one has been
+        trained."""
 
 
 class Trainer(Generic[Batch]):
@@ -66,8 +79,10 @@ class Trainer(Generic[Batch]):
         compile: bool = False,
         autocast: torch.dtype | None = None,
         clip_norm: float | None = None,
+        system: System[Batch] | None = None,
     ) -> None:
-        """`clip_norm`: the most that the dense part's gradients may be long together."""
+        """`clip_norm`: the most that the dense part's gradients may be long together. `system`:
+        what orders, splits or leaves out samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
@@ -93,6 +108,9 @@ class Trainer(Generic[Batch]):
         self._collections = [
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
         ]
+        self.system = system
+        if system is not None:
+            system.attach(self)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """One step per batch and one record per step, as long as the caller asks for more.
@@ -102,6 +120,20 @@ class Trainer(Generic[Batch]):
         """
         if not self.model.training:
             self.model.train()
+        if self.system is None:
+            yield from self._pass(batches)
+            return
+        passes = self.system.passes(batches)
+        try:
+            for each in passes:
+                some = iter(each)
+                for first in some:  # a pass may turn out to have no batch
+                    yield from self._pass(chain([first], some))
+        finally:
+            passes.close()
+
+    def _pass(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+        """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
             before, started = self._counters(), perf_counter()
