@@ -409,7 +409,7 @@ def test_batches_that_cannot_be_cut_are_refused_and_a_function_helps() -> None:
             return self.ids
 
     batches = [Odd(each.sparse, each.label) for each in moving.batches()]
-    with pytest.raises(ValueError, match="give take=, a function"):
+    with pytest.raises(TypeError, match="give take=, a function"):
         moving.run(moving.slipstream(), batches)  # type: ignore[arg-type]
     skip = Slipstream(
         moving.embedding, moving.hot, BATCHES, moving.slipstream().settings, ids=ids_of,
