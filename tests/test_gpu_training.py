@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -264,3 +265,43 @@ def test_a_budget_that_does_not_fit_is_told_beforehand() -> None:
     tables = [hotrow.EmbeddingBagConfig("t", 10**9, 128, ["f"])]
     with pytest.raises(ValueError, match=r"do not fit cuda:0: .* are free"):
         hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast", device="cuda")
+
+
+def test_without_dense_weights_rows_are_updated_where_they_were_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever of torch's threads says that backward has ended: a busy machine shows both."""
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("a", 100, 8, ["a"])],
+        hotrow.SGD(lr=0.1),
+        strategy="all-fast",
+        device="cuda",
+    )
+    seen: set[tuple[int, int]] = set()
+    update = type(embedding.groups[0]).update_at_once
+
+    def watched(group: Any, *args: Any) -> Any:
+        seen.add((torch.cuda.current_stream().cuda_stream, threading.get_ident()))
+        return update(group, *args)
+
+    monkeypatch.setattr(type(embedding.groups[0]), "update_at_once", watched)
+    ids, mine, stop = torch.arange(64).view(64, 1).cuda(), torch.cuda.Stream(), threading.Event()
+
+    def burn() -> None:
+        while not stop.is_set():
+            torch.rand(64, 64) @ torch.rand(64, 64)
+
+    others = [threading.Thread(target=burn) for _ in range(4)]
+    for each in others:
+        each.start()
+    try:
+        mine.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(mine):
+            for _ in range(300):
+                embedding(ids).values().sum().backward()
+    finally:
+        stop.set()
+        for each in others:
+            each.join()
+    torch.cuda.synchronize()
+    assert {stream for stream, _ in seen} == {mine.cuda_stream}

@@ -108,6 +108,7 @@ class PendingStep:
         # The engine alone holds the promises: those that have died belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
+        self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
     def is_accumulating(self) -> bool:
@@ -129,6 +130,8 @@ class PendingStep:
         if self._accumulating or not self.at_once:
             mine.summed()  # it may wait for long, and bags' gradients are larger
         self._waiting.append(mine)
+        if grads.is_cuda:
+            self._stream = torch.cuda.current_stream(grads.device)
 
     def _promise(self, number: int) -> None:
         self._forget_failed()
@@ -150,7 +153,10 @@ class PendingStep:
                 each.open_pass = None
         self._forget_failed()
         if not self._accumulating and not self._open:  # a pass inside a pass is part of it
-            self.finish()
+            # Of a model without dense weights on the device, torch calls back from whichever of its
+            # threads was last, and on that thread's own stream: a graph would lack the update.
+            with torch.cuda.stream(self._stream):
+                self.finish()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
