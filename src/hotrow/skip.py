@@ -31,7 +31,8 @@ Join = Callable[[Sequence[Any]], Any]
 class SkipSettings:
     """How Slipstream skips. Names in brackets are those of the published code."""
 
-    target: float = 0.3  # share of hot inputs to skip [target_drop_percentage]
+    # Share of hot inputs to skip [target_drop_percentage]; in mode "rows", of lookups of hot rows.
+    target: float = 0.3
     tolerance: float = 0.08  # how far from it a search may end
     starting_batch: int = 0  # batches before the first snapshot [starting_minibatch]
     watched: float = 0.015  # share of the batches between the snapshots [minibatch_percentage]
@@ -328,22 +329,30 @@ class SkipStale:
     def _search(self, moved: Tensor, often: Tensor, batches: Sequence[Any]) -> Threshold:
         s = self.settings
         looked = [self._look(batch) for batch in batches]
-        are_hot = [self._are_hot(each) for each in looked]
         places = [self._places(each) for each in looked]
-        total = sum(int(each.sum()) for each in are_hot)
         moved, often = moved.to(self._all.device), often.to(self._all.device)
+        if s.mode == "rows":
+            what = "lookups of hot rows"
+            are_hot = [place >= 0 for place in places]
+        else:
+            what = "hot inputs"
+            are_hot = [self._are_hot(each) for each in looked]
+        total = sum(int(each.sum()) for each in are_hot)
         if not total:
             size = sum(each.num_samples for each in looked)
-            said = f"none of {size:,} sampled inputs looks up hot rows alone: nothing is skipped"
+            read = "any hot row" if s.mode == "rows" else "hot rows alone"
+            said = f"none of {size:,} sampled inputs looks up {read}: nothing is skipped"
             return Threshold(0.0, 0.0, 0, False, *s.search, said)
 
         def share_at(tau: float) -> float:
             # One more, which is not stale, for lookups of other rows.
             is_stale = torch.cat([often & (moved < tau), often.new_zeros(1)])
-            found = [
-                self._have_stale(each, is_stale[place]) & hot
-                for each, place, hot in zip(looked, places, are_hot, strict=True)
-            ]
+            found = [is_stale[place] for place in places]
+            if s.mode == "samples":
+                found = [
+                    self._have_stale(each, flags) & hot
+                    for each, flags, hot in zip(looked, found, are_hot, strict=True)
+                ]
             return sum(int(each.sum()) for each in found) / total
 
         return find_threshold(
@@ -352,6 +361,7 @@ class SkipStale:
             tolerance=s.tolerance,
             within=s.search,
             iterations=s.iterations,
+            what=what,
         )
 
     def _probe(self, stream: _Stream) -> None:
