@@ -16,11 +16,14 @@ whole.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from statistics import fmean, stdev
 from typing import Any
 
@@ -35,6 +38,7 @@ import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.estimate import student_t
 from hotrow.models import DLRM
+from hotrow.skip import SkipRecord
 
 PARTS = 16  # of the test samples, whose spread tells how much is their chance
 SETTLED = 100  # rows: of a table that is not made smaller
@@ -91,6 +95,7 @@ class Data:
     study: Study
     seed: int
     train: list[ClickBatch]
+    validation: list[ClickBatch]  # for what decides by a loss
     test: list[ClickBatch]
 
 
@@ -123,7 +128,8 @@ class Generated:
         batches = (self._clicks.batch(first + each) for each in range(count))
         on_gpu = self._device.type == "cuda"
         train = [each.pin_memory() if on_gpu else each for each in batches]
-        return Data(self._study, seed, train, self.test)
+        held_back = self._kept(self._clicks.batch(first + count + each) for each in range(8))
+        return Data(self._study, seed, train, held_back, self.test)
 
     def _kept(self, batches: Iterable[ClickBatch]) -> list[ClickBatch]:
         return [each.to(self._device) for each in batches]
@@ -156,7 +162,7 @@ def build(data: Data, device: torch.device, strategy: str, system: System) -> ho
             for table, rows in enumerate(study.rows)
         ],
         RULES[study.rule](lr=study.lr),
-        budget=None if strategy == "all-fast" else study.hot_budget,
+        budget=None if strategy == "all-fast" else "40%",  # hot rows, and room for a batch
         strategy=strategy,
         device=device,
         seed=data.seed,
@@ -164,7 +170,9 @@ def build(data: Data, device: torch.device, strategy: str, system: System) -> ho
     draw = torch.Generator().manual_seed(data.seed)
     bottom = (*study.bottom, study.dim)
     num_dense = data.train[0].dense.shape[1]
-    model = DLRM(embedding, num_dense, bottom=bottom, top=(*study.top, 1), generator=draw).to(device)
+    model = DLRM(embedding, num_dense, bottom=bottom, top=(*study.top, 1), generator=draw).to(
+        device
+    )
     return hotrow.Trainer(
         model,
         binary_cross_entropy_with_logits,
@@ -236,62 +244,58 @@ def by_slipstream(study: Study, target: float, mode: str) -> hotrow.Slipstream:
     )
 
 
-def fae(study: Study) -> System:
+def fae(data: Data) -> System:
     made = getattr(hotrow, "FAE", None)
     if made is None:
         raise Unavailable("there is no hotrow.FAE")
-    return made(hot_budget=study.hot_budget)
+    return made(
+        hot_budget=data.study.hot_budget, sample_rate=data.study.counted, test=data.validation
+    )
 
 
 # -- the study ---------------------------------------------------------------------------
 
 
 def measure(session: Session, generated: Generated, asked: argparse.Namespace) -> None:
-    device = asked.device
+    """All systems with one seed, then with the next."""
     for seed in asked.seeds:
         say(f"seed {seed}: making {asked.study.samples:,} samples")
         data = generated.of(seed)
-
-        def attempt(
-            system: str, make: Callable[[], tuple[str, System]], data: Data = data
-        ) -> System:
-            used: list[System] = []
-
-            def run() -> dict[str, Any]:
-                strategy, made = make()
-                used.append(made)
-                found = trained(
-                    data, device, session.deadline, strategy=strategy, system=made,
-                    curve=asked.curve,
-                )  # fmt: skip
-                record = getattr(made, "record", None)
-                more = {} if record is None else said_of(record)
-                return asdict(replace(found, more=more)) | {"study": asdict(asked.study)}
-
-            session.attempt(f"seed {seed}", system, run, one_line, name=f"seed {seed} {system}")
-            return used[0] if used else None
-
-        attempt("all-fast", lambda: ("all-fast", None))
+        attempt = partial(_attempt, session, data, asked)
+        attempt("all-fast", lambda: None, "all-fast")
         if "fae" in asked.systems:
-            attempt("fae", lambda: ("static", fae(asked.study)))
-        for target in asked.targets:
-            for mode in asked.modes:
-                made = attempt(
-                    f"slipstream {mode} {target:g}",
-                    lambda target=target, mode=mode: (
-                        asked.strategy, by_slipstream(asked.study, target, mode),
-                    ),
-                )  # fmt: skip
-                if made is not None and made.record.dropped and "random-drop" in asked.systems:
-                    attempt(
-                        f"random-drop as {mode} {target:g}",
-                        lambda like=made.record, seed=seed: (
-                            asked.strategy, hotrow.RandomDrop(like=like, seed=seed),
-                        ),
-                    )  # fmt: skip
+            attempt("fae", partial(fae, data), "static")
+        for target, mode in product(asked.targets, asked.modes):
+            make = partial(by_slipstream, asked.study, target, mode)
+            made = attempt(f"slipstream {mode} {target:g}", make, asked.strategy)
+            if made is not None and made.record.dropped and "random-drop" in asked.systems:
+                control = partial(hotrow.RandomDrop, like=made.record, seed=seed)
+                attempt(f"random-drop as {mode} {target:g}", control, asked.strategy)
 
 
-def said_of(record: Any) -> dict[str, Any]:
+def _attempt(
+    session: Session, data: Data, asked: argparse.Namespace, name: str,
+    make: Callable[[], System], strategy: str,
+) -> System:  # fmt: skip
+    """Gives the system, if it has trained."""
+    used: list[System] = []
+
+    def run() -> dict[str, Any]:
+        system = make()
+        found = trained(
+            data, asked.device, session.deadline, strategy=strategy, system=system,
+            curve=asked.curve,
+        )  # fmt: skip
+        used.append(system)
+        record = getattr(system, "record", None)
+        more = said_of(record) if isinstance(record, SkipRecord) else {}
+        return asdict(replace(found, more=more)) | {"study": asdict(asked.study)}
+
+    session.attempt(f"seed {data.seed}", name, run, one_line, name=f"seed {data.seed} {name}")
+    return used[0] if used else None
+
+
+def said_of(record: SkipRecord) -> dict[str, Any]:
     return {
         "first_batch": record.first_batch,
         "offered": record.offered,
@@ -357,8 +361,15 @@ def chance_of_test(runs: Runs, system: str, other: str) -> float:
 
 
 def table(runs: Runs) -> list[str]:
-    head = ("AUC", "log-loss", "left out", "AUC - all-fast", "AUC - random-drop", "log-loss - r.-d.")
-    lines = [f"{'':26}  " + "  ".join(f"{each:>20}" for each in head)]
+    head = (
+        "AUC",
+        "log-loss",
+        "left out",
+        "AUC - all-fast",
+        "AUC - random-drop",
+        "log-loss - r.-d.",
+    )
+    lines = [f"{'':30}  " + "  ".join(f"{each:>20}" for each in head)]
     for system, by_seed in runs.items():
         control = system.replace("slipstream", "random-drop as")
         cells = [
@@ -369,7 +380,7 @@ def table(runs: Runs) -> list[str]:
         for other, key in (("all-fast", "auc"), (control, "auc"), (control, "log_loss")):
             found = None if other == system else differences(runs, system, other, key)
             cells.append("" if found is None else str(found))
-        lines.append(f"{system:26}  " + "  ".join(f"{each:>20}" for each in cells))
+        lines.append(f"{system:30}  " + "  ".join(f"{each:>20}" for each in cells))
     errors = [chance_of_test(runs, s, "all-fast") for s in runs if s != "all-fast"]
     alone = [
         stdev(run["part_aucs"]) / math.sqrt(PARTS) for run in runs.get("all-fast", {}).values()
@@ -385,16 +396,11 @@ def table(runs: Runs) -> list[str]:
 def read_runs(results: harness.Results, study: Study) -> Runs:
     """All runs of this study that are on file."""
     runs: Runs = defaultdict(dict)
+    written = json.loads(json.dumps(asdict(study)))  # which knows no tuples
     for line in harness.read_results(results.folder / f"{results.suite}.jsonl"):
-        if {**line["study"]} == {**asdict(study)} or _alike(line["study"], study):
+        if line["study"] == written:
             runs[line["system"]][int(line["run"].removeprefix("seed "))] = line
     return dict(runs)
-
-
-def _alike(written: dict[str, Any], study: Study) -> bool:
-    """JSON knows no tuples."""
-    ours = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(study).items()}
-    return written == ours
 
 
 # -- the command line --------------------------------------------------------------------
@@ -414,7 +420,16 @@ def main() -> None:
     options.add_argument("--curve", type=int, default=0, help="test every so many steps")
     for name in ("samples", "test_samples", "batch_size", "scale", "least_visits"):
         options.add_argument(f"--{name.replace('_', '-')}", type=int)
-    for name in ("skew", "signal", "lr", "watched", "counted", "starting", "rechecked", "sample_rate"):
+    for name in (
+        "skew",
+        "signal",
+        "lr",
+        "watched",
+        "counted",
+        "starting",
+        "rechecked",
+        "sample_rate",
+    ):
         options.add_argument(f"--{name.replace('_', '-')}", type=float)
     for name in ("bottom", "top"):
         options.add_argument(f"--{name}", type=int, nargs="+")

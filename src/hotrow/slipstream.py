@@ -76,7 +76,7 @@ class _AsTheyCome(ABC):
             )
         ((name, embedding),) = found.items()
         self._trainer, self._embedding = trainer, embedding
-        self._ids = _ids_of(trainer.ids, name)
+        self._ids = _ids_of(trainer.ids, name.removeprefix("_orig_mod."))
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
