@@ -8,6 +8,7 @@ from hotrow.checkpoint import load_model, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
 from hotrow.graphed import GraphedStep, graphed
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
+from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
 from hotrow.traffic import TableTraffic, Traffic
@@ -32,8 +33,10 @@ __all__ = [
     "GraphedStep",
     "KeyedJaggedTensor",
     "Normal",
+    "RandomDrop",
     "RowWiseAdagrad",
     "Share",
+    "Slipstream",
     "Strategy",
     "TableTraffic",
     "Traffic",

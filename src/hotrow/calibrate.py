@@ -15,6 +15,7 @@ from torch import Tensor
 from hotrow.batch import Batch, KeyedJaggedTensor, parse
 from hotrow.estimate import Estimate, exact_rows
 from hotrow.hotset import HotSet, Places, RowBytes
+from hotrow.profile import Profile, check_profile
 from hotrow.samples import take
 from hotrow.tables import EmbeddingBagConfig
 
@@ -67,6 +68,20 @@ class AccessCounts:
         self.places = Places(tables)
         self.num_samples = 0
         self._counts = torch.zeros(self.places.size, dtype=torch.int64, device=device)
+
+    @classmethod
+    def of_profile(cls, tables: Sequence[EmbeddingBagConfig], profile: Profile) -> AccessCounts:
+        """As `EmbeddingBagCollection(profile=)` takes them; tables it does not name were not
+        read."""
+        check_profile(profile, tables)
+        counts = cls(tables)
+        for name, given in profile.items():
+            mine = counts.of(name)
+            if isinstance(given, Tensor):
+                mine.copy_(given)
+            else:
+                mine[given[0].long().cpu()] = given[1].to(mine)
+        return counts
 
     def add(self, batch: Batch, *, times: int = 1) -> None:
         """Count a batch, which is on the counts' device; on a GPU that is not waited for."""

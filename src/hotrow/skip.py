@@ -31,7 +31,8 @@ Join = Callable[[Sequence[Any]], Any]
 class SkipSettings:
     """How Slipstream skips. Names in brackets are those of the published code."""
 
-    target: float = 0.3  # share of hot inputs to skip [target_drop_percentage]
+    # Share of hot inputs to skip [target_drop_percentage]; in mode "rows", of lookups of hot rows.
+    target: float = 0.3
     tolerance: float = 0.08  # how far from it a search may end
     starting_batch: int = 0  # batches before the first snapshot [starting_minibatch]
     watched: float = 0.015  # share of the batches between the snapshots [minibatch_percentage]
@@ -79,6 +80,18 @@ class SkipSettings:
                 "search", "two thresholds, the first of at least 0 and the smaller", self.search
             )
         object.__setattr__(self, "search", (float(ends[0]), float(ends[1])))
+
+    def snapshots(self, num_batches: int) -> tuple[int, int]:
+        """After how many batches of an epoch the first and the second are taken."""
+        between = round(self.watched * num_batches) + 1
+        second = self.starting_batch + between
+        if self.target and second >= num_batches:
+            raise ValueError(
+                f"skipping: the second snapshot comes after {second:,} batches (starting_batch="
+                f"{self.starting_batch:,}, and {between:,} from watched={self.watched}), but there "
+                f"are {num_batches:,}: none would be left to skip from"
+            )
+        return self.starting_batch, second
 
 
 def _is_number(value: object) -> bool:
@@ -135,6 +148,15 @@ class Skip(Protocol):
         """Training is over: no row stays frozen."""
 
 
+class Skipping(Protocol):
+    """A skip as a user asks for it, before it is known what it will look at."""
+
+    def bound(
+        self, embedding: EmbeddingBagCollection, hot: Rows, num_batches: int, *, ids: Ids
+    ) -> Skip:
+        """For a first epoch of so many batches, of which a collection looks up `ids`."""
+
+
 class KeepAll:
     """Trains everything, batch by batch as it comes."""
 
@@ -150,7 +172,7 @@ class KeepAll:
     def close(self) -> None: ...
 
 
-class Slipstream:
+class SkipStale:
     """Finds hot rows that have stopped changing, and skips samples with none but those, or their
     updates.
 
@@ -175,8 +197,10 @@ class Slipstream:
         take: Take | None = None,
         join: Join | None = None,
         device: str | torch.device = "cpu",
+        done: int = 0,
     ) -> None:
-        """`take` and `join` are for batches that hotrow.samples does not know how to cut."""
+        """`take` and `join` are for batches that hotrow.samples does not know how to cut; `done`
+        batches of the first epoch have been trained, `starting_batch` at most."""
         self.settings = SkipSettings() if settings is None else settings
         self._embedding, self._ids = embedding, ids
         self._all = Numbering(embedding.tables, torch.device(device))
@@ -193,24 +217,19 @@ class Slipstream:
         self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
         self._snapshot: Snapshot | None = None
         self.begin(num_batches)
+        self._position = done
 
     def begin(self, num_batches: int) -> None:
         """A new epoch decides anew, unless a guard has ended skipping."""
         s = self.settings
-        self._between = round(s.watched * num_batches) + 1
-        first = s.starting_batch + self._between
-        if s.target and first >= num_batches:
-            raise ValueError(
-                f"skipping: the second snapshot comes after {first:,} batches (starting_batch="
-                f"{s.starting_batch:,}, and {self._between:,} from watched={s.watched}), but there "
-                f"are {num_batches:,}: none would be left to skip from"
-            )
+        first, second = s.snapshots(num_batches)
+        self._between = second - first
         self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
-        self.record = replace(self.record, first_batch=first)
+        self.record = replace(self.record, first_batch=second)
         self._position = 0
         self._pause()
         self._stale = self._visits = self._snapshot = None
-        self._due(s.starting_batch, self._watch)
+        self._due(first, self._watch)
         if self.record.stopped or not s.target:
             self._due(None)
 
@@ -310,22 +329,30 @@ class Slipstream:
     def _search(self, moved: Tensor, often: Tensor, batches: Sequence[Any]) -> Threshold:
         s = self.settings
         looked = [self._look(batch) for batch in batches]
-        are_hot = [self._are_hot(each) for each in looked]
         places = [self._places(each) for each in looked]
-        total = sum(int(each.sum()) for each in are_hot)
         moved, often = moved.to(self._all.device), often.to(self._all.device)
+        if s.mode == "rows":
+            what = "lookups of hot rows"
+            are_hot = [place >= 0 for place in places]
+        else:
+            what = "hot inputs"
+            are_hot = [self._are_hot(each) for each in looked]
+        total = sum(int(each.sum()) for each in are_hot)
         if not total:
             size = sum(each.num_samples for each in looked)
-            said = f"none of {size:,} sampled inputs looks up hot rows alone: nothing is skipped"
+            read = "any hot row" if s.mode == "rows" else "hot rows alone"
+            said = f"none of {size:,} sampled inputs looks up {read}: nothing is skipped"
             return Threshold(0.0, 0.0, 0, False, *s.search, said)
 
         def share_at(tau: float) -> float:
             # One more, which is not stale, for lookups of other rows.
             is_stale = torch.cat([often & (moved < tau), often.new_zeros(1)])
-            found = [
-                self._have_stale(each, is_stale[place]) & hot
-                for each, place, hot in zip(looked, places, are_hot, strict=True)
-            ]
+            found = [is_stale[place] for place in places]
+            if s.mode == "samples":
+                found = [
+                    self._have_stale(each, flags) & hot
+                    for each, flags, hot in zip(looked, found, are_hot, strict=True)
+                ]
             return sum(int(each.sum()) for each in found) / total
 
         return find_threshold(
@@ -334,6 +361,7 @@ class Slipstream:
             tolerance=s.tolerance,
             within=s.search,
             iterations=s.iterations,
+            what=what,
         )
 
     def _probe(self, stream: _Stream) -> None:
@@ -423,7 +451,7 @@ class Slipstream:
 def _nothing(stream: _Stream) -> None: ...
 
 
-class RandomDrop:
+class SkipRandom:
     """The control: as many samples left out, at random."""
 
     def __init__(
@@ -514,6 +542,8 @@ class _Refill:
     ) -> None:
         self._ids, self._features = ids, features
         self._take, self._join = take, join or samples.join
+        self._is_ours = take is None and join is None
+        self._pins = False  # what came was page-locked, and what is made of it has to be
         self._parts: list[Any] = []
         self._count = self._size = 0  # samples in the parts, and in a batch
 
@@ -525,6 +555,7 @@ class _Refill:
             yield batch
             return
         self._size = max(self._size, len(keep))
+        self._pins = self._is_ours and samples.tensors_of(batch)[0].is_pinned()
         places = keep.nonzero().squeeze(1)
         if len(places):
             whole = len(places) == len(keep)
@@ -541,13 +572,16 @@ class _Refill:
             cuts = [self._cut(joined, each, count) for each in every.split(self._size)]
             if count % self._size:
                 self._parts, self._count = [cuts.pop()], count % self._size
-        yield from cuts
+        yield from map(self._made, cuts)
 
     def flush(self) -> Iterator[Any]:
         if self._count:
             joined = self._joined()
             self._parts, self._count = [], 0
-            yield joined
+            yield self._made(joined)
+
+    def _made(self, batch: Any) -> Any:
+        return samples.pinned(batch) if self._pins else batch
 
     def _joined(self) -> Any:
         return self._parts[0] if len(self._parts) == 1 else self._join(self._parts)

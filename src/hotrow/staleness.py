@@ -177,7 +177,7 @@ class Threshold:
     """What a search has found: rows whose components all moved less than `tau` are stale."""
 
     tau: float  # 0: none is
-    share: float  # of the sampled hot inputs, that are stale by `tau`
+    share: float  # of the sampled hot inputs, or lookups of hot rows, that are stale by `tau`
     iterations: int
     converged: bool
     low: float  # the range it ended in
@@ -192,16 +192,18 @@ def find_threshold(
     tolerance: float,
     within: tuple[float, float],
     iterations: int,
+    what: str = "hot inputs",
 ) -> Threshold:
-    """Bisect for a threshold at which `share_at`, which never falls, is near the target."""
+    """Bisect for a threshold at which `share_at`, which never falls, is near the target; `what`
+    it is a share of."""
     (low, high), least = within, target - tolerance
     wanted = f"{target:.1%} ± {tolerance:.1%}"
     most = share_at(math.inf)
     if most < least:
         said = (
-            f"at most {most:.1%} of the sampled hot inputs can be stale, {wanted} were asked for: "
-            "the others look up rows that are not hot or were visited too seldom. Nothing is "
-            "skipped; watch more batches, ask for less, or lower least_visits"
+            f"at most {most:.1%} of the sampled {what} can be stale, {wanted} were asked for: the "
+            "others are of rows that are not hot or were visited too seldom. Nothing is skipped; "
+            "watch more batches, ask for less, or lower least_visits"
         )
         return Threshold(0.0, 0.0, 0, False, low, high, said)
     while share_at(high) < least:
@@ -215,11 +217,11 @@ def find_threshold(
         tau = (low + high) / 2
         share = share_at(tau)
         if abs(share - target) <= tolerance:
-            said = f"rows that moved less than {tau:.3g} are stale: {share:.1%} of the sampled hot"
-            return Threshold(tau, share, done, True, low, high, f"{said} inputs{beyond}")
+            said = f"rows that moved less than {tau:.3g} are stale: {share:.1%} of the sampled"
+            return Threshold(tau, share, done, True, low, high, f"{said} {what}{beyond}")
         low, high = (tau, high) if share < target else (low, tau)
     said = (
-        f"no threshold in {iterations} iterations makes {wanted} of the sampled hot inputs stale: "
+        f"no threshold in {iterations} iterations makes {wanted} of the sampled {what} stale: "
         f"the last, {tau:.3g}, makes {share:.1%}{beyond}. Nothing is skipped; a larger tolerance, "
         "more batches between the snapshots, or a larger sample may help"
     )

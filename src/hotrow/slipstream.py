@@ -1,0 +1,379 @@
+"""Slipstream and random-drop, its control, as a user asks for them.
+
+    slipstream = Slipstream(target=0.3, test=held_out)
+    trainer = Trainer(model, loss_fn, ..., system=slipstream)
+    for record in trainer.run(loader):      # an epoch
+        ...
+    print(slipstream.record.share)          # of the samples, that were left out
+
+So they take batches as they come, whatever the collection's strategy. A system that orders or
+splits samples has them as its `skip`, and binds them when it knows its hot rows:
+
+    skip = slipstream.bound(embedding, hot, num_batches, ids=trainer.ids)   # a skip.Skip
+    try:
+        for segment in skip.segments(batches):      # the epoch's next ones, in one call or several
+            ...                                     # trained before the next is asked for
+        skip.note(test_loss)                        # whenever there is one
+        skip.begin(num_batches)                     # another epoch
+    finally:
+        skip.close()                                # no row stays frozen
+
+Such a system evaluates by itself; `test`, `counted` and what else finds hot rows are then unused.
+What is skipped, and when, is decided in skip.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from itertools import chain, islice
+from typing import Any, Self
+
+import torch
+
+from hotrow.ahead import tensors_in
+from hotrow.batch import parse
+from hotrow.budget import parse_bytes
+from hotrow.calibrate import AccessCounts, HotReport, top_k
+from hotrow.embedding import EmbeddingBagCollection
+from hotrow.hotset import HotSet
+from hotrow.profile import Profile
+from hotrow.samples import Take
+from hotrow.skip import Ids, Join, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale
+from hotrow.staleness import Rows
+from hotrow.told import warn
+from hotrow.trainer import Trainer
+
+_VALIDATIONS = 10  # an epoch, unless somebody says how many
+
+
+class _AsTheyCome(ABC):
+    """Trains what a skip lets through, epoch by epoch. Each `run()` begins an epoch."""
+
+    def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
+        if batches_per_epoch is not None:
+            _check_count("batches_per_epoch", batches_per_epoch, 1)
+        self.batches_per_epoch = batches_per_epoch
+        self._take, self._join = take, join
+        self._skip: Skip | None = None
+
+    @property
+    @abstractmethod
+    def record(self) -> SkipRecord:
+        """What was decided, and what came of it."""
+
+    def attach(self, trainer: Trainer[Any]) -> None:
+        """Refuses a model whose rows are not one collection's."""
+        named = trainer.model.named_modules()
+        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
+        if len(found) != 1:
+            raise ValueError(
+                f"{type(self).__name__} chooses samples by the rows of one collection, and the "
+                f"model has {len(found)}{': ' * bool(found)}{', '.join(map(repr, found))}; tables "
+                "of any width can be in one"
+            )
+        ((name, embedding),) = found.items()
+        self._trainer, self._embedding = trainer, embedding
+        self._ids = _ids_of(trainer.ids, name.removeprefix("_orig_mod."))
+        self._skip = None
+
+    def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
+        if not self._skips:
+            yield batches
+            return
+        count = self._count(batches)
+        stream = iter(batches)
+        try:
+            for first in stream:
+                where = [each.device for each in tensors_in(self._ids(first))]
+                self._device = where[0] if where else torch.device("cpu")
+                rest = stream if count is None else islice(stream, count - 1)
+                yield from self._epoch(chain([first], rest), count)
+        finally:
+            if self._skip is not None:
+                self._skip.close()
+
+    @property
+    @abstractmethod
+    def _skips(self) -> bool:
+        """Whether anything is asked for."""
+
+    @abstractmethod
+    def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]: ...
+
+    def _count(self, batches: Iterable[Any]) -> int | None:
+        """The batches of an epoch; None: nobody knows."""
+        if self.batches_per_epoch is not None:
+            return self.batches_per_epoch
+        # A loader that goes through its data several times says so.
+        count: int | None = getattr(batches, "batches_per_epoch", None)
+        if count is None and hasattr(batches, "__len__"):
+            count = len(batches)  # type: ignore[arg-type]
+        return count or None
+
+
+class Slipstream(_AsTheyCome):
+    """Leaves out samples whose rows have stopped changing, or the updates of such rows.
+
+    `target` is the share of hot samples, those whose rows are all hot, to leave out; `mode`
+    "samples" leaves them out whole, as published, "rows" trains them and leaves alone the rows that
+    have stopped. For the other settings see `hotrow.skip.SkipSettings`. Changes results.
+
+    Hot are the most used rows that fit `hot_budget`: by `profile` (counts as a collection takes
+    them) or, without one, by the ids of the first epoch's first batches, of which `counted` is
+    the share; `hot` names them (row numbers by table). `test` are batches to evaluate on every
+    `validate_every` steps: when their loss rises, all is trained again, for good. Without
+    them nobody looks, and a warning says so; `validate_every=0` says that it is meant.
+
+    An epoch is one `run()`, or `batches_per_epoch` of its batches. `take` and `join` are for
+    batches that are not made of tensors alone.
+    """
+
+    def __init__(
+        self,
+        settings: SkipSettings | None = None,
+        *,
+        hot_budget: str | float = "256MB",
+        profile: Profile | None = None,
+        hot: Rows | None = None,
+        counted: float = 0.05,
+        test: Iterable[Any] | None = None,
+        validate_every: int | None = None,
+        batches_per_epoch: int | None = None,
+        take: Take | None = None,
+        join: Join | None = None,
+        **changes: Any,
+    ) -> None:
+        """`changes` are settings by name: `Slipstream(target=0.2, mode="rows")`."""
+        super().__init__(batches_per_epoch, take, join)
+        self.settings = _changed(settings or SkipSettings(), changes)
+        if not 0 < counted < 1:
+            raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
+        if validate_every is not None:
+            _check_count("validate_every", validate_every, 0)
+        if isinstance(test, Iterator):
+            raise ValueError(
+                "test is evaluated again and again, and an iterator gives its batches once; give a "
+                "list or a loader"
+            )
+        if hot is not None and profile is not None:
+            raise ValueError("hot names the hot rows, and profile would choose them: give one")
+        self.hot_budget, self._profile, self._given, self._counted = (
+            hot_budget, profile, hot, counted,
+        )  # fmt: skip
+        self._test, self._validate_every = test, validate_every
+        self._is_told = False
+        self.hot_report: HotReport | None = None  # of rows that it has chosen by counts
+
+    @classmethod
+    def as_published(cls, **options: Any) -> Self:
+        """Rows nobody visited count as stale, and one decision an epoch is for good."""
+        return cls(SkipSettings.as_published(), **options)
+
+    @property
+    def record(self) -> SkipRecord:
+        """What was decided, and what came of it."""
+        return SkipRecord(self.settings.mode) if self._skip is None else self._skip.record
+
+    def bound(
+        self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids,
+        device: str | torch.device = "cpu", done: int = 0,
+    ) -> SkipStale:  # fmt: skip
+        """For epochs of so many batches, whose first `done` have been trained; `device` is where
+        the loader's batches are. From now on `record` is its record."""
+        starting = max(self.settings.starting_batch, done)
+        skip = SkipStale(
+            embedding, _rows_of(hot), num_batches,
+            replace(self.settings, starting_batch=starting), ids=ids,
+            take=self._take, join=self._join, device=device, done=done,
+        )  # fmt: skip
+        self._skip = skip
+        return skip
+
+    @property
+    def _skips(self) -> bool:
+        return self.settings.target > 0
+
+    def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]:
+        if count is None:
+            raise ValueError(
+                "Slipstream must know how many batches an epoch has, and these do not say (no "
+                "len()); give batches_per_epoch="
+            )
+        self._begin_to_validate(count)
+        if self._skip is not None:
+            self._skip.begin(count)
+        else:
+            yield from self._bind(batches, count)
+        assert self._skip is not None
+        for segment in self._skip.segments(batches):
+            yield from self._validated(segment)
+
+    # -- hot rows ----------------------------------------------------------------------
+
+    def _bind(self, batches: Iterator[Any], count: int) -> Iterator[Iterable[Any]]:
+        """Finds hot rows, if need be by training and counting some batches."""
+        done, hot, profile = 0, self._given, self._profile
+        if hot is None and profile is None:
+            done = max(1, round(self._counted * count))
+            starting = max(done, self.settings.starting_batch)
+            # Before any is trained: there may be too few to skip from.
+            replace(self.settings, starting_batch=starting).snapshots(count)
+            counts = AccessCounts(self._embedding.tables, self._device)
+            yield self._counting(islice(batches, done), counts)
+            hot = self._chosen(counts)
+        elif hot is None and profile is not None:
+            hot = self._chosen(AccessCounts.of_profile(self._embedding.tables, profile))
+        assert hot is not None
+        self.bound(self._embedding, hot, count, ids=self._ids, device=self._device, done=done)
+
+    def _counting(self, batches: Iterable[Any], counts: AccessCounts) -> Iterator[Any]:
+        for batch in batches:
+            counts.add(parse(self._ids(batch), self._embedding.features, None))
+            yield batch
+
+    def _chosen(self, counts: AccessCounts) -> Rows:
+        groups = self._embedding.groups
+        sizes = {table.name: 4 * group.width for group in groups for table in group.layout.tables}
+        budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
+        chosen = top_k(counts, sizes, budget)
+        self.hot_report = chosen.report
+        return _rows_of(chosen.hot)
+
+    # -- validation --------------------------------------------------------------------
+
+    def _begin_to_validate(self, count: int) -> None:
+        every = self._validate_every
+        if self._test is None:
+            if every != 0 and not self._is_told:
+                self._is_told = True
+                warn(
+                    "Slipstream has no test= batches, by whose loss it would notice that skipping "
+                    "does harm: it goes on whatever happens. validate_every=0 says that it is meant"
+                )
+            every = 0
+        self._every = max(1, count // _VALIDATIONS) if every is None else every
+        self._next = self._trainer.step + self._every
+
+    def _validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """In parts, between which nothing is in flight and the model can be evaluated."""
+        if not self._every:
+            yield segment
+            return
+        batches = iter(segment)
+        for first in batches:
+            left = self._next - self._trainer.step
+            yield chain([first], islice(batches, max(0, left - 1)))
+            if self._trainer.step >= self._next:
+                self._next = self._trainer.step + self._every
+                assert self._skip is not None
+                self._skip.note(self._loss())
+
+    def _loss(self) -> float:
+        assert self._test is not None
+        trainer, total, size = self._trainer, 0.0, 0
+        for batch in self._test:
+            predictions, labels = trainer.predict(batch), trainer.labels(batch)
+            labels = labels.to(predictions.device)
+            total += float(trainer.loss_fn(predictions, labels).mean()) * len(labels)
+            size += len(labels)
+        if not size:
+            raise ValueError("test has no sample to evaluate on")
+        return total / size
+
+
+class RandomDrop(_AsTheyCome):
+    """Leaves out samples at random: what leaving out stale ones must be compared with.
+
+    As many as Slipstream has (`like=slipstream.record`), from the same batch of each epoch on, or
+    a `share` from `starting_batch` on. An epoch is one `run()`, or `batches_per_epoch` of its
+    batches. Changes results.
+    """
+
+    def __init__(
+        self,
+        share: float | None = None,
+        *,
+        like: SkipRecord | None = None,
+        starting_batch: int = 0,
+        seed: int = 0,
+        batches_per_epoch: int | None = None,
+        take: Take | None = None,
+        join: Join | None = None,
+    ) -> None:
+        super().__init__(batches_per_epoch, take, join)
+        if (share is None) == (like is None):
+            raise ValueError(
+                "RandomDrop takes a share of the samples, or like=, a record: give one"
+            )
+        if like is None:
+            assert share is not None
+            if not 0 <= share < 1:
+                raise ValueError(f"share must be at least 0 and below 1, not {share!r}")
+            _check_count("starting_batch", starting_batch, 0)
+            part = Fraction(share).limit_denominator(1_000_000)
+            like = SkipRecord(
+                "random", starting_batch, offered=part.denominator, dropped=part.numerator
+            )
+        elif starting_batch:
+            raise ValueError("like= says from which batch on; leave starting_batch out")
+        self._like, self._seed = like, seed
+
+    @property
+    def record(self) -> SkipRecord:
+        """What came of it."""
+        return SkipRecord("random") if self._skip is None else self._skip.record
+
+    def bound(
+        self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
+    ) -> SkipRandom:
+        """For epochs of so many batches. From now on `record` is its record."""
+        skip = SkipRandom.like(
+            self._like, ids=ids, features=embedding.features, seed=self._seed, take=self._take,
+            join=self._join,
+        )  # fmt: skip
+        self._skip = skip
+        return skip
+
+    @property
+    def _skips(self) -> bool:
+        return self._like.dropped > 0
+
+    def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]:
+        if self._skip is None:
+            self.bound(self._embedding, {}, count or 0, ids=self._ids)
+        else:
+            self._skip.begin(count or 0)
+        assert self._skip is not None
+        yield from self._skip.segments(batches)
+
+
+def _rows_of(hot: Rows | HotSet) -> Rows:
+    if isinstance(hot, HotSet):
+        return {table.name: hot.rows(table.name) for table in hot.places.tables}
+    return hot
+
+
+def _ids_of(ids: Callable[[Any], Any], collection: str) -> Ids:
+    """What the collection looks up, where `ids` may give a dict by the collections' names."""
+
+    def mine(batch: Any) -> Any:
+        found = ids(batch)
+        return found[collection] if isinstance(found, Mapping) and collection in found else found
+
+    return mine
+
+
+def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:
+    try:
+        return replace(settings, **changes)
+    except TypeError as error:
+        known = ", ".join(vars(settings))
+        raise TypeError(f"Slipstream: {error}; its settings are {known}") from None
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
