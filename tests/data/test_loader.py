@@ -182,6 +182,35 @@ def test_threads_end_with_the_loop() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint64, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_numbers(kind: Any) -> None:
+    loader = Loader(
+        Memory([50] * 20), batch_size=kind(100), mixed=kind(200), seed=kind(1), epochs=kind(1)
+    )
+    # The order of the number itself; a width of 8 or 64 bits changes nothing.
+    assert all_of(loader, kind(0))[0][:4] == [448, 431, 673, 689]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed", "seed", "workers"])
+@pytest.mark.parametrize("value", [2.0, "2"])
+def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, not {value!r}"):
+        Loader(Memory([10]), **{"batch_size": 5, name: value})
+
+
+def test_many_features_are_told_by_the_first_of_them() -> None:
+    source = Memory([10])
+    source.features = source.single = tuple(f"f{i}" for i in range(1000))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"it has f0, f1, .*, f7 and 992 more$"):
+        Loader(source, batch_size=5, features=["x"])
+
+
+@pytest.mark.parametrize("features", [[], ["a", "a"]])
+def test_features_are_named_once_each(features: list[str]) -> None:
+    with pytest.raises(ValueError, match="features must name one at least, and each once"):
+        Loader(Memory([10]), batch_size=5, features=features)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed"])
 def test_numbers_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):

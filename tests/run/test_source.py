@@ -295,6 +295,10 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
             "the data has no number 'age'; it has price",
         ),
+        (
+            ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
+            "the data has no number 'age'; it has price",
+        ),
     ],
 )
 def test_data_that_do_not_fit_the_model_are_one_sentence(

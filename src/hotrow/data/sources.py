@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.arrow import pyarrow
 from hotrow.data.prepared.format import to_json
+from hotrow.told import few
 
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 
@@ -43,6 +44,15 @@ class Source(Protocol):
         """All samples of these blocks, in this order."""
 
 
+def numbers_of(data: Prepared, dense: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that are named, or all; one that the data lacks is refused."""
+    known = data.schema.dense
+    for name in dense or ():
+        if name not in known:
+            raise ValueError(f"the data has no number {name!r}; it has {few(known) or 'none'}")
+    return known if dense is None else tuple(dense)
+
+
 class PreparedSource:
     """A split of what `hotrow prepare` has made; of its numbers those named in `dense`, or all."""
 
@@ -51,12 +61,7 @@ class PreparedSource:
     ) -> None:
         self.data = data if isinstance(data, Prepared) else Prepared(data)
         known = self.data.schema.dense
-        self.dense = known if dense is None else tuple(dense)
-        for name in self.dense:
-            if name not in known:
-                raise ValueError(
-                    f"the data has no number {name!r}; it has {', '.join(known) or 'none'}"
-                )
+        self.dense = numbers_of(self.data, dense)
         self._numbers = [known.index(name) for name in self.dense]
         self._has_all = self.dense == known
         self.features = tuple(each.name for each in self.data.schema.features)
@@ -180,7 +185,7 @@ class ParquetSource:
                 self._groups.append((file, group))
                 sizes.append(opened.metadata.row_group(group).num_rows)
         if not sum(sizes):
-            raise ValueError(f"{', '.join(map(str, self._files)) or 'no file'}: there are no rows")
+            raise ValueError(f"{few(map(str, self._files)) or 'no file'}: there are no rows")
         self.single = tuple(name for name in features if kinds[name] == "single")
         self.sizes = np.array(sizes, dtype=np.int64)
 
@@ -214,7 +219,7 @@ class ParquetSource:
         found = {}
         for name in self._columns:
             if name not in schema.names:
-                raise ValueError(f"{file} has no column {name!r}; it has {', '.join(schema.names)}")
+                raise ValueError(f"{file} has no column {name!r}; it has {few(schema.names)}")
             kind = schema.field(name).type
             if name not in self.features:
                 continue

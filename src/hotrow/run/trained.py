@@ -17,6 +17,7 @@ from hotrow.run.config import RowOptimizerSection, RunConfig
 from hotrow.run.files import MODEL_FOLDER, RUN_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
+from hotrow.told import few
 
 
 def open_trained(
@@ -54,7 +55,7 @@ def find_run(run: str | Path, runs: str | Path) -> Path:
     if Path(run).is_dir():
         return Path(run)  # what it lacks is told by who reads it
     known = sorted(path.parent.name for path in Path(runs).glob(f"*/{RUN_FILE}"))
-    there = f"; in {runs} there are {', '.join(known)}" if known else f"; {runs} has none either"
+    there = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
     raise ValueError(f"there is no run {run}{there}")
 
 
@@ -94,7 +95,7 @@ def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -
         what = config.data.folder or "the generated data"
         raise ValueError(
             f"{what} cannot be read by this model, which was trained on other data: "
-            + "; ".join(other)
+            + few(other, between="; ")
         )
 
 

@@ -31,6 +31,7 @@ from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
 from hotrow.data.prepared.vocabulary import Keys
 from hotrow.run import toml
+from hotrow.told import few
 
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
 _UNIT = "\x1f"  # stands between fields whose quotes were taken off
@@ -177,7 +178,7 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
 
 def _place(name: str, names: list[str], path: Path) -> int:
     if name not in names:
-        raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}")
     if names.count(name) > 1:
         raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
     return names.index(name)
