@@ -285,8 +285,13 @@ def test_parquet_without_lists_gives_a_tensor(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"clicked": pa.array([2] * 100)}, "column 'clicked' has 2, and a label is 0 or 1"),
-        ({"a": pa.array([None] + [1] * 99)}, "row group 0: column 'a' has 1 empty values"),
-        ({"list": pa.array([[1, None]] * 100)}, "lists of 'list' have empty values"),
+        ({"a": pa.array([None] + [1] * 99)}, "row group 0: column 'a' of int64 has 1 empty values"),
+        ({"list": pa.array([[1, None]] * 100)}, "column 'list' of int64 has 25 empty values"),
+        ({"price": pa.array([1.0] * 99 + [float("nan")])}, "3: column 'price' has nan, and number"),
+        ({"price": pa.array([1e39] * 100)}, "column 'price' has 1e.39, and numbers are finite"),
+        ({"a": pa.array([-1] * 100)}, "column 'a' has -1, and ids are rows of a table, from 0 on"),
+        ({"a": pa.array([2**63] * 100, pa.uint64())}, "'a' of uint64 has ids beyond 2.*63 - 1"),
+        ({"list": pa.array([[1, -2]] * 100)}, "column 'list' has -2, and ids are rows of a table"),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -300,11 +305,61 @@ def test_wrong_values_are_named(tmp_path: Path, changed: dict[str, Any], message
     [
         ({"features": ["a", "c"]}, "has no column 'c'; it has clicked, price, a, b, list, other"),
         ({"features": ["other"]}, "'other' has values of type string, and ids are whole numbers"),
+        ({"features": ["price"]}, "column 'price' is named twice"),
+        ({"features": []}, "features must name one column at least"),
+        ({"features": ["price"], "dense": []}, "of type float, and ids are .* cast it to int64"),
+        ({"dense": ["other"]}, "'other' has values of type string, and it is to be a number; cast"),
+        ({"dense": ["list"], "features": ["a"]}, "'list' has values of type list<.* is to be a nu"),
+        ({"label": "other"}, "'other' has values of type string, and the label is 0 or 1"),
     ],
 )
 def test_wrong_columns_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parquet_source(parquet(tmp_path), **options)
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda of: pa.list_(of, 2)])
+@pytest.mark.parametrize("of", [pa.int8(), pa.uint64(), pa.bool_(), pa.decimal128(38, 0)])
+def test_lists_of_every_form_are_read_and_missing_ones_are_empty(
+    tmp_path: Path, kind: Any, of: Any
+) -> None:
+    lists = pa.array([[0, 1], None] * 50, pa.list_(pa.int64(), 2)).cast(kind(pa.int64()))
+    source = parquet_source(parquet(tmp_path, list=lists.cast(kind(of))))
+    found = source.read(np.arange(4)).jagged["list"]
+    assert found.values.tolist() == [0, 1] * 50
+    assert np.diff(found.offsets).tolist() == [2, 0] * 50
+
+
+@pytest.mark.parametrize("of", [pa.int8(), pa.uint64(), pa.decimal128(38, 0), pa.bool_()])
+def test_columns_of_every_width_are_read(tmp_path: Path, of: Any) -> None:
+    values = pa.array([0, 1] * 50).cast(of)
+    path = parquet(tmp_path, a=values, price=values, clicked=values)
+    found = parquet_source(path, features=["a", "b"]).read(np.arange(4))
+    for column in (found.ids[:, 0], found.dense[:, 0], found.label):
+        assert column.tolist() == [0, 1] * 50
+
+
+def test_one_file_needs_no_list_around_it(tmp_path: Path) -> None:
+    path = parquet(tmp_path)
+    for files in (path, str(path)):
+        assert ParquetSource(files, label="clicked", features=["a"]).sizes.tolist() == [25] * 4
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    two = pa.table([pa.array([0, 1]), pa.array([1, 2]), pa.array([3, 4])], names=["y", "a", "a"])
+    pq.write_table(two, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="has 2 columns 'a': which is meant"):
+        ParquetSource(tmp_path / "a.parquet", label="y", features=["a"])
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path)
+    source = parquet_source(path)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)  # of the first row group; what is written at the end stays
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"data\.parquet, row group 0 cannot be read"):
+        source.read(np.arange(1))
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
