@@ -96,6 +96,9 @@ class KeyedJaggedTensor:
     def pin_memory(self) -> Self:
         return self.map(torch.Tensor.pin_memory)
 
+    def clone(self) -> Self:
+        return self.map(torch.Tensor.clone)
+
 
 def _bags_of(
     name: str, given: Tensor | tuple[Tensor, ...], num_samples: int | None

@@ -175,6 +175,30 @@ def test_an_error_is_raised_where_its_samples_would_come() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("jagged", [False, True])
+def test_a_batch_that_is_changed_changes_no_other(jagged: bool) -> None:
+    loader = Loader(Memory([50] * 20, jagged=jagged), batch_size=30, mixed=200, seed=1)
+    wanted = all_of(loader)
+    batches = list(loader)
+    kept = [batch.clone() for batch in batches]
+    for batch, expected in zip(batches, wanted, strict=True):
+        assert numbers(batch) == expected
+        sparse = batch.sparse
+        parts = [sparse] if isinstance(sparse, Tensor) else [sparse.values(), sparse.offsets()]
+        for tensor in (batch.dense, batch.label, *parts):
+            tensor.fill_(-1)
+    assert [numbers(batch) for batch in kept] == wanted
+
+
+def test_a_clone_keeps_no_more_than_its_batch() -> None:
+    (first, *_) = Loader(Memory([50] * 20), batch_size=30, mixed=200, seed=1)
+    assert first.dense.untyped_storage().nbytes() > first.dense.nbytes
+    mine = first.clone()
+    for tensor in (mine.dense, mine.label, mine.sparse):
+        assert isinstance(tensor, Tensor)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_threads_end_with_the_loop() -> None:
     before = threading.active_count()
     for _ in Loader(Memory([10] * 50), batch_size=10, mixed=10, workers=3):

@@ -304,7 +304,8 @@ class Loader(BatchReader[ClickBatch]):
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
     more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
     sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples.
+    `mixed` samples. A batch may be changed in place; it lies in the memory of its stretch, which
+    stays as long as any batch of it does, so whoever keeps a few of many keeps `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:

@@ -137,6 +137,10 @@ class ClickBatch:
             self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory()
         )
 
+    def clone(self) -> ClickBatch:
+        """The batch in memory of its own: what a loader gives is a part of a larger block."""
+        return ClickBatch(self.dense.clone(), self.sparse.clone(), self.label.clone())
+
 
 class Drawn:
     """Ids and numbers of samples, batch by batch: what generated data of any kind is made of."""
