@@ -238,6 +238,28 @@ def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", path)
 
 
+def test_lines_that_end_as_on_old_macs_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(3))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
+    with pytest.raises(ValueError, match=r"line 1: lines end in \\r alone"):
+        run(tmp_path / "out", path)
+
+
+def test_one_line_may_be_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(1))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert run(tmp_path / "out", path).samples("train") == 1
+
+
+def test_counts_that_no_disk_has_room_for_are_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(50))
+    with pytest.raises(ValueError, match=r"of 28,587,302,322,176 rows take 208.* lower --max-rows"):
+        run(tmp_path / "out", path, hash=True, max_rows=2**40)
+    assert not list((tmp_path / "out").rglob("*.keys"))
+
+
 def test_numbers_and_texts_are_read_as_python_reads_them() -> None:
     numbers = [0, 9, 10, 12345678, 99999999, 100000000, -1, -99999999, -123456789, 10**17, 3]
     words = ["a", "", "12345678", "123456789", "abcdefghijklmnop", "abcdefghijklmnoq", "ä", "b"]

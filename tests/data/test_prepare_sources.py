@@ -161,7 +161,7 @@ def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(lines) + "\n")
     toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
-    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: unexpected end of data"):
+    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: they do not close"):
         run("csv", tmp_path / "1", path, toml=toml, split="random")
     data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
     assert data.manifest.source["bad_rows"] == 3

@@ -130,7 +130,10 @@ class Csv:
             text = first_line.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ValueError(f"{path} does not begin with a header in UTF-8") from None
-        self._names = next(csv.reader([text], delimiter=columns.separator), [])
+        try:
+            self._names = next(csv.reader([text], delimiter=columns.separator), [])
+        except csv.Error as error:
+            raise ValueError(f"{path} does not begin with a header: {error}") from None
         self._places = {name: _place(name, self._names, path) for name in columns.used}
         features = (Feature(name, columns.table(name)) for name in columns.categories)
         self.schema = Schema(columns.label, columns.dense, tuple(features))
@@ -173,7 +176,8 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
             fields = next(csv.reader([decoded], delimiter=separator, strict=True))
         except csv.Error as error:
             fields = []
-            broken.append(BadLine(number, f"its quotes are wrong: {error}"))
+            why = "they do not close before its end" if "end of data" in str(error) else error
+            broken.append(BadLine(number, f"its quotes are wrong: {why}"))
         found.append(_UNIT.join(fields).encode("utf-8", errors="surrogateescape"))
     return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
 

@@ -71,16 +71,25 @@ class TextFiles:
                     return
                 cut = text.rfind(b"\n") + 1 if more else len(text)
                 if not cut:
-                    raise ValueError(
-                        f"{path}, line {place.file_line + 1:,}: no end of line within "
-                        f"{self._piece_bytes:,} bytes; this is no text file of lines"
-                    )
+                    self._check_line(text, place)
+                    cut = len(text)  # a file of one line, whose end is that of the file
                 text, rest = text[:cut], text[cut:]
                 piece = Piece(place, _after(place, text), text, stream.tell())
                 place = piece.after
                 if not piece.place.file_line:
                     self._check_header(piece)
                 yield piece
+
+    def _check_line(self, text: bytes, place: Place) -> None:
+        """Text without an end of line is a file's last line, or none at all."""
+        where = f"{self.paths[place.file]}, line {place.file_line + 1:,}"
+        if b"\r" in text.rstrip(b"\r"):
+            raise ValueError(f"{where}: lines end in \\r alone, as on old Macs; make it \\n")
+        if len(text) >= self._piece_bytes:
+            raise ValueError(
+                f"{where}: no end of line within {self._piece_bytes:,} bytes; this is no text "
+                "file of lines"
+            )
 
     def _check_header(self, piece: Piece) -> None:
         first, _, _ = piece.data.partition(b"\n")
