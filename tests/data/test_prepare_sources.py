@@ -486,6 +486,13 @@ def test_taobao_bad_lines(tmp_path: Path) -> None:
         run("taobao", tmp_path / "3", path, path)
 
 
+def test_taobao_users_of_one_event_make_no_sample(tmp_path: Path) -> None:
+    path = tmp_path / "UserBehavior.csv"
+    path.write_text("".join(f"{user},5,5,pv,{user}\n" for user in range(30)))
+    with pytest.raises(ValueError, match="30 good lines make no sample: nobody has two of them"):
+        run("taobao", tmp_path / "out", path)
+
+
 def test_taobao_takes_any_seed_and_any_number_of_bad_lines(tmp_path: Path) -> None:
     lines = [*taobao_lines(50), *([["junk"]] * 100_001)]
     path = write(tmp_path / "a.csv", lines, separator=",")

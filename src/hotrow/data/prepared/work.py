@@ -77,8 +77,11 @@ def prepare(
 
 def _described(source: Source, settings: Settings) -> dict[str, Any]:
     """All that decides about what is written."""
-    files = []
+    files, seen = [], set()
     for path in source.paths:
+        if path.resolve() in seen:
+            raise ValueError(f"{path} is given twice")
+        seen.add(path.resolve())
         found = path.stat()
         files.append({"name": path.name, "bytes": found.st_size, "changed_ns": found.st_mtime_ns})
     return {"layout": source.name, "files": files, **source.describes, **asdict(settings)}
