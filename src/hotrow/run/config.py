@@ -92,6 +92,8 @@ class RunSection:
                 f"and '_', not {self.name!r}"
             )
         _at_least(0, seed=self.seed)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         _at_least(1, threads=self.threads)
         # Whether there is one is asked when the run is built: a file may be read anywhere.
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):

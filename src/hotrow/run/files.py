@@ -134,6 +134,9 @@ def read_run(folder: str | Path) -> RunRecord:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not a run record of format {FORMAT}")
+    for name in ("settings", "data"):
+        if not isinstance(found.get(name, {}), dict):
+            raise ValueError(f"{path} is damaged: {name} is no table")
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])

@@ -234,6 +234,12 @@ class FromFolder:
             "pin_memory": self._pins,
             "mixed": MIXED if seed is not None else _READ_TOGETHER,
         }
+        if not self._data.samples(split):
+            raise ValueError(
+                f"{self._data.folder} holds no sample back for {split}; prepare more of them"
+                if split != "train"
+                else f"{self._data.folder} has no sample to train on"
+            )
         source = PreparedSource(self._data, split, dense=self._section.dense)
         if self._steps is None:
             return Loader(source, features=self._order, **options)

@@ -91,7 +91,14 @@ def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
 
 
 def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
-    if record.data and (other := why_other(record.data, samples.described())):
+    try:
+        other = why_other(record.data, samples.described()) if record.data else []
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the record of run {record.name} is damaged: what it says of its data lacks "
+            f"something ({type(error).__name__} {error})"
+        ) from error
+    if other:
         what = config.data.folder or "the generated data"
         raise ValueError(
             f"{what} cannot be read by this model, which was trained on other data: "

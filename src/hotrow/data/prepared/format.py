@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         found = read_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         hint = "; preparing was not finished: give the same `hotrow prepare` again to resume"
         unfinished = (folder / ".work").is_dir()
         raise ValueError(
