@@ -69,6 +69,7 @@ LAYERS = [
         "manifests",
         "masters",
         "progress",
+        "scalars",
         "told",
         "watch",
         "writer",

@@ -20,7 +20,7 @@ from hotrow.lanes import Name
 from hotrow.schedule import Ticket
 from hotrow.stages import FUSED, SPLIT
 from hotrow.strategy import Strategy
-from hotrow.told import warn
+from hotrow.told import few, warn
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
@@ -362,7 +362,7 @@ def _features_of(
     if not isinstance(features, Mapping):
         return features
     if name not in features:
-        given = f"a dict with {', '.join(map(repr, features))}"
+        given = f"a dict with {few(map(repr, features))}"
         if not name:
             raise TypeError(f"{given} is not ids; the model is one collection: give its ids alone")
         if len(collections) == 1:
@@ -372,7 +372,7 @@ def _features_of(
             )
         raise ValueError(
             f"ids= gave {given}, which lacks the collection {name!r}; the model's collections are "
-            f"{', '.join(map(repr, collections))}"
+            f"{few(map(repr, collections))}"
         )
     return features[name]
 

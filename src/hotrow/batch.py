@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hotrow.tables import EmbeddingBagConfig, Feature, WidthGroup
+from hotrow.told import few
 
 PADDING = -1
 
@@ -94,6 +95,9 @@ class KeyedJaggedTensor:
 
     def pin_memory(self) -> Self:
         return self.map(torch.Tensor.pin_memory)
+
+    def clone(self) -> Self:
+        return self.map(torch.Tensor.clone)
 
 
 def _bags_of(
@@ -303,7 +307,7 @@ def _parse_dense(values: Tensor, columns: tuple[str, ...], device: torch.device 
     if values.dim() != 2 or values.shape[1] != len(columns):
         raise ValueError(
             f"a dense input must have shape [batch, {len(columns)}], a column for each feature "
-            f"({_few(columns)}); got {list(values.shape)}"
+            f"({few(columns)}); got {list(values.shape)}"
         )
     return Batch(_int64(values, "ids", device), None, columns, values.shape[0])
 
@@ -326,7 +330,7 @@ def _parse_jagged(
     if missing:
         raise ValueError(
             f"the batch has no feature {missing[0]!r}, which a table of this collection reads; "
-            f"it has {_few(keys)}"
+            f"it has {few(keys)}"
         )
     num_bags = offsets.numel() - 1
     if num_bags < 0 or num_bags % len(keys):
@@ -637,8 +641,3 @@ def _raise_bad_id(feature: str, where: str, value: int, table: EmbeddingBagConfi
         f"feature {feature!r}, {where}: id {value} is outside table {table.name!r}, "
         f"which has rows 0 to {table.num_embeddings - 1}"
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -36,7 +36,8 @@ def parse_bytes(text: str | float, *, total: int | None = None) -> int:
         if not match or (unit != "%" and unit not in _UNITS) or (unit == "%" and total is None):
             raise ValueError(
                 f"cannot read {text!r} as a number of bytes; write 4_000_000, '512MiB', '4GB' "
-                "(10**9), '4GiB' (2**30) or '10%' of the tables' bytes"
+                "(10**9), '4GiB' (2**30)"
+                + (" or '10%' of the tables' bytes" if total is not None else "")
             )
         scale = (total or 0) / 100 if unit == "%" else _UNITS[str(unit)]
         value = int(float(match[1].replace("_", "")) * scale)

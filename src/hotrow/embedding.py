@@ -38,12 +38,13 @@ from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
+from hotrow.scalars import plain
 from hotrow.schedule import at_once
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
-from hotrow.told import warn
+from hotrow.told import few, warn
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
@@ -109,7 +110,7 @@ class Embedded:
     def __getitem__(self, feature: str) -> Tensor:
         """[batch, dim]; without pooling [lookups, dim]."""
         if feature not in self._vectors:
-            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._columns)}")
+            raise KeyError(f"no feature {feature!r}; there are {few(self._columns)}")
         return self._vectors[feature]
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -167,6 +168,7 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = usable_device(torch.device(device))
+        seed = plain(seed)
         _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
@@ -384,7 +386,7 @@ class EmbeddingBagCollection(nn.Module):
         each = dict.fromkeys(self.features, 1) | dict(lookups or {})
         if unknown := each.keys() - set(self.features):
             raise ValueError(
-                f"no feature {min(unknown)!r}; there are {', '.join(map(repr, self.features))}"
+                f"no feature {min(unknown)!r}; there are {few(map(repr, self.features))}"
             )
         if self._budget_bytes and not self._has_begun():
             sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
@@ -590,7 +592,7 @@ class EmbeddingBagCollection(nn.Module):
             for config, base in zip(group.layout.tables, group.layout.bases, strict=True):
                 if config.name == table:
                     return group, base, config.num_embeddings
-        raise KeyError(f"no table {table!r}; there are {', '.join(t.name for t in self.tables)}")
+        raise KeyError(f"no table {table!r}; there are {few(t.name for t in self.tables)}")
 
     def copy_state(self, table: str) -> dict[str, Tensor]:
         """The optimizer state of a table's rows, a tensor for each piece."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +20,8 @@ def mix(value: int) -> int:
 
 def key_of(seed: int, purpose: str, table: int) -> int:
     """A key of its own for every use of a seed in every table."""
-    return mix(mix(mix(seed) ^ int.from_bytes(purpose.encode()[:8])) + table)
+    # As Python's own number: a seed of numpy or torch would overflow, and give another key.
+    return mix(mix(mix(operator.index(seed)) ^ int.from_bytes(purpose.encode()[:8])) + table)
 
 
 def hashed(values: NDArray[np.int64], *, key: int) -> NDArray[np.uint64]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotrow.batch import Batch, lookups_of
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, group_by_width
+from hotrow.told import few
 
 RowBytes = Mapping[str, int]  # by table: what a row takes in fast memory, state included
 
@@ -51,7 +52,7 @@ class Places:
 
     def span(self, table: str) -> slice:
         if table not in self.bases:
-            raise ValueError(f"there is no table {table!r}; there are {', '.join(self.bases)}")
+            raise ValueError(f"there is no table {table!r}; there are {few(self.bases)}")
         size = next(each.num_embeddings for each in self.tables if each.name == table)
         return slice(self.bases[table], self.bases[table] + size)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hotrow.tables import EmbeddingBagConfig, WidthGroup
+from hotrow.told import few
 
 # Accesses per row of a table: a count for every row, or (row numbers, their counts).
 Counts = Tensor | tuple[Tensor, Tensor]
@@ -30,7 +31,7 @@ def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> Non
         )
     for name, counts in profile.items():
         if name not in sizes:
-            raise ValueError(f"the profile names table {name!r}; there are {', '.join(sizes)}")
+            raise ValueError(f"the profile names table {name!r}; there are {few(sizes)}")
         if isinstance(counts, Tensor):
             if counts.shape != (sizes[name],):
                 raise ValueError(

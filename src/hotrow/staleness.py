@@ -19,6 +19,7 @@ from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection, row_numbers
 from hotrow.kernels.reference import bits_of, in_bits
 from hotrow.tables import EmbeddingBagConfig, feature_order
+from hotrow.told import few
 
 Rows = Mapping[str, Tensor]  # row numbers by table
 
@@ -135,7 +136,7 @@ class Numbering:
 
     def _place(self, table: str) -> int:
         if table not in self.names:
-            raise KeyError(f"no table {table!r}; there are {', '.join(self.names)}")
+            raise KeyError(f"no table {table!r}; there are {few(self.names)}")
         return self.names.index(table)
 
     def by_table(self, numbers: Tensor) -> dict[str, Tensor]:

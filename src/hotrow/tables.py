@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hotrow.scalars import plain_fields
+
 POOLINGS = ("sum", "mean", "none")
 
 
@@ -59,6 +61,7 @@ class EmbeddingBagConfig:
     init: Init | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         where = f"table {self.name!r}"
         if not self.name or "." in self.name:
             raise ValueError(f"{where}: a table's name must be non-empty and hold no '.'")

@@ -1,10 +1,11 @@
-"""Warnings that point at the line of the user's which led to them."""
+"""Warnings that point at the line of the user's which led to them; and lists that stay readable."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,3 +20,10 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, stacklevel=depth)
+
+
+def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:
+    """The first of them, and how many more there are: a model may have a thousand tables."""
+    every = list(names)
+    shown = between.join(every[:most])
+    return shown if len(every) <= most else f"{shown} and {len(every) - most:,} more"

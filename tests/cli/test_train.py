@@ -1,6 +1,9 @@
 """`hotrow train` leaves records that are true, and says in one sentence what is wrong."""
 
+import errno
+import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 import hotrow.cli.train
 from hotrow import STRATEGIES
+from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
 from hotrow.disk import Disk
 from hotrow.records import EvalRecord, StepRecord
@@ -314,6 +318,86 @@ def test_a_full_disk_takes_the_model_and_not_the_record(monkeypatch: pytest.Monk
     assert run.summary.equal_to_all_fast is True
     assert len(list(read_steps("runs/small"))) == 10
     assert not Path("runs/small/model").exists()
+
+
+class FullFile(io.FileIO):
+    """Takes so many bytes, and then no more."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        taken = super().write(bytes(data)[: FullFile.room])
+        FullFile.room -= taken
+        if data and not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("room", [0, 1000])
+def test_a_disk_that_is_full_while_training_costs_steps_and_not_the_model(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Half a line is none; and when there is room again, steps are recorded again."""
+    real = Path.open
+
+    def opened(self: Path, *words: Any, **options: Any) -> Any:
+        if self.name == "steps.jsonl" and words[:1] == ("wb",):
+            return FullFile(self, "w")
+        return real(self, *words, **options)
+
+    real_step = RunWriter.step
+
+    def step(self: RunWriter, record: StepRecord) -> None:
+        if record.step == 9:
+            FullFile.room = 1 << 20
+        real_step(self, record)
+
+    FullFile.room = room
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(RunWriter, "step", step)
+    result = train("run.toml")
+    assert result.exit_code == 0, result.output
+    found = [record.step for record in read_steps("runs/small")]
+    before = len(found) - 2
+    assert found == [*range(1, before + 1), 9, 10]
+    assert (before > 0) == (room > 0)
+    told = f"step {before + 1} was not recorded in runs/small/steps.jsonl: No space left on device"
+    assert result.stderr.count(told) == 1
+    assert f"lacks {8 - before} steps" in result.stderr
+    assert open_trained("small").trainer.step == 10
+
+
+def test_a_record_that_finds_no_room_costs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoRecord(Disk):
+        def open(self, path: Path) -> Any:
+            return Path("/dev/full").open("wb", buffering=0)
+
+    monkeypatch.setattr("hotrow.run.files.Disk", NoRecord)
+    result = train("run.toml")
+    assert result.exit_code == 2
+    assert "error: the disk is full: runs/small/run.json was not written" in result.stderr
+    assert "; the model is in runs/small/model" in result.stderr
+    assert "Traceback" not in result.output
+    assert [path.name for path in Path("runs/small").iterdir() if "run.json" in path.name] == []
+    SavedModel(Path("runs/small/model")).verify()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_log_on_a_full_disk_stops_no_training(stream: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        other = "stderr" if stream == "stdout" else "stdout"
+        pipes: dict[str, Any] = {stream: full, other: subprocess.PIPE}
+        command = [sys.executable, "-m", "hotrow", "train", "run.toml", "--json"]
+        result = subprocess.run(command, check=False, **pipes)
+    said = (result.stdout or b"") + (result.stderr or b"")
+    assert b"Traceback" not in said
+    assert open_trained("small").trainer.step == 10
+    if stream == "stdout":  # somebody waits for what it would have said
+        assert result.returncode == 2
+        assert b"not all that was said could be written: No space left on device" in said
+    else:
+        assert result.returncode == 0
 
 
 def test_the_record_is_there_before_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:

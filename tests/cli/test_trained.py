@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -234,6 +235,21 @@ def test_a_run_that_is_not_there_is_told() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("data", "all", "run.json is damaged: data is no table"),
+        ("data", {"dense": []}, "what it says of its data lacks something (KeyError 'tables')"),
+        ("settings", [], "run.json is damaged: settings is no table"),
+    ],
+)
+def test_a_damaged_record_is_told(tmp_path: Path, name: str, value: object, message: str) -> None:
+    run = shutil.copytree("runs/dlrm", tmp_path / "damaged")
+    found = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(found | {name: value}))
+    assert message in refused("evaluate", run)
+
+
 def test_a_model_that_is_not_there_or_damaged_is_told() -> None:
     run = shutil.copytree("runs/dlrm", Path("runs/broken"))
     (run / "model" / "rows" / "000-00000.safetensors").unlink()
@@ -293,6 +309,10 @@ def test_a_file_is_replaced_only_when_told_to() -> None:
     assert pq.read_table("kept.parquet").num_rows == 64
     assert "is a folder" in refused("predict", "dlrm", "--out", "runs", "--force")
     assert "no is no folder" in refused("predict", "dlrm", "--out", "no/a.parquet")
+    os.mkfifo("pipe")  # as /dev/null is no file, either
+    told = refused("predict", "dlrm", "--out", "pipe", "--force")
+    assert "pipe is no file that could be replaced" in told
+    assert Path("pipe").is_fifo()
 
 
 def test_what_stops_halfway_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

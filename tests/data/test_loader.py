@@ -175,11 +175,64 @@ def test_an_error_is_raised_where_its_samples_would_come() -> None:
         next(batches)
 
 
+@pytest.mark.parametrize("jagged", [False, True])
+def test_a_batch_that_is_changed_changes_no_other(jagged: bool) -> None:
+    loader = Loader(Memory([50] * 20, jagged=jagged), batch_size=30, mixed=200, seed=1)
+    wanted = all_of(loader)
+    batches = list(loader)
+    kept = [batch.clone() for batch in batches]
+    for batch, expected in zip(batches, wanted, strict=True):
+        assert numbers(batch) == expected
+        sparse = batch.sparse
+        parts = [sparse] if isinstance(sparse, Tensor) else [sparse.values(), sparse.offsets()]
+        for tensor in (batch.dense, batch.label, *parts):
+            tensor.fill_(-1)
+    assert [numbers(batch) for batch in kept] == wanted
+
+
+def test_a_clone_keeps_no_more_than_its_batch() -> None:
+    (first, *_) = Loader(Memory([50] * 20), batch_size=30, mixed=200, seed=1)
+    assert first.dense.untyped_storage().nbytes() > first.dense.nbytes
+    mine = first.clone()
+    for tensor in (mine.dense, mine.label, mine.sparse):
+        assert isinstance(tensor, Tensor)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_threads_end_with_the_loop() -> None:
     before = threading.active_count()
     for _ in Loader(Memory([10] * 50), batch_size=10, mixed=10, workers=3):
         break
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint64, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_numbers(kind: Any) -> None:
+    loader = Loader(
+        Memory([50] * 20), batch_size=kind(100), mixed=kind(200), seed=kind(1), epochs=kind(1)
+    )
+    # The order of the number itself; a width of 8 or 64 bits changes nothing.
+    assert all_of(loader, kind(0))[0][:4] == [448, 431, 673, 689]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed", "seed", "workers"])
+@pytest.mark.parametrize("value", [2.0, "2"])
+def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, not {value!r}"):
+        Loader(Memory([10]), **{"batch_size": 5, name: value})
+
+
+def test_many_features_are_told_by_the_first_of_them() -> None:
+    source = Memory([10])
+    source.features = source.single = tuple(f"f{i}" for i in range(1000))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"it has f0, f1, .*, f7 and 992 more$"):
+        Loader(source, batch_size=5, features=["x"])
+
+
+@pytest.mark.parametrize("features", [[], ["a", "a"]])
+def test_features_are_named_once_each(features: list[str]) -> None:
+    with pytest.raises(ValueError, match="features must name one at least, and each once"):
+        Loader(Memory([10]), batch_size=5, features=features)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed"])
@@ -256,8 +309,13 @@ def test_parquet_without_lists_gives_a_tensor(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"clicked": pa.array([2] * 100)}, "column 'clicked' has 2, and a label is 0 or 1"),
-        ({"a": pa.array([None] + [1] * 99)}, "row group 0: column 'a' has 1 empty values"),
-        ({"list": pa.array([[1, None]] * 100)}, "lists of 'list' have empty values"),
+        ({"a": pa.array([None] + [1] * 99)}, "row group 0: column 'a' of int64 has 1 empty values"),
+        ({"list": pa.array([[1, None]] * 100)}, "column 'list' of int64 has 25 empty values"),
+        ({"price": pa.array([1.0] * 99 + [float("nan")])}, "3: column 'price' has nan, and number"),
+        ({"price": pa.array([1e39] * 100)}, "column 'price' has 1e.39, and numbers are finite"),
+        ({"a": pa.array([-1] * 100)}, "column 'a' has -1, and ids are rows of a table, from 0 on"),
+        ({"a": pa.array([2**63] * 100, pa.uint64())}, "'a' of uint64 has ids beyond 2.*63 - 1"),
+        ({"list": pa.array([[1, -2]] * 100)}, "column 'list' has -2, and ids are rows of a table"),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -271,11 +329,61 @@ def test_wrong_values_are_named(tmp_path: Path, changed: dict[str, Any], message
     [
         ({"features": ["a", "c"]}, "has no column 'c'; it has clicked, price, a, b, list, other"),
         ({"features": ["other"]}, "'other' has values of type string, and ids are whole numbers"),
+        ({"features": ["price"]}, "column 'price' is named twice"),
+        ({"features": []}, "features must name one column at least"),
+        ({"features": ["price"], "dense": []}, "of type float, and ids are .* cast it to int64"),
+        ({"dense": ["other"]}, "'other' has values of type string, and it is to be a number; cast"),
+        ({"dense": ["list"], "features": ["a"]}, "'list' has values of type list<.* is to be a nu"),
+        ({"label": "other"}, "'other' has values of type string, and the label is 0 or 1"),
     ],
 )
 def test_wrong_columns_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parquet_source(parquet(tmp_path), **options)
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, lambda of: pa.list_(of, 2)])
+@pytest.mark.parametrize("of", [pa.int8(), pa.uint64(), pa.bool_(), pa.decimal128(38, 0)])
+def test_lists_of_every_form_are_read_and_missing_ones_are_empty(
+    tmp_path: Path, kind: Any, of: Any
+) -> None:
+    lists = pa.array([[0, 1], None] * 50, pa.list_(pa.int64(), 2)).cast(kind(pa.int64()))
+    source = parquet_source(parquet(tmp_path, list=lists.cast(kind(of))))
+    found = source.read(np.arange(4)).jagged["list"]
+    assert found.values.tolist() == [0, 1] * 50
+    assert np.diff(found.offsets).tolist() == [2, 0] * 50
+
+
+@pytest.mark.parametrize("of", [pa.int8(), pa.uint64(), pa.decimal128(38, 0), pa.bool_()])
+def test_columns_of_every_width_are_read(tmp_path: Path, of: Any) -> None:
+    values = pa.array([0, 1] * 50).cast(of)
+    path = parquet(tmp_path, a=values, price=values, clicked=values)
+    found = parquet_source(path, features=["a", "b"]).read(np.arange(4))
+    for column in (found.ids[:, 0], found.dense[:, 0], found.label):
+        assert column.tolist() == [0, 1] * 50
+
+
+def test_one_file_needs_no_list_around_it(tmp_path: Path) -> None:
+    path = parquet(tmp_path)
+    for files in (path, str(path)):
+        assert ParquetSource(files, label="clicked", features=["a"]).sizes.tolist() == [25] * 4
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    two = pa.table([pa.array([0, 1]), pa.array([1, 2]), pa.array([3, 4])], names=["y", "a", "a"])
+    pq.write_table(two, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="has 2 columns 'a': which is meant"):
+        ParquetSource(tmp_path / "a.parquet", label="y", features=["a"])
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path)
+    source = parquet_source(path)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)  # of the first row group; what is written at the end stays
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"data\.parquet, row group 0 cannot be read"):
+        source.read(np.arange(1))
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -231,11 +233,76 @@ def test_a_file_whose_name_hides_that_it_is_compressed_is_refused(tmp_path: Path
         run(tmp_path / "out", path)
 
 
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (bz2.compress(b"x"), "is compressed by bzip2"),
+        (lzma.compress(b"x"), "is compressed by xz"),
+        (b"PAR1....", "is a Parquet file, and no text"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path: Path, start: bytes, message: str) -> None:
+    path = tmp_path / "train.txt"
+    path.write_bytes(start)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", path)
+
+
+def test_a_name_that_promises_gzip_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.gz", criteo_lines(3))
+    with pytest.raises(ValueError, match=r"train\.gz is not compressed by gzip"):
+        run(tmp_path / "out", path)
+
+
+def test_the_mark_of_utf_8_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(300))
+    expected = run(tmp_path / "1", path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    found = run(tmp_path / "2", path)
+    assert found.manifest.splits == expected.manifest.splits  # with every checksum
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+    """The last one is held back: a test on samples of the training would be worth nothing."""
+    path = write(tmp_path / "day_0", criteo_lines(30))
+    (tmp_path / "day_1").symlink_to(path)
+    with pytest.raises(ValueError, match="day_1 is given twice"):
+        run(tmp_path / "out", path, tmp_path / "day_1")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(30))
+    with pytest.raises(ValueError, match="out cannot be made: Not a directory; choose another"):
+        run(path / "out", path)
+
+
 def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(b"x" * 20_000)
     with pytest.raises(ValueError, match=r"line 1: no end of line within 9,000 bytes"):
         run(tmp_path / "out", path)
+
+
+def test_lines_that_end_as_on_old_macs_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(3))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
+    with pytest.raises(ValueError, match=r"line 1: lines end in \\r alone"):
+        run(tmp_path / "out", path)
+
+
+def test_one_line_may_be_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(1))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert run(tmp_path / "out", path).samples("train") == 1
+
+
+def test_counts_that_no_disk_has_room_for_are_refused_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "train.txt", criteo_lines(50))
+    with pytest.raises(ValueError, match=r"of 28,587,302,322,176 rows take 208.* lower --max-rows"):
+        run(tmp_path / "out", path, hash=True, max_rows=2**40)
+    assert not list((tmp_path / "out").rglob("*.keys"))
 
 
 def test_numbers_and_texts_are_read_as_python_reads_them() -> None:

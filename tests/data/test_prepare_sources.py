@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +161,7 @@ def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(lines) + "\n")
     toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
-    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: unexpected end of data"):
+    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: they do not close"):
         run("csv", tmp_path / "1", path, toml=toml, split="random")
     data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
     assert data.manifest.source["bad_rows"] == 3
@@ -293,8 +295,75 @@ def test_parquet_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'user' of double cannot be a category"):
         run("parquet", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
     pq.write_table(pa.table({"y": ["no", "yes"], "user": [1, 2]}), path)
-    with pytest.raises(ValueError, match="column 'y' holds no numbers"):
+    with pytest.raises(ValueError, match="line 1: the label, neither 0 nor 1, is 'no'"):
         run("parquet", tmp_path / "out2", path, toml='label = "y"\ncategories = ["user"]')
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("user", pa.array([0.5, 1.5]), "column 'user' of double cannot be a category"),
+        ("user", pa.array([Decimal("1.5")] * 2), r"'user' of decimal128\(2, 1\) cannot be"),
+        ("user", pa.array([date(2020, 1, 1)] * 2), r"'user' of date32\[day\] cannot be"),
+        ("user", pa.array([[[1]], []]), "'user' of list<.*list<.* cannot be a category"),
+        ("user", pa.array([{"a": 1}] * 2), "'user' of struct<a: int64> cannot be a category"),
+        ("user", pa.array([Decimal(2**64)] * 2), "'user' of decimal128.* values that are too"),
+        ("price", pa.array([date(2020, 1, 1)] * 2), r"'price' of date32\[day\] holds no numbers"),
+        ("price", pa.array([[1], [2]]), "'price' holds lists; only categories may"),
+        ("price", pa.array(["1.5", "much"]), "line 2: price, not a finite number, is 'much'"),
+        ("price", pa.array(["1.5", "1_0"]), "line 2: price, not a finite number, is '1_0'"),
+        ("y", pa.array([{"a": 1}] * 2), "'y' of struct<a: int64> holds no numbers"),
+    ],
+)
+def test_parquet_types_that_cannot_be_are_refused(
+    tmp_path: Path, name: str, values: Any, message: str
+) -> None:
+    columns = {"y": [0, 1], "price": [0.5, 1.5], "user": [1, 2], name: values}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    toml = 'label = "y"\ndense = ["price"]\ncategories = ["user"]'
+    with pytest.raises(ValueError, match=message):
+        run("parquet", tmp_path / "out", tmp_path / "a.parquet", toml=toml)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([Decimal(i % 7) for i in range(42)], pa.decimal128(38, 0)),
+        pa.array([i % 7 for i in range(42)], pa.uint8()),
+        pa.array([2**63 + i % 7 for i in range(42)], pa.uint64()),
+        pa.array([-(i % 7) for i in range(42)], pa.int64()),
+        pa.array([str(i % 7) for i in range(42)]).dictionary_encode(),
+        pa.array([b"%d" % (i % 7) for i in range(42)], pa.large_binary()),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_parquet_categories_of_any_width_have_a_row_for_each_value(
+    tmp_path: Path, values: Any
+) -> None:
+    pq.write_table(pa.table({"y": [0, 1] * 21, "user": values}), tmp_path / "a.parquet")
+    data = run(
+        "parquet", tmp_path / "out", tmp_path / "a.parquet", toml='label="y"\ncategories=["user"]'
+    )
+    assert data.table_rows == {"user": 8}
+    ids = data.shards("train")[0].ids[:, 0]
+    assert len(set(ids[:7].tolist())) == 7
+    assert ids[7:14].tolist() == ids[:7].tolist()
+
+
+def test_parquet_columns_of_one_table_must_hold_one_kind_of_values(tmp_path: Path) -> None:
+    """The text "1" and the number 49 would be one value."""
+    columns = {"y": [0, 1] * 20, "item": list(range(40)), "last": [str(i) for i in range(40)]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    toml = 'label = "y"\ncategories = ["item", "last"]\n'
+    with pytest.raises(ValueError, match="'item' holds whole numbers and 'last' texts, so one"):
+        run("parquet", tmp_path / "1", tmp_path / "a.parquet", toml=toml + '[tables]\nlast="item"')
+    run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=toml)
+    columns["last"] = [[i] for i in range(40)]
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet")
+    toml += '[tables]\nlast="item"'
+    assert run("parquet", tmp_path / "3", tmp_path / "b.parquet", toml=toml).table_rows == {
+        "item": 41
+    }
 
 
 def test_parquet_files_that_hold_other_kinds_of_values_are_refused(tmp_path: Path) -> None:
@@ -415,6 +484,13 @@ def test_taobao_bad_lines(tmp_path: Path) -> None:
     assert "line 10: 2 columns instead of 5" in data.manifest.source["bad_examples"][1]
     with pytest.raises(ValueError, match="taobao is one file of events"):
         run("taobao", tmp_path / "3", path, path)
+
+
+def test_taobao_users_of_one_event_make_no_sample(tmp_path: Path) -> None:
+    path = tmp_path / "UserBehavior.csv"
+    path.write_text("".join(f"{user},5,5,pv,{user}\n" for user in range(30)))
+    with pytest.raises(ValueError, match="30 good lines make no sample: nobody has two of them"):
+        run("taobao", tmp_path / "out", path)
 
 
 def test_taobao_takes_any_seed_and_any_number_of_bad_lines(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hotrow
-from hotrow.data import Loader
+from hotrow.data import Loader, PreparedSource
 from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.format import (
@@ -239,6 +239,33 @@ def test_a_loader_gives_every_sample_of_a_split(folder: Path) -> None:
             np.testing.assert_array_equal(seen, lists[place + sample])
             assert values[offsets[size + sample]] == shops[place + sample]
         place += size
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "message"),
+    [
+        ("seen.offsets", -8, "the lists of 'seen' in shard 1 of train are damaged"),
+        ("seen.offsets", 1 << 40, "the lists of 'seen' in shard 1 of train are damaged"),
+        ("label", 2, "the labels in shard 1 of train are damaged"),
+    ],
+)
+def test_a_damaged_shard_is_noticed_where_it_would_lead_astray(
+    folder: Path, section: str, value: int, message: str
+) -> None:
+    """Whichever way its samples are read; what nothing reads does no harm."""
+    data = Prepared(folder)
+    record = data.manifest.splits["train"][1]
+    place = sections(SCHEMA, record.samples, record.values)[section]
+    array = np.memmap(folder / record.file, place.dtype, "r+", place.offset, place.shape)
+    array[3] = value
+    array.flush()
+    source = PreparedSource(folder, "train")
+    source.take(np.array([0, 4, 5 + 12]))
+    for numbers in ([5 + 3], [5 + 2, 5 + 3, 5 + 12]):
+        with pytest.raises(ValueError, match=message):
+            source.take(np.array(numbers))
+    with pytest.raises(ValueError, match=message):
+        source.read(np.arange(len(source.sizes)))
 
 
 def test_a_loader_shuffles_over_shards(folder: Path) -> None:

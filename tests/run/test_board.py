@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from test_arriving import Device
 from typer.testing import CliRunner
 
@@ -119,3 +122,21 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 2
     assert "pip install 'hotrow[tensorboard]'" in result.stderr
     assert not Path("runs").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_board_on_a_full_disk_costs_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [2]
+
+    def full(self: Any, event: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(EventFileWriter, "add_event", full)
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("TensorBoard is told no more: ") == 1
+    assert "No space left on device. Training goes on" in result.stderr
+    assert read_run("runs/default").outcome == "finished"
+    assert Path("runs/default/model").is_dir()

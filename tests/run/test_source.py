@@ -106,6 +106,8 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
         (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.kind=prepared", "data.folder=nowhere"], "nowhere has no manifest.json"),
+        (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
+        ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
         (
             ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
             "samples, which do not fill one batch of 4,096",
@@ -120,6 +122,17 @@ def test_data_that_is_not_there_is_one_sentence(
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_folder_that_holds_nothing_back_is_told_before_training(folder: Path) -> None:
+    lines = Path("clicks.csv").read_text().splitlines(keepends=True)
+    Path("clicks.csv").write_text("".join(lines[:6]))
+    invoke("prepare", also=("csv", "clicks.csv", "--columns", "columns.toml", "--out", "tiny"))
+    settings = ("data.kind=prepared", "data.folder=tiny", "data.batch_size=2")
+    words = [part for each in settings for part in ("--set", each)]
+    result = CliRunner().invoke(make_app(), ["train", *words])
+    assert result.exit_code == 2
+    assert "tiny holds no sample back for test; prepare more of them" in result.stderr
 
 
 SEQUENCES = ("data.kind=prepared", "data.folder=taobao", "model.kind=tbsm", "model.num_steps=5")
@@ -293,6 +306,10 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
         (["embedding.profile=true"], "generated data have no counts"),
         (
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
+            "the data has no number 'age'; it has price",
+        ),
+        (
+            ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
             "the data has no number 'age'; it has price",
         ),
     ],

@@ -10,7 +10,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from typing import Any
 
@@ -92,11 +92,12 @@ def _options(
 
 
 class _Steady:
-    """Standard output that does not mind when its reader has gone, as `head` does: what a command
-    leaves behind is worth more than what it says."""
+    """A stream that does not mind when its reader has gone, as `head` does, or its disk is full:
+    what a command leaves behind is worth more than what it says."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.full: OSError | None = None  # what was said, and is not there
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -110,7 +111,8 @@ class _Steady:
     def _without_reader(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
-        except BrokenPipeError:
+        except OSError as error:
+            self.full = None if isinstance(error, BrokenPipeError) else error
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             return call(*args)
 
@@ -120,14 +122,19 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **options: Any) -> None:
-        try:
-            with redirect_stdout(_Steady(sys.stdout)), one_line_warnings():
-                command(*args, **options)
-        except (ValueError, OSError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(USER_ERROR) from error
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+        out, err = _Steady(sys.stdout), _Steady(sys.stderr)
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                with one_line_warnings():
+                    command(*args, **options)
+                out.flush()
+                if out.full is not None:
+                    raise OSError(f"not all that was said could be written: {out.full.strerror}")
+            except (ValueError, OSError) as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(USER_ERROR) from error
+            except KeyboardInterrupt:
+                typer.echo("interrupted", err=True)
+                raise typer.Exit(INTERRUPTED) from None
 
     return wrapped

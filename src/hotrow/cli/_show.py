@@ -22,6 +22,7 @@ from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 from hotrow.run.tally import Tally
 from hotrow.strategy import STRATEGIES
+from hotrow.told import few
 
 Advance = Callable[[Tally], None]
 
@@ -117,7 +118,7 @@ class Screen:
             self._console.print(_memory_table(memory, all_rows=self._all_rows))
 
     def differs(self, what: list[str]) -> None:
-        self._console.print(f"[red]not equal to all-fast:[/] {', '.join(what)}")
+        self._console.print(f"[red]not equal to all-fast:[/] {few(what)}")
 
     def end(self, record: RunRecord, folder: Path, model: Path | None) -> None:
         if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be

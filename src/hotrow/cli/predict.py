@@ -67,5 +67,7 @@ def _check_place(out: Path, *, force: bool) -> None:
         raise ValueError(f"{out} is a folder; --out is the file to write")
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is no folder; make it, or give another --out")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"{out} is no file that could be replaced; give another --out")
     if out.exists() and not force:
         raise ValueError(f"{out} exists; --force replaces it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Sequence
@@ -178,7 +179,8 @@ def _run(job: Job, telling: _Telling, steps: int) -> _Result:
         ended = "interrupted" if stop.asked else "diverged" if diverged else "finished"
         if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
             outcome = ended
-            finish()  # before the disk may be full
+            with contextlib.suppress(OSError):  # told at the end, when it is tried again
+                finish()  # before the disk may be full
             model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
             outcome = "failed"
         if not stop.asked:
@@ -190,7 +192,11 @@ def _run(job: Job, telling: _Telling, steps: int) -> _Result:
         outcome = "interrupted"
         raise
     finally:
-        record = finish()
+        try:
+            record = finish()
+        except OSError as error:
+            saved = "the model was not saved" if model is None else f"the model is in {model}"
+            raise OSError(f"{error}; {saved}") from unsaved
     return _Result(record, model, unsaved)
 
 

@@ -2,9 +2,10 @@
 
 from hotrow.data.counted import Counted
 from hotrow.data.loader import Loader
+from hotrow.data.parquet import ParquetSource
 from hotrow.data.sequence_loader import SequenceLoader
 from hotrow.data.sequences import SequenceBatch
-from hotrow.data.sources import ParquetSource, PreparedSource
+from hotrow.data.sources import PreparedSource
 from hotrow.data.synthetic import (
     KAGGLE_ROWS,
     TERABYTE_ROWS,

@@ -34,6 +34,8 @@ from hotrow.data.subsets import SampleSets, SubsetSource
 from hotrow.data.synthetic import ClickBatch
 from hotrow.order import BatchSet, NoBatches, Separated
 from hotrow.samples import mask_of
+from hotrow.scalars import whole
+from hotrow.told import few
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
@@ -60,18 +62,21 @@ class BatchReader(Generic[Batch]):
         workers: int | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "epochs": epochs, "mixed": mixed}.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        batch_size = whole("batch_size", batch_size, least=1)
+        epochs, mixed = whole("epochs", epochs, least=1), whole("mixed", mixed, least=1)
+        seed = None if seed is None else whole("seed", seed)
+        workers = None if workers is None else whole("workers", workers, least=0)
         if isinstance(source, Prepared | str | Path):
             source = PreparedSource(source, split)
         self.source, self.batch_size, self.epochs = source, batch_size, epochs
-        self.features, self._drop_last = tuple(features or source.features), drop_last
+        self.features = source.features if features is None else tuple(features)
+        self._drop_last = drop_last
+        if not self.features or len(set(self.features)) < len(self.features):
+            given = few(self.features) or "none"
+            raise ValueError(f"features must name one at least, and each once; got {given}")
         for name in self.features:
             if name not in source.features:
-                raise ValueError(
-                    f"the data has no feature {name!r}; it has {', '.join(source.features)}"
-                )
+                raise ValueError(f"the data has no feature {name!r}; it has {few(source.features)}")
         self._single = [each for each in self.features if each in source.single]
         self._columns = [source.single.index(each) for each in self._single]
         self._mixed, self._seed = mixed, seed
@@ -86,8 +91,8 @@ class BatchReader(Generic[Batch]):
 
     @property
     def batches_per_epoch(self) -> int:
-        whole, rest = divmod(self.samples, self.batch_size)
-        return whole + bool(rest and not self._drop_last)
+        full, rest = divmod(self.samples, self.batch_size)
+        return full + bool(rest and not self._drop_last)
 
     def __len__(self) -> int:
         return self.epochs * self.batches_per_epoch
@@ -101,7 +106,8 @@ class BatchReader(Generic[Batch]):
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
         """From batch number `start` of all epochs on, to the one before `stop`."""
-        stop = len(self) if stop is None else min(stop, len(self))
+        start = whole("start", start)
+        stop = len(self) if stop is None else min(whole("stop", stop), len(self))
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be one of {len(self):,} batches, got {start:,}")
         return self._batches(start, stop)
@@ -298,7 +304,8 @@ class Loader(BatchReader[ClickBatch]):
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
     more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
     sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples.
+    `mixed` samples. A batch may be changed in place; it lies in the memory of its stretch, which
+    stays as long as any batch of it does, so whoever keeps a few of many keeps `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:

@@ -72,6 +72,12 @@ class SequenceBatch:
             label=self.label.pin_memory(),
         )
 
+    def clone(self) -> SequenceBatch:
+        """The batch in memory of its own: what a loader gives is a part of a larger block."""
+        return SequenceBatch(
+            self.dense.clone(), self.sparse.clone(), self.lengths.clone(), self.label.clone()
+        )
+
 
 def _check_lengths(lengths: Tensor, size: int, *, most: int) -> None:
     if lengths.shape != (size,):

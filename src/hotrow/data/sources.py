@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
-from hotrow.data.prepared.arrow import pyarrow
 from hotrow.data.prepared.format import to_json
+from hotrow.told import few
 
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 
@@ -43,6 +43,15 @@ class Source(Protocol):
         """All samples of these blocks, in this order."""
 
 
+def numbers_of(data: Prepared, dense: Sequence[str] | None) -> tuple[str, ...]:
+    """Those that are named, or all; one that the data lacks is refused."""
+    known = data.schema.dense
+    for name in dense or ():
+        if name not in known:
+            raise ValueError(f"the data has no number {name!r}; it has {few(known) or 'none'}")
+    return known if dense is None else tuple(dense)
+
+
 class PreparedSource:
     """A split of what `hotrow prepare` has made; of its numbers those named in `dense`, or all."""
 
@@ -51,12 +60,7 @@ class PreparedSource:
     ) -> None:
         self.data = data if isinstance(data, Prepared) else Prepared(data)
         known = self.data.schema.dense
-        self.dense = known if dense is None else tuple(dense)
-        for name in self.dense:
-            if name not in known:
-                raise ValueError(
-                    f"the data has no number {name!r}; it has {', '.join(known) or 'none'}"
-                )
+        self.dense = numbers_of(self.data, dense)
         self._numbers = [known.index(name) for name in self.dense]
         self._has_all = self.dense == known
         self.features = tuple(each.name for each in self.data.schema.features)
@@ -85,6 +89,7 @@ class PreparedSource:
             here, places = slice(at, at + size), mine - self._first_block[number]
             _copy_blocks(shard.ids, places, ids[here])
             _copy_blocks(shard.label, places, label[here])
+            self._check_labels(number, label[here])
             if self._has_all:
                 _copy_blocks(shard.dense, places, dense[here])
             else:
@@ -105,9 +110,12 @@ class PreparedSource:
             found = shard.dense[places]
             dense[here] = found if self._has_all else found[:, self._numbers]
             ids[here], label[here] = shard.ids[places], shard.label[places]
+            self._check_labels(int(shards[low]), label[here])
             for name, parts in lists.items():
-                parts.append(_lists_at(shard.jagged[name], places))
-        return Samples(ids, dense, label, {name: _joined(parts) for name, parts in lists.items()})
+                mine = shard.jagged[name]
+                self._check_lists(name, int(shards[low]), mine, places)
+                parts.append(_lists_at(mine, places))
+        return Samples(ids, dense, label, {name: joined(parts) for name, parts in lists.items()})
 
     def _room(self, count: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8]]:
         ids = np.empty((count, len(self.single)), self.data.schema.id_dtype)
@@ -127,15 +135,31 @@ class PreparedSource:
             for number, first, last in self._runs(blocks):
                 for name, found in lists.items():
                     mine = self._shards[number].jagged[name]
+                    self._check_lists(name, number, mine, slice(first, last))
                     offsets = mine.offsets[first : last + 1]
-                    if not _is_right(offsets, len(mine.values)):
-                        raise ValueError(
-                            f"{self.data.folder}: the lists of {name!r} in shard {number} are "
-                            "damaged; prepare again"
-                        )
                     values = mine.values[offsets[0] : offsets[-1]]
                     found.append(Jagged(offsets - offsets[0], values))
-        return {name: _joined(parts) for name, parts in lists.items()}
+        return {name: joined(parts) for name, parts in lists.items()}
+
+    def _check_lists(
+        self, name: str, number: int, lists: Jagged, places: NDArray[np.int64] | slice
+    ) -> None:
+        """Opening reads no shard, so that one may have changed; its offsets would lead anywhere."""
+        firsts, ends = lists.offsets[:-1][places], lists.offsets[1:][places]
+        if len(ends) and (
+            (ends < firsts).any() or firsts.min() < 0 or ends.max() > len(lists.values)
+        ):
+            raise self._damaged(f"the lists of {name!r}", number)
+
+    def _check_labels(self, number: int, label: NDArray[np.uint8]) -> None:
+        if label.max(initial=0) > 1:
+            raise self._damaged("the labels", number)
+
+    def _damaged(self, what: str, number: int) -> ValueError:
+        return ValueError(
+            f"{self.data.folder}: {what} in shard {number} of {self.split} are damaged; prepare "
+            "again"
+        )
 
     def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """(shard, first, last) of blocks, with neighbours joined: unshuffled ones are many."""
@@ -152,118 +176,6 @@ class PreparedSource:
             run = number, first, last
         if run:
             yield run
-
-
-class ParquetSource:
-    """Parquet files whose columns are ids already: whole numbers below their table's rows, or
-    lists of them. A block is a row group, so those of a few ten thousand rows shuffle best."""
-
-    def __init__(
-        self,
-        files: Sequence[str | Path],
-        *,
-        label: str,
-        features: Sequence[str],
-        dense: Sequence[str] = (),
-    ) -> None:
-        self._parquet = pyarrow("parquet")
-        self._files = [Path(file) for file in files]
-        self.features, self._dense, self._label = tuple(features), tuple(dense), label
-        self._groups: list[tuple[Path, int]] = []
-        sizes = []
-        self._columns = [label, *dense, *features]
-        kinds: dict[str, str] = {}
-        for file in self._files:
-            opened = self._open(file)
-            kinds |= self._kinds(file, opened.schema_arrow, kinds)
-            for group in range(opened.metadata.num_row_groups):
-                self._groups.append((file, group))
-                sizes.append(opened.metadata.row_group(group).num_rows)
-        if not sum(sizes):
-            raise ValueError(f"{', '.join(map(str, self._files)) or 'no file'}: there are no rows")
-        self.single = tuple(name for name in features if kinds[name] == "single")
-        self.sizes = np.array(sizes, dtype=np.int64)
-
-    @property
-    def identity(self) -> str:
-        """Changes when a file does, as far as its size and time tell."""
-        files = [(str(each.resolve()), each.stat()) for each in self._files]
-        facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-        return hashlib.sha256(repr((facts, self._columns)).encode()).hexdigest()
-
-    def read(self, blocks: NDArray[np.int64]) -> Samples:
-        parts = [self._read(*self._groups[block]) for block in blocks.tolist()]
-        lists = [name for name in self.features if name not in self.single]
-        return Samples(
-            np.concatenate([each.ids for each in parts]),
-            np.concatenate([each.dense for each in parts]),
-            np.concatenate([each.label for each in parts]),
-            {name: _joined([each.jagged[name] for each in parts]) for name in lists},
-        )
-
-    def _open(self, file: Path) -> Any:
-        try:
-            return self._parquet.ParquetFile(file, memory_map=True)
-        except FileNotFoundError:
-            raise ValueError(f"{file}: there is no such file") from None
-        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-            raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
-
-    def _kinds(self, file: Path, schema: Any, before: dict[str, str]) -> dict[str, str]:
-        types = pyarrow("types")
-        found = {}
-        for name in self._columns:
-            if name not in schema.names:
-                raise ValueError(f"{file} has no column {name!r}; it has {', '.join(schema.names)}")
-            kind = schema.field(name).type
-            if name not in self.features:
-                continue
-            is_list = types.is_list(kind) or types.is_large_list(kind)
-            if not types.is_integer(kind.value_type if is_list else kind):
-                raise ValueError(
-                    f"{file}: column {name!r} has values of type {kind}, and ids are whole numbers;"
-                    " `hotrow prepare parquet` makes ids of texts"
-                )
-            found[name] = "jagged" if is_list else "single"
-            if before.get(name, found[name]) != found[name]:
-                raise ValueError(
-                    f"{file}: column {name!r} is {found[name]}, and {before[name]} in the files"
-                    " before it"
-                )
-        return found
-
-    def _read(self, file: Path, group: int) -> Samples:
-        where = f"{file}, row group {group}"
-        table = self._open(file).read_row_group(group, columns=self._columns, use_threads=False)
-        columns = {name: table.column(name).combine_chunks() for name in self._columns}
-        for name, column in columns.items():
-            if column.null_count:
-                raise ValueError(f"{where}: column {name!r} has {column.null_count:,} empty values")
-        label = columns[self._label].to_numpy(zero_copy_only=False)
-        if not np.isin(label, (0, 1)).all():
-            odd = label[~np.isin(label, (0, 1))][0].item()
-            raise ValueError(f"{where}: column {self._label!r} has {odd}, and a label is 0 or 1")
-        count = len(label)
-        ids = np.empty((count, len(self.single)), np.int64)
-        for place, name in enumerate(self.single):
-            ids[:, place] = columns[name].to_numpy(zero_copy_only=False)
-        dense = np.empty((count, len(self._dense)), np.float32)
-        for place, name in enumerate(self._dense):
-            dense[:, place] = columns[name].to_numpy(zero_copy_only=False)
-        jagged = {}
-        for name in self.features:
-            if name not in self.single:
-                offsets = columns[name].offsets.to_numpy().astype(np.int64)
-                values = columns[name].flatten()
-                if values.null_count:
-                    raise ValueError(f"{where}: lists of {name!r} have empty values")
-                numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
-                jagged[name] = Jagged(offsets - offsets[0], numbers)
-        return Samples(ids, dense, label.astype(np.uint8), jagged)
-
-
-def _is_right(offsets: NDArray[np.int64], num_values: int) -> bool:
-    return offsets[0] >= 0 and offsets[-1] <= num_values and bool((np.diff(offsets) >= 0).all())
 
 
 def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:
@@ -304,7 +216,7 @@ def _lists_at(lists: Jagged, places: NDArray[np.int64]) -> Jagged:
     return Jagged(offsets, lists.values[inside])
 
 
-def _joined(parts: Sequence[Jagged]) -> Jagged:
+def joined(parts: Sequence[Jagged]) -> Jagged:
     if len(parts) == 1:
         return parts[0]
     lengths = np.concatenate([np.diff(each.offsets) for each in parts])

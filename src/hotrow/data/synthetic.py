@@ -27,6 +27,8 @@ from hotrow.data.planted import Columns, Dense, PlantedModel, click_probability
 from hotrow.data.scatter import Scatter
 from hotrow.data.zipf import Zipf
 from hotrow.hashing import key_of
+from hotrow.scalars import plain_fields
+from hotrow.told import few
 
 # Rows per table as published with the DLRM reference code (facebookresearch/dlrm): the Criteo
 # Kaggle display-advertising set, and the Criteo Terabyte logs before any cap on the rows.
@@ -67,13 +69,13 @@ class SyntheticConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         count = len(self.rows)
         if not count or min(self.rows) < 1:
-            raise ValueError(
-                f"rows must name one table or more, each of 1 row or more: {self.rows}"
-            )
+            given = few(map(str, self.rows)) or "none"
+            raise ValueError(f"rows must name one table or more, each of 1 row or more: {given}")
         if len(set(self.table_names)) != count:
-            raise ValueError(f"names must be {count} different names, got {self.names}")
+            raise ValueError(f"names must be {count} different names, got {few(self.names)}")
         _at_least(1, lookups=min(self.lookups_per_table), batch_size=self.batch_size)
         _at_least(1, num_clusters=self.num_clusters)
         _at_least(0, skew=min(self.skew_per_table), num_dense=self.num_dense, drift=self.drift)
@@ -135,6 +137,10 @@ class ClickBatch:
             self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory()
         )
 
+    def clone(self) -> ClickBatch:
+        """The batch in memory of its own: what a loader gives is a part of a larger block."""
+        return ClickBatch(self.dense.clone(), self.sparse.clone(), self.label.clone())
+
 
 class Drawn:
     """Ids and numbers of samples, batch by batch: what generated data of any kind is made of."""
@@ -148,7 +154,7 @@ class Drawn:
         for name in given:
             if name not in config.table_names:
                 raise ValueError(
-                    f"there are counts of {name!r}; the tables are {', '.join(config.table_names)}"
+                    f"there are counts of {name!r}; the tables are {few(config.table_names)}"
                 )
         self._popularity: list[Zipf | Counted] = []
         self._row_of: list[Callable[[NDArray[np.int64]], NDArray[np.int64]]] = []

@@ -20,6 +20,7 @@ from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedHistories, click_probability
 from hotrow.data.sequences import SequenceBatch, places
 from hotrow.data.synthetic import CALIBRATION_SAMPLES, Drawn, SyntheticConfig
+from hotrow.told import few
 
 
 class SyntheticSequences(Drawn):
@@ -41,7 +42,7 @@ class SyntheticSequences(Drawn):
         names = config.table_names
         for name in constant:
             if name not in names:
-                raise ValueError(f"constant names {name!r}; the tables are {', '.join(names)}")
+                raise ValueError(f"constant names {name!r}; the tables are {few(names)}")
         if set(names) <= set(constant):
             raise ValueError("all tables are constant, so that no step differs from another")
         if any(each != 1 for each in config.lookups_per_table):

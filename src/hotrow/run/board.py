@@ -6,6 +6,7 @@ Values are written as they arrive: on a GPU a few steps late, and nobody waits f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from time import time
 from typing import Any, Protocol, Self
@@ -13,6 +14,7 @@ from typing import Any, Protocol, Self
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.arriving import Arriving
 from hotrow.run.config import RunConfig
+from hotrow.told import warn
 
 
 class Board(Protocol):
@@ -50,6 +52,7 @@ class TensorBoard:
         self._writer = writer(str(folder))
         self._config = config
         self._arriving = Arriving(self._write)
+        self._writes = True
 
     def step(self, record: StepRecord) -> None:
         self._arriving.add(record)
@@ -83,9 +86,18 @@ class TensorBoard:
     def _add(self, step: int, scalars: dict[str, float]) -> None:
         # One event for all: each costs as much as a small step takes to launch.
         values = [self._summary.Value(tag=tag, simple_value=each) for tag, each in scalars.items()]
-        self._writer.add_event(
-            self._event(wall_time=time(), step=step, summary=self._summary(value=values))
-        )
+        event = self._event(wall_time=time(), step=step, summary=self._summary(value=values))
+        self._try(lambda: self._writer.add_event(event))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """A disk that takes no more costs what is shown of the training, and not the training."""
+        if not self._writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._writes = False
+            warn(f"TensorBoard is told no more: {error}. Training goes on")
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +109,7 @@ class TensorBoard:
             if error is None:  # else the device failed, and somebody has said so
                 raise
         finally:
-            self._writer.close()
+            self._try(self._writer.close)
 
 
 def _events() -> Any:

@@ -43,6 +43,7 @@ from hotrow.run.likeness import (
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system
 from hotrow.run.tally import Tally
+from hotrow.told import few
 
 REFERENCE = "all-fast"
 BASELINE = "hybrid"
@@ -216,7 +217,7 @@ class Comparison:
         if entry.bits is not None:
             unlike = bits_of(system, tally.losses).unlike(entry.bits)
             if unlike:
-                entry.changes.append(f"repetition {repetition}: {_few(unlike)}")
+                entry.changes.append(f"repetition {repetition}: {few(unlike, most=3)}")
             return
         is_reference = entry.kind.name == REFERENCE
         copy = self._make_reference() if is_reference else None
@@ -244,14 +245,14 @@ class Comparison:
         if not unlike:
             return "bits", ""
         if entry.kind.contract == "exact":
-            return "no", f"other bits: {_few(unlike)}"
+            return "no", f"other bits: {few(unlike, most=3)}"
         if entry.kind.contract == "changed":
             return "no", "it changes the training, and says so"
         if self._reference is None:
             return "not compared", f"bits differ; {self._why_no_distance}"
         distance = self._reference.distance(system, tally.losses)
         if distance is None:
-            return "no", f"it has other things: {_few(unlike)}"
+            return "no", f"it has other things: {few(unlike, most=3)}"
         return "tolerance" if distance.is_tolerable else "no", str(distance)
 
     def _keep_batches(self) -> Iterator[Turn]:
@@ -406,8 +407,3 @@ def _let_go() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -24,6 +24,7 @@ from hotrow.embedding import FILLS
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run import toml
 from hotrow.run.rates import ScheduleSection
+from hotrow.scalars import plain_fields
 from hotrow.strategy import find_strategy
 
 ROW_RULES: dict[str, type[RowRule]] = {
@@ -84,12 +85,15 @@ class RunSection:
     tensorboard: bool = False  # event files, to runs/<name>
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", self.name):
             raise ValueError(
                 f"name becomes a folder under runs/, so it may hold letters, digits, '.', '-' "
                 f"and '_', not {self.name!r}"
             )
         _at_least(0, seed=self.seed)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         _at_least(1, threads=self.threads)
         # Whether there is one is asked when the run is built: a file may be read anywhere.
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
@@ -158,6 +162,7 @@ class ModelSection:
     num_steps: int | None = None  # before the target
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _one_of(_MODELS, kind=self.kind)
         _at_least(1, embedding_dim=self.embedding_dim, cross_layers=self.cross_layers)
         _at_least(1, num_steps=self.num_steps)
@@ -212,6 +217,7 @@ class RowOptimizerSection:
     initial_accumulator_value: float | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _one_of(ROW_RULES, name=self.name)
         takes = {each.name for each in fields(ROW_RULES[self.name])}
         for option in self.options:
@@ -241,6 +247,7 @@ class EmbeddingSection:
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         find_strategy(self.strategy)
         _one_of(FILLS, fill=self.fill)
         parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
@@ -259,6 +266,7 @@ class DenseOptimizerSection:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _one_of(DENSE_OPTIMIZERS, name=self.name)
         _at_least(0, lr=self.lr, weight_decay=self.weight_decay)
 
@@ -277,6 +285,7 @@ class TrainingSection:
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         _at_least(1, steps=self.steps, epochs=self.epochs, eval_every=self.eval_every)
         _at_least(1, patience=self.patience)
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:

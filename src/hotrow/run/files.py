@@ -10,6 +10,8 @@ comparisons/<name>/compare.json, compare.html    a ComparisonRecord, and the sam
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -30,6 +32,7 @@ from hotrow.disk import Disk
 from hotrow.manifests import read_json
 from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
 from hotrow.run.arriving import Arriving
+from hotrow.told import warn
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -52,7 +55,9 @@ class RunWriter:
 
     def __init__(self, root: str | Path, *, name: str) -> None:
         self.folder = new_folder(Path(root), name)
-        self._steps = (self.folder / STEPS_FILE).open("w", encoding="utf-8")
+        # Unbuffered: what a full disk did not take must not come back when the file is closed.
+        self._steps = (self.folder / STEPS_FILE).open("wb", buffering=0)
+        self._size = self._missing = 0
         self._arriving = Arriving(self._write)
 
     @property
@@ -63,26 +68,40 @@ class RunWriter:
         self._arriving.add(record)
 
     def _write(self, record: StepRecord) -> None:
-        # One write and a flush, so that a killed run keeps every step it has reported.
-        self._steps.write(to_json(record) + "\n")
-        self._steps.flush()
+        # One write, so that a killed run keeps every step it has reported.
+        line = (to_json(record) + "\n").encode()
+        try:
+            if (written := self._steps.write(line)) == len(line):
+                self._size += written
+                return
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as found:
+            error = found
+        # A disk that takes no more costs records of steps, and not the training they tell of.
+        with contextlib.suppress(OSError):
+            self._steps.truncate(self._size)  # half a line
+            self._steps.seek(self._size)
+        if not self._missing:
+            warn(
+                f"step {record.step:,} was not recorded in {self.folder / STEPS_FILE}: "
+                f"{error.strerror}. Training goes on; make room for the model, which is saved at "
+                "its end"
+            )
+        self._missing += 1
 
     def finish(self, record: RunRecord) -> Path:
-        """Writes beside and renames into place: a reader sees the whole record or none."""
-        target = self.folder / RUN_FILE
-        beside = target.with_suffix(".json.partial")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-        return target
+        """Puts the record in place whole: a reader sees all of it or none."""
+        text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
+        Disk(self.folder).write(RUN_FILE, [text.encode()])
+        return self.folder / RUN_FILE
 
     def close(self) -> None:
         try:
             self._arriving.finish()
         finally:
             self._steps.close()
+        if self._missing:
+            warn(f"{self.folder / STEPS_FILE} lacks {self._missing:,} steps")
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +134,9 @@ def read_run(folder: str | Path) -> RunRecord:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not a run record of format {FORMAT}")
+    for name in ("settings", "data"):
+        if not isinstance(found.get(name, {}), dict):
+            raise ValueError(f"{path} is damaged: {name} is no table")
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from hotrow.scalars import plain_fields
+
 
 @dataclass(frozen=True)
 class ScheduleSection:
@@ -23,6 +25,7 @@ class ScheduleSection:
     decay_steps: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         for name in ("warmup_steps", "decay_start", "decay_steps"):
             value, least = getattr(self, name), 1 if name == "decay_steps" else 0
             if value is not None and value < least:

@@ -24,10 +24,11 @@ from hotrow.data.loader import MIXED, BatchReader
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
 from hotrow.data.sequence_loader import check_histories, histories_of
+from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.profile import Profile
 from hotrow.run.config import DataSection
-from hotrow.told import warn
+from hotrow.told import few, warn
 
 # Rows of each, and the features that read it. With sequences the last row is padding.
 Tables = dict[str, tuple[int, list[str]]]
@@ -98,7 +99,7 @@ class Generated:
         if section.kind == "counted":
             assert section.folder is not None
             self._data = Prepared(section.folder)
-            numbers = self._data.schema.dense if section.dense is None else section.dense
+            numbers = numbers_of(self._data, section.dense)
             config = _like(self._data, config, steps, num_dense=len(numbers))
             counts = {name: Counted(self._data.counts(name)) for name in config.names}
             constant = _constant(self._data) if steps is not None else ()
@@ -181,7 +182,7 @@ def _histories(data: Prepared) -> dict[str, str | None]:
     if not found:
         raise ValueError(
             f"{data.folder} has no sequences: its features are "
-            f"{', '.join(each.name for each in data.schema.features)}. A model like tbsm needs a "
+            f"{few(each.name for each in data.schema.features)}. A model like tbsm needs a "
             "column x and lists of what came before, history_x, which read one table; `hotrow "
             "prepare taobao` makes them"
         )
@@ -211,7 +212,7 @@ class FromFolder:
         }
         self._order = [name for names in features.values() for name in names]
         self._padding = {name: rows[table] for table, each in features.items() for name in each}
-        numbers = schema.dense if section.dense is None else section.dense
+        numbers = numbers_of(self._data, section.dense)
         self._numbers = list(numbers)
         self.num_dense = len(numbers) + (steps is not None)
         self.lookups: dict[str, int] | None = None
@@ -233,6 +234,12 @@ class FromFolder:
             "pin_memory": self._pins,
             "mixed": MIXED if seed is not None else _READ_TOGETHER,
         }
+        if not self._data.samples(split):
+            raise ValueError(
+                f"{self._data.folder} holds no sample back for {split}; prepare more of them"
+                if split != "train"
+                else f"{self._data.folder} has no sample to train on"
+            )
         source = PreparedSource(self._data, split, dense=self._section.dense)
         if self._steps is None:
             return Loader(source, features=self._order, **options)
@@ -290,7 +297,7 @@ def _tell_of_pooled_histories(data: Prepared) -> None:
     if past:
         warn(
             f"{data.folder} has sequences, of which a model of clicks sees no order: vectors of "
-            f'{" and ".join(past)} are summed. model.kind = "tbsm" reads them step by step'
+            f'{few(past, between=" and ")} are summed. model.kind = "tbsm" reads them step by step'
         )
 
 
@@ -325,4 +332,4 @@ def why_other(trained: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
+    return few(names) or "none"

@@ -17,6 +17,7 @@ from hotrow.run.config import RowOptimizerSection, RunConfig
 from hotrow.run.files import MODEL_FOLDER, RUN_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
+from hotrow.told import few
 
 
 def open_trained(
@@ -54,7 +55,7 @@ def find_run(run: str | Path, runs: str | Path) -> Path:
     if Path(run).is_dir():
         return Path(run)  # what it lacks is told by who reads it
     known = sorted(path.parent.name for path in Path(runs).glob(f"*/{RUN_FILE}"))
-    there = f"; in {runs} there are {', '.join(known)}" if known else f"; {runs} has none either"
+    there = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
     raise ValueError(f"there is no run {run}{there}")
 
 
@@ -90,11 +91,18 @@ def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
 
 
 def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
-    if record.data and (other := why_other(record.data, samples.described())):
+    try:
+        other = why_other(record.data, samples.described()) if record.data else []
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the record of run {record.name} is damaged: what it says of its data lacks "
+            f"something ({type(error).__name__} {error})"
+        ) from error
+    if other:
         what = config.data.folder or "the generated data"
         raise ValueError(
             f"{what} cannot be read by this model, which was trained on other data: "
-            + "; ".join(other)
+            + few(other, between="; ")
         )
 
 

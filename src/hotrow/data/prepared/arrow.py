@@ -16,3 +16,14 @@ def pyarrow(module: str = "", *, what: str = _READ) -> Any:
         raise ValueError(
             f"{what} with pyarrow, which is not installed; pip install 'hotrow[data]'"
         ) from error
+
+
+def is_lists(kind: Any) -> bool:
+    """Whether values of a type are lists, in any of Arrow's forms."""
+    types = pyarrow("types")
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def value_type(kind: Any) -> Any:
+    """What is in lists of a type; the type itself where it is none of lists."""
+    return kind.value_type if is_lists(kind) else kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.arrow import pyarrow
+from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.fields import (
     EXAMPLES,
@@ -31,9 +32,11 @@ from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
 from hotrow.data.prepared.vocabulary import Keys
 from hotrow.run import toml
+from hotrow.told import few
 
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
 _UNIT = "\x1f"  # stands between fields whose quotes were taken off
+_LISTS = "lists of "
 _NOTHING = "nothing"  # what a Parquet file says of a column without any value
 _LARGEST = float(np.finfo(np.float32).max)
 _PIECE_SAMPLES = 1 << 14
@@ -127,7 +130,10 @@ class Csv:
             text = first_line.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ValueError(f"{path} does not begin with a header in UTF-8") from None
-        self._names = next(csv.reader([text], delimiter=columns.separator), [])
+        try:
+            self._names = next(csv.reader([text], delimiter=columns.separator), [])
+        except csv.Error as error:
+            raise ValueError(f"{path} does not begin with a header: {error}") from None
         self._places = {name: _place(name, self._names, path) for name in columns.used}
         features = (Feature(name, columns.table(name)) for name in columns.categories)
         self.schema = Schema(columns.label, columns.dense, tuple(features))
@@ -170,14 +176,15 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
             fields = next(csv.reader([decoded], delimiter=separator, strict=True))
         except csv.Error as error:
             fields = []
-            broken.append(BadLine(number, f"its quotes are wrong: {error}"))
+            why = "they do not close before its end" if "end of data" in str(error) else error
+            broken.append(BadLine(number, f"its quotes are wrong: {why}"))
         found.append(_UNIT.join(fields).encode("utf-8", errors="surrogateescape"))
     return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
 
 
 def _place(name: str, names: list[str], path: Path) -> int:
     if name not in names:
-        raise ValueError(f"{path} has no column {name!r}; it has {', '.join(names)}")
+        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}")
     if names.count(name) > 1:
         raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
     return names.index(name)
@@ -215,12 +222,13 @@ class ParquetSource:
                     f"one value of {name!r} would have two rows: it holds "
                     + " and ".join(f"{kind} in {path}" for kind, path in held.items())
                 )
+        _check_tables(columns, kinds)
         self.schema = Schema(
             columns.label,
             columns.dense,
             tuple(
                 Feature(
-                    name, columns.table(name), any(each[name].startswith("lists") for each in kinds)
+                    name, columns.table(name), any(each[name].startswith(_LISTS) for each in kinds)
                 )
                 for name in columns.categories
             ),
@@ -278,13 +286,13 @@ class ParquetSource:
             wrong[:] |= found
 
         column = batch.column(columns.label)
-        values, missing = _floats(column, columns.label)
+        values, missing = _floats(column)
         refuse(missing | ((values != 0) & (values != 1)), "the label, neither 0 nor 1, is", column)
         label = np.where(values == 1, 1, 0).astype(np.uint8)
         dense = np.empty((len(batch), len(columns.dense)), np.float32)
         for place, name in enumerate(columns.dense):
             column = batch.column(name)
-            values, missing = _floats(column, name)
+            values, missing = _floats(column)
             values = np.where(missing, 0, values)
             wrong_here = ~(np.abs(values) <= _LARGEST)  # also what is no number
             refuse(wrong_here, f"{name}, not a finite number, is", column)
@@ -299,7 +307,13 @@ class ParquetSource:
                 size = pyarrow("compute").list_value_length(column).fill_null(0)
                 lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
                 column = column.flatten()
-            keys[feature.name] = _keys(column, feature.name)
+            try:
+                keys[feature.name] = _keys(column)
+            except pyarrow().ArrowInvalid as error:
+                raise ValueError(
+                    f"column {feature.name!r} of {column.type} has values that are too large: "
+                    f"{error}; cast it to text where the file is written"
+                ) from None
         lines = np.arange(len(batch))
         if wrong.any():
             good = ~wrong
@@ -322,48 +336,113 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is no whole Parquet file: {error}") from error
 
 
+def _check_tables(columns: Columns, kinds: list[dict[str, str]]) -> None:
+    """Columns that read one table must hold one kind of values."""
+    held: dict[str, tuple[str, str]] = {}
+    for name in columns.categories:
+        for each in kinds:
+            kind = each[name].removeprefix(_LISTS)
+            if kind == _NOTHING:
+                continue
+            other, before = held.setdefault(columns.table(name), (name, kind))
+            if kind != before:
+                raise ValueError(
+                    f"{other!r} holds {before} and {name!r} {kind}, so one value would have two "
+                    f"rows of their table {columns.table(name)!r}; write both alike, or give each "
+                    "a table of its own"
+                )
+
+
 def _kinds(path: Path, columns: Columns) -> dict[str, str]:
     """What the categories hold, in words; the other columns are checked on the way."""
     with _opened(path) as file:
         schema = file.schema_arrow
         for name in columns.used:
             _place(name, schema.names, path)
-        found = {name: _kind(schema.field(name).type) for name in columns.used}
+        types = {name: schema.field(name).type for name in columns.used}
     for name in (columns.label, *columns.dense):
-        if found[name].startswith("lists"):
+        if is_lists(types[name]):
             raise ValueError(f"{path}: {name!r} holds lists; only categories may")
-    return {name: found[name] for name in columns.categories}
+        if not _may_be_numbers(types[name]):
+            raise ValueError(
+                f"{path}: column {name!r} of {types[name]} holds no numbers; cast it where the "
+                "file is written"
+            )
+    found = {}
+    for name in columns.categories:
+        kind = _kind(value_type(types[name]))
+        if kind is None:
+            raise ValueError(
+                f"{path}: column {name!r} of {types[name]} cannot be a category: only whole "
+                "numbers and texts can, and lists of them; cast it to int64 or to text where the "
+                "file is written"
+            )
+        found[name] = _LISTS + kind if is_lists(types[name]) else kind
+    return found
 
 
-def _kind(found: Any) -> str:
+def _kind(found: Any) -> str | None:
+    """What a column holds, in words; None: what no category is made of."""
     types = pyarrow("types")
-    if types.is_null(found):
-        return _NOTHING
-    if types.is_list(found) or types.is_large_list(found) or types.is_fixed_size_list(found):
-        return f"lists of {_kind(found.value_type)}"
     if types.is_dictionary(found):
         return _kind(found.value_type)
-    return "whole numbers" if types.is_integer(found) or types.is_boolean(found) else "texts"
+    if types.is_null(found):
+        return _NOTHING
+    if types.is_integer(found) or types.is_boolean(found) or _is_whole_decimal(found):
+        return "whole numbers"
+    return "texts" if _is_text(found) else None
 
 
-def _floats(column: Any, name: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _may_be_numbers(found: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_dictionary(found):
+        found = found.value_type
+    return types.is_floating(found) or types.is_decimal(found) or _kind(found) is not None
+
+
+def _is_whole_decimal(kind: Any) -> bool:
+    """What databases write for whole numbers."""
+    return bool(pyarrow("types").is_decimal(kind) and kind.scale <= 0)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow("types")
+    known = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return types.is_fixed_size_binary(kind) or any(
+        getattr(types, f"is_{each}")(kind) for each in known if hasattr(types, f"is_{each}")
+    )
+
+
+def _floats(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     arrow = pyarrow()
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     missing = column.is_null().to_numpy(zero_copy_only=False)
-    try:
-        if arrow.types.is_boolean(column.type):
-            column = column.cast(arrow.int8())
-        values = column.cast(arrow.float64(), safe=False).fill_null(0)
-    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError) as error:
-        raise ValueError(f"column {name!r} holds no numbers: {error}") from None
+    if _is_text(column.type):
+        texts = (math.nan if each is None else _float(each) for each in column.to_pylist())
+        return np.fromiter(texts, np.float64, len(column)), missing
+    if arrow.types.is_boolean(column.type):
+        column = column.cast(arrow.int8())
+    values = column.cast(arrow.float64(), safe=False).fill_null(0)
     return values.to_numpy(zero_copy_only=False), missing
 
 
-def _keys(column: Any, name: str) -> Keys:
+def _float(text: str | bytes) -> float:
+    """As in CSV files; NaN, which is refused, for what is none."""
+    try:
+        return math.nan if "_" in str(text) else float(text)
+    except ValueError:
+        return math.nan
+
+
+def _keys(column: Any) -> Keys:
     """Whole numbers as they are, texts as in CSV files."""
     arrow, types = pyarrow(), pyarrow("types")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     missing = column.is_null().to_numpy(zero_copy_only=False)
+    if types.is_decimal(column.type):
+        column = column.cast(arrow.int64())
     if types.is_integer(column.type) or types.is_boolean(column.type):
         kind = arrow.uint64() if types.is_uint64(column.type) else arrow.int64()
         whole = column.cast(kind).fill_null(0).to_numpy(zero_copy_only=False)
@@ -371,14 +450,7 @@ def _keys(column: Any, name: str) -> Keys:
     elif types.is_null(column.type):
         found = np.zeros(len(column), np.uint64)
     else:
-        try:
-            texts = column.cast(arrow.large_binary()).fill_null(b"")
-        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
-            raise ValueError(
-                f"column {name!r} of {column.type} cannot be a category: only whole numbers and "
-                "texts can"
-            ) from None
-        found = _text_keys(texts)
+        found = _text_keys(column.cast(arrow.large_binary()).fill_null(b""))
     return np.where(missing, _MISSING, found)
 
 

@@ -27,8 +27,12 @@ def alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterato
     is_new = not out.exists() or not any(out.iterdir())
     if not (is_new or (work / _LOCK).exists() or _is_ours(out / MANIFEST)):
         raise ValueError(f"{out} holds other files; choose a new folder for --out")
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / _LOCK).open("w") as lock:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        opened = (work / _LOCK).open("w")
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error.strerror}; choose another --out") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -34,6 +34,7 @@ import numpy as np
 
 from hotrow.disk import FileRecord
 from hotrow.manifests import Reader, read_json
+from hotrow.told import few
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -106,7 +107,7 @@ class Manifest:
             if each.name == name:
                 return each
         raise ValueError(
-            f"the data has no table {name!r}; it has {', '.join(t.name for t in self.tables)}"
+            f"the data has no table {name!r}; it has {few(t.name for t in self.tables)}"
         )
 
     def samples(self, split: str) -> int:
@@ -174,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         found = read_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         hint = "; preparing was not finished: give the same `hotrow prepare` again to resume"
         unfinished = (folder / ".work").is_dir()
         raise ValueError(
@@ -258,7 +259,7 @@ def _check(manifest: Manifest, where: str) -> None:
     if schema.id_dtype not in ("int32", "int64"):
         raise wrong(f"id_dtype is {schema.id_dtype!r}")
     if len(set(names)) != len(names) or set(schema.tables) - set(names):
-        raise wrong(f"features read the tables {schema.tables}, and there are {names}")
+        raise wrong(f"features read the tables {few(schema.tables)}, and there are {few(names)}")
     if len({each.name for each in schema.features}) != len(schema.features):
         raise wrong("two features have one name")
     for table in manifest.tables:
@@ -275,7 +276,7 @@ def _check(manifest: Manifest, where: str) -> None:
     for shards in manifest.splits.values():
         for shard in shards:
             if set(shard.values) != jagged:
-                raise wrong(f"{shard.file} has values for {sorted(shard.values)}")
+                raise wrong(f"{shard.file} has values for {few(sorted(shard.values))}")
             expected = shard_bytes(schema, shard.samples, shard.values)
             if shard.bytes != expected:
                 raise wrong(

@@ -93,6 +93,11 @@ class Read:
             job.cores.behind(partial(close, found, counted, bad))
         job.cores.catch_up()
         if not sum(each.samples for each in stretches):
+            lines = sum(lines for each in stretches for lines in each.lines.values())
+            if lines > bad.count:  # of Taobao: samples are made of several
+                raise ValueError(
+                    f"{lines - bad.count:,} good lines make no sample: nobody has two of them"
+                )
             raise ValueError("there is no good line in the files" + _examples(bad))
         job.spool.finish()
         return stretches

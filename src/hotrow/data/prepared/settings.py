@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from hotrow.scalars import plain_fields
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -19,6 +21,7 @@ class Settings:
     memory_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if self.min_frequency < 1:
             raise ValueError(f"--min-frequency must be at least 1, not {self.min_frequency}")
         if self.max_rows is not None and self.max_rows < 2:

@@ -16,7 +16,15 @@ from hotrow.data.prepared.fields import count_lines
 
 PIECE_BYTES = 4 << 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\x03\x04": ".zip"}
+_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+_OTHERS = {
+    b"PK\x03\x04": "a .zip archive: unpack it first",
+    b"BZh": "compressed by bzip2: unpack it, or use .gz or .zst",
+    b"\xfd7zXZ": "compressed by xz: unpack it, or use .gz or .zst",
+    b"\x04\x22\x4d\x18": "compressed by lz4: unpack it, or use .gz or .zst",
+    b"PAR1": "a Parquet file, and no text",
+}
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, which Windows puts before texts
 
 
 @dataclass(frozen=True)
@@ -71,16 +79,28 @@ class TextFiles:
                     return
                 cut = text.rfind(b"\n") + 1 if more else len(text)
                 if not cut:
-                    raise ValueError(
-                        f"{path}, line {place.file_line + 1:,}: no end of line within "
-                        f"{self._piece_bytes:,} bytes; this is no text file of lines"
-                    )
+                    self._check_line(text, place)
+                    cut = len(text)  # a file of one line, whose end is that of the file
                 text, rest = text[:cut], text[cut:]
-                piece = Piece(place, _after(place, text), text, stream.tell())
+                after = _after(place, text)
+                if not place.offset:
+                    text = text.removeprefix(_MARK)
+                piece = Piece(place, after, text, stream.tell())
                 place = piece.after
                 if not piece.place.file_line:
                     self._check_header(piece)
                 yield piece
+
+    def _check_line(self, text: bytes, place: Place) -> None:
+        """Text without an end of line is a file's last line, or none at all."""
+        where = f"{self.paths[place.file]}, line {place.file_line + 1:,}"
+        if b"\r" in text.rstrip(b"\r"):
+            raise ValueError(f"{where}: lines end in \\r alone, as on old Macs; make it \\n")
+        if len(text) >= self._piece_bytes:
+            raise ValueError(
+                f"{where}: no end of line within {self._piece_bytes:,} bytes; this is no text "
+                "file of lines"
+            )
 
     def _check_header(self, piece: Piece) -> None:
         first, _, _ = piece.data.partition(b"\n")
@@ -116,14 +136,16 @@ def _check(path: Path) -> None:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
     with path.open("rb") as file:
-        start = file.read(4)
+        start = file.read(8)
+    for magic, what in _OTHERS.items():
+        if start.startswith(magic):
+            raise ValueError(f"{path} is {what}")
     for magic, suffix in _STARTS.items():
         if start.startswith(magic) and path.suffix != suffix:
-            raise ValueError(
-                f"{path} is compressed; give it a name that ends in {suffix}"
-                if suffix in _COMPRESSED
-                else f"{path} is a {suffix} archive: unpack it first"
-            )
+            raise ValueError(f"{path} is compressed; give it a name that ends in {suffix}")
+    # A .zst may begin otherwise, too.
+    if path.suffix == ".gz" and not start.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path} is not compressed by gzip, whatever its name says; rename it")
 
 
 class _Stream:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrow import __version__
+from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.encoding import Encode
 from hotrow.data.prepared.folder import alone
@@ -76,19 +77,25 @@ def prepare(
 
 def _described(source: Source, settings: Settings) -> dict[str, Any]:
     """All that decides about what is written."""
-    files = []
+    files, seen = [], set()
     for path in source.paths:
+        if path.resolve() in seen:
+            raise ValueError(f"{path} is given twice")
+        seen.add(path.resolve())
         found = path.stat()
         files.append({"name": path.name, "bytes": found.st_size, "changed_ns": found.st_mtime_ns})
     return {"layout": source.name, "files": files, **source.describes, **asdict(settings)}
 
 
 def _run(job: Job, described: dict[str, Any]) -> Manifest:
+    if job.settings.hash:
+        _check_room(job, (job.settings.max_rows or 0) * len(job.source.schema.tables))
     reading = Read(job)
     stretches = reading.run()
     tables = reading.tables()
     bad, lines = stretches[-1].bad, _lines_of_files(stretches, len(job.source.paths))
     rows = {name: each.ids.rows for name, each in tables.items()}
+    _check_room(job, sum(rows.values()))
     records = {name: each.record() for name, each in tables.items()}
     schema = replace(job.source.schema, id_dtype=id_dtype(list(rows.values())))
     splits = Encode(job, schema, tables, _split(job, stretches, lines)).run(stretches)
@@ -106,6 +113,17 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
         settings=described,
         made_by=f"hotrow {__version__}",
     )
+
+
+def _check_room(job: Job, rows: int) -> None:
+    """Access counts of hashed tables are as many as rows were asked for, whatever the data are."""
+    there = sum(each.stat().st_size for each in job.out.glob("*/*.counts"))  # written anew
+    free = shutil.disk_usage(job.out).free + there
+    if 8 * rows > free:
+        raise ValueError(
+            f"access counts of {rows:,} rows take {show_bytes(8 * rows)}, and {job.out} has "
+            f"{show_bytes(free)} free; lower --max-rows, or make room"
+        )
 
 
 def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
