@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from operator import is_
 from typing import Any
@@ -24,6 +25,7 @@ from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
+from hotrow.parts import Split
 from hotrow.told import warn
 from hotrow.watch import Watch
 
@@ -33,6 +35,18 @@ _FORGOTTEN = 64  # batches after which a shape that did not come again gives way
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
+# A step in two phases: each gives the loss so far when it is asked for.
+Phases = Callable[[Any, Split], Generator[Tensor]]
+
+
+def run_phases(phases: Generator[Tensor], split: Split) -> Tensor:
+    """Both phases of a step, the second when its rows have arrived; its loss."""
+    try:
+        next(phases)
+        split.wait()
+        return next(phases)
+    finally:
+        phases.close()
 
 
 class CapturedStep:
@@ -41,6 +55,7 @@ class CapturedStep:
     def __init__(
         self,
         step: Callable[[Any], Tensor],
+        phases: Phases,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         lanes: Lanes,
@@ -48,9 +63,10 @@ class CapturedStep:
         batch_size: int | None = None,
         max_lookups: int | None = None,
     ) -> None:
-        """Of other sizes than `batch_size`, or with more lookups, no batch is captured."""
+        """`phases` are those of a step in two parts. Of other sizes than `batch_size`, or with
+        more lookups, no batch is captured."""
         # Weakly: it belongs to whoever owns this, and both hold memory that must go in time.
-        self._step = weakref.WeakMethod(step)
+        self._step, self._phases = weakref.WeakMethod(step), weakref.WeakMethod(phases)
         self._model, self._optimizer, self._lanes = model, optimizer, lanes
         self._batch_size, self._max_lookups = batch_size, max_lookups
         self._shapes: dict[Any, _Shape] = {}
@@ -216,7 +232,7 @@ class CapturedStep:
 
     # -- steps -------------------------------------------------------------------------
 
-    def run(self, batch: Any) -> Tensor:
+    def run(self, batch: Any, split: Split | None = None) -> Tensor:
         """One step, captured where that is possible. The loss lasts until the next one.
 
         `late` is that of a captured step for the host, which waits for it when it asks.
@@ -229,23 +245,24 @@ class CapturedStep:
                     "this batch has been overwritten: batches after it were trained, and its place "
                     "was taken by a later one. Train a batch before those after it, or copy it"
                 )
-            return self._run_eagerly(batch)
+            return self._run_eagerly(batch, split)
         graph = None
-        if self._refused or not berth.can_be_replayed(batch):
-            loss = self._run_eagerly(batch)
+        is_new = split is not None and not self._shapes[berth.key].can_split(split.first, berth)
+        if is_new or self._refused or not berth.can_be_replayed(batch):
+            loss = self._run_eagerly(batch, split)
         elif berth.taken and not self._shapes[berth.key].is_tried:
             loss = self._try(berth)
-        elif (graph := self._graph_for(berth)) is None:
-            loss = self._run_eagerly(batch)
+        elif (graph := self._graph_for(berth, split)) is None:
+            loss = self._run_eagerly(batch, split)
         else:
-            self._replay(graph, berth)
+            self._replay(graph, berth, split)
             loss = self._loss
         self._leave(berth)
         if graph is not None:
             self.late = berth.late = Late(berth.loss, self._lanes)
         return loss
 
-    def _replay(self, graph: _Graph, berth: _Berth) -> None:
+    def _replay(self, graph: _Graph, berth: _Berth, split: Split | None) -> None:
         if berth.late is not None:
             berth.late()  # its place is taken now
         cuts = list(zip(berth.cut, graph.cuts, strict=True))
@@ -258,6 +275,9 @@ class CapturedStep:
                     for group in embedding.groups:
                         if group.can_be_captured:
                             group.push_scalars()
+            if split is not None:
+                graph.replay_first()
+                split.wait()
             graph.replay()
             for work, cut in cuts:
                 work.group.take_home(work, cut)
@@ -271,10 +291,17 @@ class CapturedStep:
         for embedding, arrival in trained.arrivals:
             embedding.done_with(arrival)
 
-    def _run_eagerly(self, batch: Any) -> Tensor:
+    def _run_eagerly(self, batch: Any, split: Split | None = None) -> Tensor:
+        if split is not None:
+            return run_phases(self._phases_of(batch, split), split)
         step = self._step()
         assert step is not None
         return step(batch)
+
+    def _phases_of(self, batch: Any, split: Split) -> Generator[Tensor]:
+        phases = self._phases()
+        assert phases is not None
+        return phases(batch, split)
 
     def _try(self, berth: _Berth) -> Tensor:
         """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
@@ -292,22 +319,24 @@ class CapturedStep:
         self._shapes[berth.key].is_tried = True
         return loss
 
-    def _graph_for(self, berth: _Berth) -> _Graph | None:
+    def _graph_for(self, berth: _Berth, split: Split | None = None) -> _Graph | None:
         self._drop_if_stale(berth.arrivals)
         if self._refused:
             return None
-        key = tuple(id(work.plan.buffers) for work in berth.captured)
+        first = 0 if split is None else split.first
+        key = (first, *(id(work.plan.buffers) for work in berth.captured))
         if key not in berth.graphs:
             try:
-                graph = self._capture(berth)
+                graph = self._capture(berth, split)
             except RuntimeError as error:
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
                     "on a tensor) cannot"
                 )
                 return None
-            if len(berth.graphs) > 1:  # buffers that were replaced do not come again
-                del berth.graphs[next(iter(berth.graphs))]
+            alike = [each for each in berth.graphs if each[0] == first]
+            if len(alike) > 1:  # buffers that were replaced do not come again
+                del berth.graphs[alike[0]]
             berth.graphs[key] = graph
         return berth.graphs[key]
 
@@ -319,11 +348,15 @@ class CapturedStep:
             "hotrow.graphed, says so beforehand"
         )
 
-    def _capture(self, berth: _Berth) -> _Graph:
+    def _capture(self, berth: _Berth, split: Split | None = None) -> _Graph:
+        phases = None if split is None else self._phases_of(berth.batch, split)
+
         def launch() -> None:
-            self._loss.copy_(self._run_eagerly(berth.batch))
+            loss = self._run_eagerly(berth.batch) if phases is None else next(phases)
+            self._loss.copy_(loss)
             berth.loss.copy_(self._loss, non_blocking=True)
 
+        first = None
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
             embedding.optimizer.is_in_graph = False
@@ -332,8 +365,14 @@ class CapturedStep:
         before = [each.clone() for each in counters]
         with berth.as_it_lies():
             try:
+                if phases is not None:
+                    # What the second phase needs of it stays alive, and so keeps its place.
+                    first = capture(partial(next, phases), self._pool, PRIORITIES["train"])
+                    self._pool = first.pool()
                 graph = capture(launch, self._pool, PRIORITIES["train"])
             finally:
+                if phases is not None:
+                    phases.close()
                 # Nothing has run yet: only the host has counted.
                 counted = [
                     (each, was)
@@ -345,7 +384,7 @@ class CapturedStep:
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.captured]
         updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
-        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts)
+        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
 
     def drop(self) -> None:
         """The step is another one now."""
@@ -542,11 +581,21 @@ class _Graph:
     """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
 
     def __init__(
-        self, graph: Any, counted: list[Tensor], kept: Any, updated: list[Any], cuts: list[Any]
+        self,
+        graph: Any,
+        counted: list[Tensor],
+        kept: Any,
+        updated: list[Any],
+        cuts: list[Any],
+        first: Any = None,
     ) -> None:
-        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in."""
+        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in.
+        `first`: what comes before the rest's rows have arrived, if there is such a phase."""
         self._graph, self._counted, self._kept = graph, counted, kept
-        self.updated, self.cuts = updated, cuts
+        self.updated, self.cuts, self._first = updated, cuts, first
+
+    def replay_first(self) -> None:
+        self._first.replay()
 
     def replay(self) -> None:
         if self._counted:
@@ -562,7 +611,16 @@ class _Shape:
     def __init__(self) -> None:
         self.seen = self.newest = 0
         self.is_tried = False  # by an eager step, with padding
+        self.splits: set[int] = set()  # first parts of so many samples, tried by an eager step
         self.berths: deque[_Berth] = deque()
+
+    def can_split(self, first: int, berth: _Berth) -> bool:
+        """Whether a step in two parts can be captured: jagged ids cannot, what is new is tried."""
+        if berth.taken:
+            return False
+        is_known = first in self.splits
+        self.splits.add(first)
+        return is_known
 
     def next_berth(self, batch: Any, form: _Form, landed: int, lanes: Lanes) -> _Berth | None:
         """None if batches that were not trained yet have them all."""

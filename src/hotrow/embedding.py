@@ -441,6 +441,13 @@ class EmbeddingBagCollection(nn.Module):
         tensors = compared(features)
         return Arrival(features, tensors, versions_of(tensors), batch, arrival.works)
 
+    def part(self, arrival: Arrival, features: Any, first: int) -> Arrival:
+        """Samples of a planned batch from `first` on, of which `features` are the ids."""
+        part = parse(features, self.features, self.device)
+        works = tuple(work.group.part(work, arrival.batch, part, first) for work in arrival.works)
+        tensors = compared(features)
+        return Arrival(features, tensors, versions_of(tensors), part, works)
+
     def arrive(self, arrival: Arrival) -> None:
         """The batch that `forward` will see next."""
         self._arrivals.append(arrival)

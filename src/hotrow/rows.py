@@ -22,10 +22,11 @@ from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
 from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
+from hotrow.parts import place_of
 from hotrow.planner import Pins, Plan, Planner
 from hotrow.profile import Profile, hottest, small_tables
 from hotrow.scratchpad import FREE, Scratchpad
-from hotrow.stages import Work
+from hotrow.stages import Part, Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
@@ -123,6 +124,11 @@ class RowGroup:
         """Check a batch's ids and sort them."""
         lookups = lookups_of(batch, self.layout)
         return Work(self, lookups, self.kernels.sort_ids(lookups.ids, self.layout.num_rows))
+
+    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
+        """Some samples of a planned batch, from `first` on."""
+        place = place_of(batch, part, first, self.layout)
+        return Part(work, lookups_of(part, self.layout), place)
 
     def expect(self, work: Work, values: Tensor) -> None:
         """A batch is known that will be planned later; `values` are its indices."""
