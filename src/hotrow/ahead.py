@@ -322,9 +322,7 @@ class _Reader:
             self.lanes.after("train", read.mark)
 
         collections = [each for each, _ in read.arrivals]
-        return Split(
-            read.batch, parted.first, parted.size, parted.cut, arrivals, collections, wait
-        )
+        return Split(read.batch, parted.first, parted.size, parted.cut, arrivals, collections, wait)
 
     def _wanted(self) -> int:
         """How many batches are to be known."""
@@ -402,9 +400,7 @@ class _Reader:
         return read
 
 
-def features_of(
-    features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]
-) -> Any:
+def features_of(features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]) -> Any:
     if not isinstance(features, Mapping):
         return features
     if name not in features:

@@ -288,9 +288,7 @@ def _place(grads: _RowGrads) -> Place:
     return grads.work.place
 
 
-def _placed(
-    values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int
-) -> Tensor:
+def _placed(values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int) -> Tensor:
     found = [(each, at) for each, at in zip(values, places, strict=True) if each is not None]
     first = found[0][0]
     if sum(len(each) for each, _ in found) == size and all(
