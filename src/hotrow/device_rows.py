@@ -196,12 +196,19 @@ class DeviceRows(DeviceFills):
             return
         self.lanes.after("plan", self.lanes.mark("train"))  # rows may have been loaded there
         self.planner.reserve(1)
-        slots, ids = self.planner.hottest()
-        if slots.numel():
-            for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
-                rows = self._buffer(part.numel())
-                self._read_store(ids[part], rows)
-                self.slots.index_copy_(0, slots[part], rows)
+        self._load(*self.planner.hottest())
+
+    def pin_rows(self, ids: Tensor) -> None:
+        self._started = True
+        with self.lanes.on("plan"):  # in which all that plans need was made
+            super().pin_rows(ids)
+        self.lanes.join()
+
+    def _load(self, slots: Tensor, ids: Tensor) -> None:
+        for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
+            rows = self._buffer(part.numel())
+            self._read_store(ids[part], rows)
+            self.slots.index_copy_(0, slots[part], rows)
 
     def forget_window(self) -> None:
         self.planner.forget_window()

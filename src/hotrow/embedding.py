@@ -32,7 +32,9 @@ from hotrow.batch import (
     weights_of,
 )
 from hotrow.budget import Budget, parse_bytes, share_out, show_bytes, times_as_large
+from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
+from hotrow.interrupt import uninterrupted
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
@@ -386,9 +388,19 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(
                 f"no feature {min(unknown)!r}; there are {', '.join(map(repr, self.features))}"
             )
+        sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
+        lookups_of_batch = [batch_size * size for size in sizes]
         if self._budget_bytes and not self._has_begun():
-            sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
-            self._make_room_for([batch_size * size for size in sizes])
+            self._make_room_for(lookups_of_batch)
+        for group, size in zip(self.groups, lookups_of_batch, strict=True):
+            group.expected_rows = size
+
+    def reserve_like(self, features: Any) -> None:
+        """Batches will be about as large as this one, which is looked at and not trained."""
+        arrival = self.prepare(features, self.device)
+        self._make_room(arrival)
+        for work in arrival.works:
+            work.group.expected_rows = work.ids.ids.numel()
 
     def _make_room(self, first: Arrival) -> None:
         if self._budget_bytes and not self._has_begun():
@@ -540,6 +552,69 @@ class EmbeddingBagCollection(nn.Module):
         for group, mine in zip(self.groups, ids, strict=True):
             every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
             group.freeze(None if rows is None else every.unique())
+
+    # -- pinned rows -------------------------------------------------------------------
+
+    def pin_rows(self, rows: Mapping[str, Tensor]) -> HotSet:
+        """Empty fast memory and pin these rows alone, by table, hottest first, until the next call.
+
+        No `hotrow.ahead` may be running. Rows that are not pinned pass through what is left, which
+        has to hold a batch: `room_for_pins()` says how many can be pinned. Of more than that, every
+        table of the width keeps the same share of its rows, the first ones. Gives what is pinned.
+        """
+        self._refuse_if_running("pin_rows()")
+        if not (self.strategy.has_slots and self.strategy.pinned_part and self.strategy.refetch):
+            raise ValueError(
+                f"pin_rows() needs strategy='static', which keeps pinned rows and fetches all "
+                f"others; this collection has {self.strategy.name!r}, which chooses by itself"
+            )
+        room, pinned = self.room_for_pins(), {}
+        given: dict[int, dict[str, Tensor]] = {group.dim: {} for group in self.groups}
+        for table, numbers in rows.items():
+            group, _, size = self._place(table)
+            given[group.dim][table] = _first_of_each(row_numbers(table, numbers, size).cpu())
+        with uninterrupted():
+            self._arrivals.clear()
+            for group in self.groups:
+                mine = self._without_padding(given[group.dim])
+                every = sum(map(len, mine.values()))
+                share = min(1.0, room[group.dim] / max(1, every))
+                mine = {name: each[: int(share * len(each))] for name, each in mine.items()}
+                group.pin_rows(
+                    _interleaved([each + self._place(name)[1] for name, each in mine.items()])
+                )
+                pinned.update(mine)
+        return HotSet.of(self.tables, pinned)
+
+    def room_for_pins(self) -> dict[int, int]:
+        """How many rows `pin_rows` can pin, by width, when it is known how large batches are."""
+        room = {group.dim: group.room_for_pins for group in self.groups if not group.everything}
+        if None in room.values():
+            raise RuntimeError(
+                "how many rows can be pinned depends on how large batches are, which nobody has "
+                "said yet: embedding.reserve(batch_size), or embedding.reserve_like(ids of a batch)"
+            )
+        return {dim: count for dim, count in room.items() if count is not None}
+
+    @property
+    def pins_version(self) -> int:
+        """Another number whenever other rows are pinned, or fewer: a larger batch than was
+        expected makes room for itself."""
+        return sum(group.planner.pins_version for group in self.groups if not group.everything)
+
+    def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        paddings = {table.name: table.padding_idx for table in self.tables}
+        return {
+            name: each[each != paddings[name]] if paddings[name] is not None else each
+            for name, each in rows.items()
+        }
+
+    def _refuse_if_running(self, what: str) -> None:
+        if self._ahead is not None and self._ahead() is not None:
+            raise RuntimeError(
+                f"{what} while hotrow.ahead is running: rows are on their way to where batches "
+                "were planned to find them. Finish its loop, or call its close()"
+            )
 
     # -- rows in and out ---------------------------------------------------------------
 
@@ -762,6 +837,23 @@ def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
         bad = given[(given < 0) | (given >= size)][0]
         raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
     return given.long()
+
+
+def _first_of_each(numbers: Tensor) -> Tensor:
+    """Without those that came before, in the same order."""
+    order = numbers.sort(stable=True)[1]
+    ordered = numbers[order]
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return numbers[order[is_first].sort()[0]]
+
+
+def _interleaved(lists: Sequence[Tensor]) -> Tensor:
+    """All of several lists, by their place in their own, as a part of its length."""
+    if not lists:
+        return torch.empty(0, dtype=torch.int64)
+    places = [(torch.arange(len(each)) + 0.5) / max(1, len(each)) for each in lists]
+    return torch.cat(list(lists))[torch.cat(places).sort(stable=True)[1]]
 
 
 def _chunk_of(group: RowGroup) -> int:

@@ -40,6 +40,7 @@ class RowGroup:
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
+    expected_rows = 0  # different ones of a batch, before the first is planned; 0: nobody has said
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
@@ -117,6 +118,32 @@ class RowGroup:
         if profile is not None:
             return Pins(part, lambda count: hottest(profile, layout, count))
         return Pins(part, lambda count: small_tables(layout, count // 2), learned=True)
+
+    # -- pinned rows -------------------------------------------------------------------
+
+    @property
+    def room_for_pins(self) -> int | None:
+        """Rows that can be pinned beside batches an eighth larger than any so far; None: nobody
+        knows how large they are."""
+        slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
+        if not largest:
+            return None
+        return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
+
+    def pin_rows(self, ids: Tensor) -> None:
+        """Empty the slots, pin these rows, hottest first, and load them. Nothing is in flight."""
+        self.flush()
+        assert not self.uncollected, "batches are planned whose rows have not moved yet"
+        ids = ids.to(self.device)
+        slots = self.planner.pin_rows(ids)
+        self.newest_collected = self.planner.last_number  # late gradients take the direct way
+        self._load(slots, ids)
+
+    def _load(self, slots: Tensor, ids: Tensor) -> None:
+        """Rows from the store to slots."""
+        for part in torch.arange(ids.numel()).split(self.chunk_rows):
+            rows = self._buffer(part.numel())
+            self.slots.index_copy_(0, slots[part], self.store.read(ids[part], out=rows))
 
     # -- the planned way ---------------------------------------------------------------
 
