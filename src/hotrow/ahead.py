@@ -181,6 +181,8 @@ class Ahead:
 
     def _start(self) -> None:
         entered = []
+        # Anew for each pass: a collection may have changed its stages, or its engine.
+        self._strategy = _common_strategy(list(self._collections.values()))
         try:
             for collection in self._collections.values():
                 collection.enter(self)

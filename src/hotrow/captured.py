@@ -74,7 +74,7 @@ class CapturedStep:
         self._berths: dict[int, _Berth] = {}  # by the identity of the batch that was handed out
         self._past: deque[Any] = deque(maxlen=8 * _BERTHS)  # batches that were overwritten
         self._landed = 0
-        self._settings: Any = None
+        self._settings: dict[tuple[bool, ...], Any] = {}  # by the engines of a step
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self.late: Late | None = None
@@ -84,7 +84,7 @@ class CapturedStep:
         self._stale = 0
         self._refused = False
         for module in self._collections():
-            for group in module.groups:
+            for group in module.every_group:
                 group.berths = _BERTHS
         if max_lookups is not None:
             self._make_room(max_lookups)
@@ -176,7 +176,7 @@ class CapturedStep:
         room: dict[int, int] = {}  # of tensors with a place for each lookup
         jagged = [arrival for _, arrival in arrivals if arrival.batch.offsets is not None]
         if not jagged:
-            return _Form(tensors, room, ())
+            return _Form(tensors, room, (), _engines(arrivals))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         lookups = {id(x): x.numel() for x in (parts_of(each.features)[0] for each in jagged)}
         if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
@@ -191,7 +191,8 @@ class CapturedStep:
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
             room |= {places[id(each)]: size for each in (values, weights) if each is not None}
-        return _Form(tensors, room, tuple(_facts(work) for each in jagged for work in each.works))
+        facts = tuple(_facts(work) for each in jagged for work in each.works)
+        return _Form(tensors, room, facts, _engines(arrivals))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
         if not all(work.group.is_pooled for work in works):
@@ -224,7 +225,7 @@ class CapturedStep:
             self._lanes.after(self._lane, berth.trained)  # before its memory is used again
             self._empty(berth)
             for module in self._collections():
-                for group in module.groups:
+                for group in module.every_group:
                     group.free_berth(berth.number)
         if not any(berth.graphs for each in self._shapes.values() for berth in each.berths):
             self._pool = None  # it went with the last of them
@@ -401,13 +402,15 @@ class CapturedStep:
             [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
         )
-        if self._watch is not None and not self._watch.changed() and settings == self._settings:
+        engines, is_first = _engines(arrivals), not self._settings
+        known = self._settings.setdefault(engines, settings)  # nothing is captured before that
+        if self._watch is not None and not self._watch.changed() and settings == known:
             return
         self._watch = Watch(self._model, self._optimizer)
         reason = _why_not(self._optimizer)
         if reason is not None:
             self._refuse(reason)
-        if self._settings is not None:
+        if not is_first:
             for berth in self._berths.values():
                 berth.graphs.clear()
             self._pool = None  # it went with the last of them
@@ -419,7 +422,7 @@ class CapturedStep:
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
                     "fused=True); Adam also wants capturable=True), which graphs follow"
                 )
-        self._settings = settings
+        self._settings = {engines: settings}
 
 
 class _Form:
@@ -430,13 +433,19 @@ class _Form:
         tensors: Sequence[Tensor],
         room: dict[int, int],  # of tensors with a place for each lookup, by place in the batch
         of_works: tuple[Any, ...],  # what else launches depend on
+        engines: tuple[bool, ...],
     ) -> None:
         self.tensors, self.room = tensors, room
         shapes = tuple(
             ((room[place],) if place in room else each.shape, each.dtype)
             for place, each in enumerate(tensors)
         )
-        self.key = shapes, of_works
+        self.key = shapes, of_works, engines
+
+
+def _engines(arrivals: Arrivals) -> tuple[bool, ...]:
+    """Who keeps the rows: batches of one shape are launched otherwise by another engine."""
+    return tuple(work.group.can_be_captured for work in _works(arrivals))
 
 
 def _facts(work: Any) -> Any:
@@ -510,6 +519,7 @@ class _Berth:
             len(shown) == len(self.shown)
             and all(map(is_, shown, self.shown))
             and all(each.is_unchanged for _, each in self.arrivals)
+            and not any(work.group.aside for work in self.works)
             and all(work.group.slots_hold(work) for work in self.captured)
             and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
             and (not self.cut or all(each.updates_at_once for each, _ in self.arrivals))

@@ -204,6 +204,15 @@ class DeviceRows(DeviceFills):
             super().pin_rows(ids)
         self.lanes.join()
 
+    def reload(self) -> None:
+        self.lanes.join()
+        super().reload()
+        self.lanes.join()
+
+    def expect_changes(self) -> None:
+        if self.unwritten is not None:
+            self.unwritten.written.fill_(-1)  # every bit
+
     def _load(self, slots: Tensor, ids: Tensor) -> None:
         for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
             rows = self._buffer(part.numel())

@@ -40,6 +40,7 @@ class RowGroup:
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
+    aside = False  # another engine trains the same rows now
     expected_rows = 0  # different ones of a batch, before the first is planned; 0: nobody has said
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
@@ -138,6 +139,18 @@ class RowGroup:
         slots = self.planner.pin_rows(ids)
         self.newest_collected = self.planner.last_number  # late gradients take the direct way
         self._load(slots, ids)
+
+    def reload(self) -> None:
+        """All rows that have slots, once more from the store, where others have changed them."""
+        taken = (self.pad.row_of_slot != FREE).nonzero().squeeze(1)
+        self._load(taken, self.pad.row_of_slot[taken])
+
+    def count_resident(self) -> int:
+        """Rows that have slots."""
+        return int((self.pad.row_of_slot != FREE).sum())
+
+    def expect_changes(self) -> None:
+        """Others will change rows in the store: none may count as known without being read."""
 
     def _load(self, slots: Tensor, ids: Tensor) -> None:
         """Rows from the store to slots."""
@@ -275,7 +288,7 @@ class RowGroup:
 
     def slots_hold(self, work: Work) -> bool:
         """Whether a batch's rows are in the slots that were planned for it."""
-        if work.plan is None or not work.inserted:
+        if work.plan is None or not work.inserted or self.aside:
             return False
         return self.everything or self.newest_collected <= work.plan.number + self._past
 
@@ -444,6 +457,14 @@ class RowGroup:
         if self.frozen is None:
             self.frozen = torch.zeros(-(-size // 32), dtype=torch.int32, device=self._frozen_on)
         bits_of(ids.to(self._frozen_on), size, out=self.frozen)
+
+    def freeze_like(self, other: RowGroup) -> None:
+        """The rows that another engine over the same store leaves as they are."""
+        if other.frozen is None or self.frozen is None:
+            bits = other.frozen
+            self.frozen = None if bits is None else bits.to(self._frozen_on, copy=True)
+        else:
+            self.frozen.copy_(other.frozen)
 
     @property
     def _frozen_on(self) -> torch.device:

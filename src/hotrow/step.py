@@ -103,7 +103,7 @@ class PendingStep:
     def __init__(
         self, groups: Sequence[RowGroup], optimizer: RowOptimizer, on_nonfinite: str
     ) -> None:
-        self._groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self.groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
         self.grad_scale: Any = None
         self._accumulating = 0
         self._waiting: list[_RowGrads] = []
@@ -114,6 +114,11 @@ class PendingStep:
     @property
     def is_accumulating(self) -> bool:
         return self._accumulating > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Gradients wait for an update."""
+        return self.is_accumulating or bool(self._waiting)
 
     def begin_call(self) -> _Call:
         """A lookup runs; inside a backward pass it is a recomputation."""
@@ -177,11 +182,16 @@ class PendingStep:
         self._waiting.clear()
         if not waiting:
             return
+        if any(each.work.group.aside for each in waiting):
+            raise RuntimeError(
+                "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
+                "no row was changed: call backward() before these"
+            )
         if any(each.work.whole is not None for each in waiting):
             waiting = _whole(waiting)
         by_group = [
             (group, mine)
-            for group in self._groups
+            for group in self.groups
             if (mine := [each for each in waiting if each.work.group is group])
         ]
         if self.at_once:
