@@ -11,7 +11,8 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,12 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+import hotrow.captured
 import hotrow.embedding
+import hotrow.step
 from builders import RULES, no_synchronisation
+from hotrow import samples
 from hotrow.device_rows import DeviceRows
 from hotrow.graphed import GraphedStep
 from hotrow.hotline import Hotline
-from hotrow.lanes import Lanes
+from hotrow.lanes import Lanes, lanes_of
 from hotrow.loggers import SrripLog
 from hotrow.parts import Split
 from hotrow.rows import RowGroup
@@ -154,9 +158,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def trainer_of(
-    model: Any, system: Any = None, loss: str = "mean", **options: Any
-) -> Trainer[Item]:
+def trainer_of(model: Any, system: Any = None, loss: str = "mean", **options: Any) -> Trainer[Item]:
     options.setdefault("device", "cpu")
     return Trainer(
         model,
@@ -568,6 +570,198 @@ def test_what_a_skip_lets_through_is_split() -> None:
     assert skip.closed
     kept = [batches[0], *({k: v[:10] for k, v in b.items()} for b in batches[1:])]
     assert_alike(model.numbers(), plain(kept)[0])
+
+
+# -- captured steps --------------------------------------------------------------------------
+
+
+ROOMY = budget_of("two-widths", (150, 40))
+
+
+class StandIn:
+    """Repeats a step in two phases, with what the host knew of its batch when it was captured."""
+
+    cuts: tuple[Any, ...] = ()
+
+    def __init__(self, captured: Any, berth: Any, split: Split) -> None:
+        self._captured, self._berth = captured, berth
+        ((embedding, arrival),) = berth.arrivals
+        works = [copy.copy(work) for work in arrival.works]
+        for work in works:
+            work.plan = replace(work.plan)
+        known = replace(arrival, works=tuple(works))
+
+        def arrivals(part: Item, first: int) -> list[Any]:
+            return [(embedding, embedding.part(known, part["ids"], first))]
+
+        self._split = replace(split, arrivals=arrivals)
+        self.updated = [embedding]
+
+    @contextmanager
+    def _as_captured(self) -> Iterator[None]:
+        (embedding,) = self.updated
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hotrow.step, "capturing", lambda: True)
+            for group in embedding.groups:
+                patch.setattr(group, "slots_hold", lambda work: True)
+            yield
+
+    def replay_first(self) -> None:
+        self._phases = self._captured._phases_of(self._berth.batch, self._split)
+        with self._as_captured():
+            next(self._phases)
+
+    def replay(self) -> None:
+        with self._as_captured():
+            self._captured._loss.copy_(next(self._phases))
+            self._phases.close()
+        self._berth.loss.copy_(self._captured._loss)
+
+
+class Eager:
+    """Stands in for the graph of a whole batch; tests/test_graphed.py is about those."""
+
+    cuts, updated = (), ()
+
+    def __init__(self, captured: Any, berth: Any) -> None:
+        self._captured, self._berth = captured, berth
+
+    def replay(self) -> None:
+        self._captured._loss.copy_(self._captured._run_eagerly(self._berth.handed))
+        self._berth.loss.copy_(self._captured._loss)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, its graphs are tested")
+def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures: list[int] = []
+
+    def capture(self: Any, berth: Any, split: Split | None = None) -> Any:
+        if split is None:
+            return Eager(self, berth)
+        captures.append(split.first)
+        return StandIn(self, berth, split)
+
+    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.captured.CapturedStep, "_capture", capture)
+    monkeypatch.setattr(hotrow.captured, "_BERTHS", 4)
+    monkeypatch.setattr(hotrow.captured, "_EAGER_FIRST", 1)
+    batches, results = batches_of(20), []
+    for is_captured in (False, True):
+        model = Model("static", "two-widths", "adam", budget=ROOMY)
+        system = hotline(grain=4, learned=0.3)
+        trainer = trainer_of(model, system)
+        if is_captured:
+            old = trainer._step
+            trainer._step = GraphedStep(
+                model,
+                LOSSES["mean"],
+                trainer.dense_optimizer,
+                labels=old.labels,
+                lanes=lanes_of(torch.device("cpu")),
+            )
+        losses = [record.loss for record in trainer.run(batches)]
+        results.append([torch.tensor(losses), *model.numbers(), system.record.split_batches])
+    *found, split = results[1]
+    *expected, _ = results[0]
+    assert all(map(torch.equal, found, expected))
+    # Each size of a first part is tried eagerly once, then captured in each berth.
+    assert len(set(captures)) > 1
+    assert 4 <= len(captures) < split
+    assert model.embedding.optimizer.steps == [20, 20]
+
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def marked(test: Any) -> Any:
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+def on_gpu(strategy: str, system: Any, batches: list[Item], **options: Any) -> tuple[Any, Any]:
+    graphs = options.pop("graphs", True)
+    model = Model(strategy, device="cuda", **options)
+    trainer = trainer_of(model, system, device="cuda", graphs=graphs)
+    records = list(trainer.run(batches))
+    losses = torch.tensor([each.loss for each in records], dtype=torch.float64)
+    model.embedding.check()
+    return [losses, *model.numbers()], trainer
+
+
+def graphs_in(trainer: Trainer[Item]) -> list[Any]:
+    landing = trainer._step.landing
+    assert landing is not None
+    berths = [berth for shape in landing._shapes.values() for berth in shape.berths]
+    return [graph for berth in berths for graph in berth.graphs.values()]
+
+
+@marked
+@pytest.mark.parametrize("rule", RULES)
+def test_graphs_of_two_phases_give_the_bits_of_eager_steps(rule: str) -> None:
+    batches = [samples.pinned(each) for each in batches_of(80, last=7)]
+    options: Any = {"tables": "two-widths", "rule": rule, "budget": ROOMY}
+    system = hotline(grain=4, learned=0.3)
+    found, trainer = on_gpu("static", system, batches, **options)
+    eager, _ = on_gpu("static", hotline(grain=4, learned=0.3), batches, graphs=False, **options)
+    assert system.record.split_batches > 40
+    assert sum(each._first is not None for each in graphs_in(trainer)) > 5
+    assert all(map(torch.equal, found, eager))
+    expected, _ = on_gpu("all-fast", None, batches, **options)
+    assert_alike(found[1:], expected[1:])
+
+
+@marked
+def test_jagged_ids_on_a_gpu_give_the_results_of_whole_batches() -> None:
+    batches = jagged_batches(30, weighted=True)
+    system = hotline()
+    budget = budget_of("one-width", (150,))
+    found, _ = on_gpu("static", system, batches, budget=budget)
+    assert system.record.split_batches > 10
+    assert_alike(found[1:], on_gpu("all-fast", None, batches)[0][1:])
+
+
+@marked
+def test_drift_on_a_gpu_gives_the_results_of_whole_batches() -> None:
+    batches = batches_of(30) + batches_of(50, seed=1, shift=20)
+    system = hotline(floor=0.8)
+    found, _ = on_gpu("static", system, batches)
+    assert system.record.relearnings >= 1
+    assert_alike(found[1:], on_gpu("all-fast", None, batches)[0][1:])
+
+
+def steady_batches(count: int) -> list[Item]:
+    """Always as many samples of a few rows; the others read one of many rows each."""
+    generator = torch.Generator().manual_seed(4)
+    found = []
+    for batch in batches_of(count, size=64):
+        cold = torch.rand(64, generator=generator).argsort() >= 40
+        batch["ids"] = batch["ids"] % 5
+        batch["ids"][cold, 0] = torch.randint(20, 200, (24,), generator=generator)
+        found.append(samples.pinned(batch))
+    return found
+
+
+@marked
+def test_the_host_never_waits_in_the_steady_state() -> None:
+    model = Model("static", budget=budget_of("one-width", (60,)), device="cuda")
+    system = hotline(grain=4, window=1 << 20)
+    trainer = trainer_of(model, system, device="cuda")
+    run = iter(trainer.run(steady_batches(120)))
+    for _ in range(80):
+        next(run)
+    before = len(graphs_in(trainer))
+    with no_synchronisation():
+        for _ in range(30):
+            next(run)
+    assert len(list(run)) == 10
+    assert len(graphs_in(trainer)) == before > 0
+    assert system.record.split_batches > 100
 
 
 # -- what it cannot train --------------------------------------------------------------------

@@ -76,6 +76,7 @@ LAYERS = [
     {"tables", "blocks", "budget", "evict", "scratchpad", "traffic", "records"},
     {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
+    {"parts"},
     {
         "stages",
         "device_planner",
@@ -95,9 +96,10 @@ LAYERS = [
     {"hybrid"},
     {"embedding"},
     {"ahead", "checkpoint", "staleness"},
-    {"captured", "skip"},
+    {"captured", "skip", "split"},
     {"graphed"},
     {"trainer"},
+    {"hotline"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 

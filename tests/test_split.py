@@ -1,4 +1,4 @@
-"""Samples in order, popular ones first, and parts of batches that read and update like the whole."""
+"""Popular samples come first, and parts of batches read and update like the whole."""
 
 from __future__ import annotations
 
@@ -236,9 +236,7 @@ def test_jagged_ids_are_put_in_order_with_all_their_lookups() -> None:
         assert torch.equal(found.batch["ids"].values(), expected.values())
         assert torch.equal(found.batch["ids"].weights_or_none(), expected.weights_or_none())
         orders.add(tuple(order.tolist()) != tuple(range(size)))
-        is_popular = popular(
-            parse(found.batch["ids"], pinned.embedding.features, None), pinned.hot
-        )
+        is_popular = popular(parse(found.batch["ids"], pinned.embedding.features, None), pinned.hot)
         assert bool(is_popular[: found.first].all())
     assert True in orders
 
@@ -259,9 +257,9 @@ def test_a_batch_of_any_kind_is_taken_apart_by_take() -> None:
     pinned = Pinned(case, HOT)
     batch = Foreign(items(case, 1)[0]["ids"], torch.rand(3))
     ids = {"": pinned.embedding}
+    plain = Splitter(ids, lambda b: b.ids, grain=4)
+    plain.pin({"": pinned.hot})
     with pytest.raises(ValueError, match="give take="):
-        plain = Splitter(ids, lambda b: b.ids, grain=4)
-        plain.pin({"": pinned.hot})
         plain.sort(batch)
     splitter = Splitter(ids, lambda b: b.ids, take=Foreign.taken, grain=4)
     splitter.pin({"": pinned.hot})
@@ -330,6 +328,4 @@ def test_a_gpu_gives_the_same_order_without_being_waited_for() -> None:
         if found.parted.first:
             for name in batch:
                 assert found.parted.batch[name].is_cuda
-                assert torch.equal(
-                    found.parted.batch[name].cpu(), expected.parted.batch[name]
-                )
+                assert torch.equal(found.parted.batch[name].cpu(), expected.parted.batch[name])

@@ -7,6 +7,7 @@ from hotrow.budget import Budget, Share
 from hotrow.checkpoint import load_model, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
 from hotrow.graphed import GraphedStep, graphed
+from hotrow.hotline import Hotline
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
@@ -30,6 +31,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "GraphedStep",
+    "Hotline",
     "KeyedJaggedTensor",
     "Normal",
     "RowWiseAdagrad",
