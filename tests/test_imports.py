@@ -98,6 +98,7 @@ LAYERS = [
     {"captured", "skip"},
     {"graphed"},
     {"trainer"},
+    {"fae"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 

@@ -6,6 +6,7 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
 from hotrow.checkpoint import load_model, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.strategy import STRATEGIES, Strategy
@@ -16,6 +17,7 @@ from hotrow.trainer import Trainer
 __version__ = "0.1.0"
 
 __all__ = [
+    "FAE",
     "SGD",
     "STRATEGIES",
     "Adagrad",
@@ -29,6 +31,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FAERecord",
     "GraphedStep",
     "KeyedJaggedTensor",
     "Normal",
