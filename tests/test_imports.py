@@ -99,7 +99,7 @@ LAYERS = [
     {"captured", "skip", "split"},
     {"graphed"},
     {"trainer"},
-    {"hotline"},
+    {"fae", "hotline"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 

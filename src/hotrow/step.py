@@ -118,6 +118,7 @@ class PendingStep:
     @property
     def is_open(self) -> bool:
         """Gradients wait for an update."""
+        self._forget_failed()
         return self.is_accumulating or bool(self._waiting)
 
     def begin_call(self) -> _Call:
