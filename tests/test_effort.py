@@ -87,7 +87,8 @@ class Group:
 def looked_at(
     group: Group, pace: Pace, before: At, rows: At, after: At, *, times: int = schedule._LOOK_EVERY
 ) -> None:
-    ticket: Any = SimpleNamespace(mark=rows, works=[SimpleNamespace(group=group)] * 2)
+    works = [SimpleNamespace(group=group)] * 2
+    ticket: Any = SimpleNamespace(mark=rows, works=works, needless=None)
     for _ in range(times):
         pace.begins(ticket, before)
         pace.ended(after)

@@ -196,9 +196,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
     berths: deque[Any] = deque(maxlen=1)
     real = hotrow.captured.CapturedStep._capture
 
-    def capture_berth(self: Any, berth: Any) -> Any:
+    def capture_berth(self: Any, berth: Any, split: Any = None) -> Any:
         berths.append(berth)
-        return real(self, berth)
+        return real(self, berth, split)
 
     def capture(launch: Callable[[], None], pool: Any, priority: int) -> StandIn:
         ((embedding, _),) = berths[0].arrivals

@@ -77,6 +77,7 @@ LAYERS = [
     {"tables", "blocks", "budget", "evict", "scratchpad", "traffic", "records"},
     {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
+    {"parts"},
     {
         "stages",
         "device_planner",
@@ -96,10 +97,10 @@ LAYERS = [
     {"hybrid"},
     {"embedding"},
     {"ahead", "checkpoint", "staleness"},
-    {"captured", "skip"},
+    {"captured", "skip", "split"},
     {"graphed"},
     {"trainer"},
-    {"slipstream"},
+    {"fae", "hotline", "slipstream"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 

@@ -6,7 +6,9 @@ from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
 from hotrow.checkpoint import load_model, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
+from hotrow.hotline import Hotline
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES, Strategy
@@ -17,6 +19,7 @@ from hotrow.trainer import Trainer
 __version__ = "0.1.0"
 
 __all__ = [
+    "FAE",
     "SGD",
     "STRATEGIES",
     "Adagrad",
@@ -30,7 +33,9 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "FAERecord",
     "GraphedStep",
+    "Hotline",
     "KeyedJaggedTensor",
     "Normal",
     "RandomDrop",

@@ -16,7 +16,8 @@ from hotrow import schedule
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
-from hotrow.lanes import Name
+from hotrow.lanes import Lanes, Mark, Name
+from hotrow.parts import Parted, Split
 from hotrow.schedule import Ticket
 from hotrow.stages import FUSED, SPLIT
 from hotrow.strategy import Strategy
@@ -91,6 +92,7 @@ class Ahead:
                 "own needs no mention"
             )
         self._loader, self._ids, self._depth = loader, ids, depth
+        self._step = step
         self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
         self._running: Generator[Ticket, None, None] | None = None
@@ -127,6 +129,8 @@ class Ahead:
             collection.arrive(arrival)
         if self._landing is not None:
             self._landing.arrived(ticket.batch, ticket.arrivals)
+        if ticket.is_split:
+            self._step.split(self._reader.split(ticket))
         return ticket.batch
 
     def _note_mode(self) -> None:
@@ -177,6 +181,8 @@ class Ahead:
 
     def _start(self) -> None:
         entered = []
+        # Anew for each pass: a collection may have changed its stages, or its engine.
+        self._strategy = _common_strategy(list(self._collections.values()))
         try:
             for collection in self._collections.values():
                 collection.enter(self)
@@ -190,6 +196,7 @@ class Ahead:
                 self._strategy,
                 self._depth,
                 self._landing,
+                self._step,
             )
             if self._landing is not None:
                 self._landing.begin(self._reader.lane)
@@ -221,6 +228,19 @@ class _Read(Ticket):
         self.arrivals, self.names = arrivals, names
         self.loader_state: Any = None
         self.is_landed = False  # at a place of its own, which nobody frees
+        self.parted: Parted | None = None  # its first samples need no rows that are to arrive
+        self.there: Mark | None = None  # when the batch itself is on the device
+        self.is_split = False  # it is trained in two parts
+
+    def begin(self, lanes: Lanes) -> None:
+        """Where the first samples' rows surely are in place, only the others' are to be waited
+        for, by whoever trains them."""
+        parted = self.parted
+        if parted is None or not parted.first or not parted.holds() or self.alone:
+            super().begin(lanes)
+        else:
+            self.is_split = True
+            lanes.after("train", self.there)
 
 
 class _Reader:
@@ -234,8 +254,10 @@ class _Reader:
         strategy: Strategy,
         depth: int | None,
         landing: Landing | None,
+        step: Any,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
+        self._can_split = hasattr(step, "split")
         self._strategy, self._depth, self._landing = strategy, depth, landing
         self.lanes = next(iter(collections.values())).lanes
         # Training waits for whatever comes last before it, and so for all in the same lane.
@@ -278,10 +300,31 @@ class _Reader:
                 read.batch = to_device(read.batch, device) if landed is None else landed
                 features = read.batch if self._ids is None else self._ids(read.batch)
                 read.arrivals = [
-                    (each, each.upload(arrival, _features_of(features, name, self._collections)))
+                    (each, each.upload(arrival, features_of(features, name, self._collections)))
                     for (each, arrival), name in zip(read.arrivals, read.names, strict=True)
                 ]
+                if read.parted is not None:
+                    read.there = self.lanes.mark(self.lane)
         return read
+
+    def split(self, read: _Read) -> Split:
+        """What a step has to know to train a batch in two parts."""
+        parted = read.parted
+        assert parted is not None
+
+        def arrivals(part: Any, first: int) -> list[tuple[EmbeddingBagCollection, Arrival]]:
+            features = part if self._ids is None else self._ids(part)
+            return [
+                (each, each.part(arrival, features_of(features, name, self._collections), first))
+                for (each, arrival), name in zip(read.arrivals, read.names, strict=True)
+            ]
+
+        def wait() -> None:
+            read.needless = self.lanes.mark_here()
+            self.lanes.after("train", read.mark)
+
+        collections = [each for each, _ in read.arrivals]
+        return Split(read.batch, parted.first, parted.size, parted.cut, arrivals, collections, wait)
 
     def _wanted(self) -> int:
         """How many batches are to be known."""
@@ -316,8 +359,9 @@ class _Reader:
             # It is raised in its turn, when the batches before it have been trained.
             self._end_with(error)
             return
+        parted = batch if isinstance(batch, Parted) else None
         try:
-            read = self._prepare(batch)
+            read = self._prepare(batch if parted is None else parted.batch, parted)
         except Exception as error:
             self._end_with(error)
             return
@@ -329,13 +373,13 @@ class _Reader:
         self._exhausted = True
         self._known.append(_Read(None, error=error))
 
-    def _prepare(self, batch: Any) -> _Read:
+    def _prepare(self, batch: Any, parted: Parted | None = None) -> _Read:
         features = batch if self._ids is None else self._ids(batch)
         arrivals, names = [], []
         try:
             for name, collection in self._collections.items():
                 if collection.training:
-                    mine = _features_of(features, name, self._collections)
+                    mine = features_of(features, name, self._collections)
                     arrivals.append((collection, collection.prepare(mine)))
                     names.append(name)
         except (TypeError, ValueError) as error:
@@ -346,19 +390,19 @@ class _Reader:
                 "are a part of it, say which: hotrow.ahead(loader, model, ids=lambda b: ...))"
             ) from None
         if self.lanes.device.type == "cuda" and any(each.is_cuda for each in tensors_in(batch)):
-            # Whoever made it may still be at it, in the lane of training.
-            made = self.lanes.mark("train")
+            # Whoever made it may still be at it, in the lane of training if nobody says otherwise.
+            made = (None if parted is None else parted.made) or self.lanes.mark("train")
             for lane in ("plan", self.lane):
                 self.lanes.after(lane, made)
         with uninterrupted():
             for collection, arrival in arrivals:
                 collection.expect(arrival)
-        return _Read(batch, arrivals, names)
+        read = _Read(batch, arrivals, names)
+        read.parted = parted if self._can_split else None
+        return read
 
 
-def _features_of(
-    features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]
-) -> Any:
+def features_of(features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]) -> Any:
     if not isinstance(features, Mapping):
         return features
     if name not in features:

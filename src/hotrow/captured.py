@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from operator import is_
 from typing import Any
@@ -24,6 +25,7 @@ from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
+from hotrow.parts import Split
 from hotrow.told import warn
 from hotrow.watch import Watch
 
@@ -33,6 +35,18 @@ _FORGOTTEN = 64  # batches after which a shape that did not come again gives way
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
+# A step in two phases: each gives the loss so far when it is asked for.
+Phases = Callable[[Any, Split], Generator[Tensor]]
+
+
+def run_phases(phases: Generator[Tensor], split: Split) -> Tensor:
+    """Both phases of a step, the second when its rows have arrived; its loss."""
+    try:
+        next(phases)
+        split.wait()
+        return next(phases)
+    finally:
+        phases.close()
 
 
 class CapturedStep:
@@ -41,6 +55,7 @@ class CapturedStep:
     def __init__(
         self,
         step: Callable[[Any], Tensor],
+        phases: Phases,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         lanes: Lanes,
@@ -48,9 +63,10 @@ class CapturedStep:
         batch_size: int | None = None,
         max_lookups: int | None = None,
     ) -> None:
-        """Of other sizes than `batch_size`, or with more lookups, no batch is captured."""
+        """`phases` are those of a step in two parts. Of other sizes than `batch_size`, or with
+        more lookups, no batch is captured."""
         # Weakly: it belongs to whoever owns this, and both hold memory that must go in time.
-        self._step = weakref.WeakMethod(step)
+        self._step, self._phases = weakref.WeakMethod(step), weakref.WeakMethod(phases)
         self._model, self._optimizer, self._lanes = model, optimizer, lanes
         self._batch_size, self._max_lookups = batch_size, max_lookups
         self._shapes: dict[Any, _Shape] = {}
@@ -58,7 +74,7 @@ class CapturedStep:
         self._berths: dict[int, _Berth] = {}  # by the identity of the batch that was handed out
         self._past: deque[Any] = deque(maxlen=8 * _BERTHS)  # batches that were overwritten
         self._landed = 0
-        self._settings: Any = None
+        self._settings: dict[tuple[bool, ...], Any] = {}  # by the engines of a step
         self._watch: Watch | None = None
         self._loss = torch.zeros((), device=lanes.device)
         self.late: Late | None = None
@@ -68,7 +84,7 @@ class CapturedStep:
         self._stale = 0
         self._refused = False
         for module in self._collections():
-            for group in module.groups:
+            for group in module.every_group:
                 group.berths = _BERTHS
         if max_lookups is not None:
             self._make_room(max_lookups)
@@ -160,7 +176,7 @@ class CapturedStep:
         room: dict[int, int] = {}  # of tensors with a place for each lookup
         jagged = [arrival for _, arrival in arrivals if arrival.batch.offsets is not None]
         if not jagged:
-            return _Form(tensors, room, ())
+            return _Form(tensors, room, (), _engines(arrivals))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         lookups = {id(x): x.numel() for x in (parts_of(each.features)[0] for each in jagged)}
         if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
@@ -175,7 +191,8 @@ class CapturedStep:
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
             room |= {places[id(each)]: size for each in (values, weights) if each is not None}
-        return _Form(tensors, room, tuple(_facts(work) for each in jagged for work in each.works))
+        facts = tuple(_facts(work) for each in jagged for work in each.works)
+        return _Form(tensors, room, facts, _engines(arrivals))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
         if not all(work.group.is_pooled for work in works):
@@ -208,7 +225,7 @@ class CapturedStep:
             self._lanes.after(self._lane, berth.trained)  # before its memory is used again
             self._empty(berth)
             for module in self._collections():
-                for group in module.groups:
+                for group in module.every_group:
                     group.free_berth(berth.number)
         if not any(berth.graphs for each in self._shapes.values() for berth in each.berths):
             self._pool = None  # it went with the last of them
@@ -216,7 +233,7 @@ class CapturedStep:
 
     # -- steps -------------------------------------------------------------------------
 
-    def run(self, batch: Any) -> Tensor:
+    def run(self, batch: Any, split: Split | None = None) -> Tensor:
         """One step, captured where that is possible. The loss lasts until the next one.
 
         `late` is that of a captured step for the host, which waits for it when it asks.
@@ -229,23 +246,24 @@ class CapturedStep:
                     "this batch has been overwritten: batches after it were trained, and its place "
                     "was taken by a later one. Train a batch before those after it, or copy it"
                 )
-            return self._run_eagerly(batch)
+            return self._run_eagerly(batch, split)
         graph = None
-        if self._refused or not berth.can_be_replayed(batch):
-            loss = self._run_eagerly(batch)
+        is_new = split is not None and not self._shapes[berth.key].can_split(split.first, berth)
+        if is_new or self._refused or not berth.can_be_replayed(batch):
+            loss = self._run_eagerly(batch, split)
         elif berth.taken and not self._shapes[berth.key].is_tried:
             loss = self._try(berth)
-        elif (graph := self._graph_for(berth)) is None:
-            loss = self._run_eagerly(batch)
+        elif (graph := self._graph_for(berth, split)) is None:
+            loss = self._run_eagerly(batch, split)
         else:
-            self._replay(graph, berth)
+            self._replay(graph, berth, split)
             loss = self._loss
         self._leave(berth)
         if graph is not None:
             self.late = berth.late = Late(berth.loss, self._lanes)
         return loss
 
-    def _replay(self, graph: _Graph, berth: _Berth) -> None:
+    def _replay(self, graph: _Graph, berth: _Berth, split: Split | None) -> None:
         if berth.late is not None:
             berth.late()  # its place is taken now
         cuts = list(zip(berth.cut, graph.cuts, strict=True))
@@ -258,6 +276,9 @@ class CapturedStep:
                     for group in embedding.groups:
                         if group.can_be_captured:
                             group.push_scalars()
+            if split is not None:
+                graph.replay_first()
+                split.wait()
             graph.replay()
             for work, cut in cuts:
                 work.group.take_home(work, cut)
@@ -271,10 +292,17 @@ class CapturedStep:
         for embedding, arrival in trained.arrivals:
             embedding.done_with(arrival)
 
-    def _run_eagerly(self, batch: Any) -> Tensor:
+    def _run_eagerly(self, batch: Any, split: Split | None = None) -> Tensor:
+        if split is not None:
+            return run_phases(self._phases_of(batch, split), split)
         step = self._step()
         assert step is not None
         return step(batch)
+
+    def _phases_of(self, batch: Any, split: Split) -> Generator[Tensor]:
+        phases = self._phases()
+        assert phases is not None
+        return phases(batch, split)
 
     def _try(self, berth: _Berth) -> Tensor:
         """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
@@ -292,22 +320,24 @@ class CapturedStep:
         self._shapes[berth.key].is_tried = True
         return loss
 
-    def _graph_for(self, berth: _Berth) -> _Graph | None:
+    def _graph_for(self, berth: _Berth, split: Split | None = None) -> _Graph | None:
         self._drop_if_stale(berth.arrivals)
         if self._refused:
             return None
-        key = tuple(id(work.plan.buffers) for work in berth.captured)
+        first = 0 if split is None else split.first
+        key = (first, *(id(work.plan.buffers) for work in berth.captured))
         if key not in berth.graphs:
             try:
-                graph = self._capture(berth)
+                graph = self._capture(berth, split)
             except RuntimeError as error:
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
                     "on a tensor) cannot"
                 )
                 return None
-            if len(berth.graphs) > 1:  # buffers that were replaced do not come again
-                del berth.graphs[next(iter(berth.graphs))]
+            alike = [each for each in berth.graphs if each[0] == first]
+            if len(alike) > 1:  # buffers that were replaced do not come again
+                del berth.graphs[alike[0]]
             berth.graphs[key] = graph
         return berth.graphs[key]
 
@@ -319,11 +349,15 @@ class CapturedStep:
             "hotrow.graphed, says so beforehand"
         )
 
-    def _capture(self, berth: _Berth) -> _Graph:
+    def _capture(self, berth: _Berth, split: Split | None = None) -> _Graph:
+        phases = None if split is None else self._phases_of(berth.batch, split)
+
         def launch() -> None:
-            self._loss.copy_(self._run_eagerly(berth.batch))
+            loss = self._run_eagerly(berth.batch) if phases is None else next(phases)
+            self._loss.copy_(loss)
             berth.loss.copy_(self._loss, non_blocking=True)
 
+        first = None
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
             embedding.optimizer.is_in_graph = False
@@ -332,8 +366,14 @@ class CapturedStep:
         before = [each.clone() for each in counters]
         with berth.as_it_lies():
             try:
+                if phases is not None:
+                    # What the second phase needs of it stays alive, and so keeps its place.
+                    first = capture(partial(next, phases), self._pool, PRIORITIES["train"])
+                    self._pool = first.pool()
                 graph = capture(launch, self._pool, PRIORITIES["train"])
             finally:
+                if phases is not None:
+                    phases.close()
                 # Nothing has run yet: only the host has counted.
                 counted = [
                     (each, was)
@@ -345,7 +385,7 @@ class CapturedStep:
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.captured]
         updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
-        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts)
+        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
 
     def drop(self) -> None:
         """The step is another one now."""
@@ -362,13 +402,15 @@ class CapturedStep:
             [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
         )
-        if self._watch is not None and not self._watch.changed() and settings == self._settings:
+        engines, is_first = _engines(arrivals), not self._settings
+        known = self._settings.setdefault(engines, settings)  # nothing is captured before that
+        if self._watch is not None and not self._watch.changed() and settings == known:
             return
         self._watch = Watch(self._model, self._optimizer)
         reason = _why_not(self._optimizer)
         if reason is not None:
             self._refuse(reason)
-        if self._settings is not None:
+        if not is_first:
             for berth in self._berths.values():
                 berth.graphs.clear()
             self._pool = None  # it went with the last of them
@@ -380,7 +422,7 @@ class CapturedStep:
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
                     "fused=True); Adam also wants capturable=True), which graphs follow"
                 )
-        self._settings = settings
+        self._settings = {engines: settings}
 
 
 class _Form:
@@ -391,13 +433,19 @@ class _Form:
         tensors: Sequence[Tensor],
         room: dict[int, int],  # of tensors with a place for each lookup, by place in the batch
         of_works: tuple[Any, ...],  # what else launches depend on
+        engines: tuple[bool, ...],
     ) -> None:
         self.tensors, self.room = tensors, room
         shapes = tuple(
             ((room[place],) if place in room else each.shape, each.dtype)
             for place, each in enumerate(tensors)
         )
-        self.key = shapes, of_works
+        self.key = shapes, of_works, engines
+
+
+def _engines(arrivals: Arrivals) -> tuple[bool, ...]:
+    """Who keeps the rows: batches of one shape are launched otherwise by another engine."""
+    return tuple(work.group.can_be_captured for work in _works(arrivals))
 
 
 def _facts(work: Any) -> Any:
@@ -471,6 +519,7 @@ class _Berth:
             len(shown) == len(self.shown)
             and all(map(is_, shown, self.shown))
             and all(each.is_unchanged for _, each in self.arrivals)
+            and not any(work.group.aside for work in self.works)
             and all(work.group.slots_hold(work) for work in self.captured)
             and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
             and (not self.cut or all(each.updates_at_once for each, _ in self.arrivals))
@@ -542,11 +591,21 @@ class _Graph:
     """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
 
     def __init__(
-        self, graph: Any, counted: list[Tensor], kept: Any, updated: list[Any], cuts: list[Any]
+        self,
+        graph: Any,
+        counted: list[Tensor],
+        kept: Any,
+        updated: list[Any],
+        cuts: list[Any],
+        first: Any = None,
     ) -> None:
-        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in."""
+        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in.
+        `first`: what comes before the rest's rows have arrived, if there is such a phase."""
         self._graph, self._counted, self._kept = graph, counted, kept
-        self.updated, self.cuts = updated, cuts
+        self.updated, self.cuts, self._first = updated, cuts, first
+
+    def replay_first(self) -> None:
+        self._first.replay()
 
     def replay(self) -> None:
         if self._counted:
@@ -562,7 +621,16 @@ class _Shape:
     def __init__(self) -> None:
         self.seen = self.newest = 0
         self.is_tried = False  # by an eager step, with padding
+        self.splits: set[int] = set()  # first parts of so many samples, tried by an eager step
         self.berths: deque[_Berth] = deque()
+
+    def can_split(self, first: int, berth: _Berth) -> bool:
+        """Whether a step in two parts can be captured: jagged ids cannot, what is new is tried."""
+        if berth.taken:
+            return False
+        is_known = first in self.splits
+        self.splits.add(first)
+        return is_known
 
     def next_berth(self, batch: Any, form: _Form, landed: int, lanes: Lanes) -> _Berth | None:
         """None if batches that were not trained yet have them all."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class DeviceScratchpad:
     @property
     def null_slot(self) -> int:
         return self.num_slots
+
+    def clear(self) -> None:
+        """Every slot is free again."""
+        self.row_of_slot.fill_(FREE)
+        self.map.table.fill_(FREE)
 
     def check(self) -> None:
         """Prove that the two maps say the same."""
@@ -144,6 +149,7 @@ class DevicePlanner:
         self.next_use = torch.full((slots,), NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
         self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
+        self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0
         self.window: deque[Expected] = deque()
         self.capacity = 0
@@ -560,6 +566,7 @@ class DevicePlanner:
     def pin_most_used(self, part: float) -> None:
         """Re-pin by the uses counted while running; older uses count half next time."""
         self._release(self.last_use == PINNED)
+        self.pins_version += 1
         count = min(int(part * self.pad.num_slots), self.room_for_pins)
         if count:
             uses, slots = self.uses.topk(count)
@@ -574,6 +581,10 @@ class DevicePlanner:
         assert self.pins is not None
         count = min(int(self.pins.part * self.pad.num_slots), self.room_for_pins)
         ids = self.pins.hottest(count).to(self.device, self.pad.id_type)
+        return self._pin_first(ids), ids
+
+    def _pin_first(self, ids: Tensor) -> Tensor:
+        """The first slots, which are free like all others, for these rows."""
         slots = torch.arange(ids.numel(), device=self.device)
         self.pad.row_of_slot[slots] = ids
         if self.pad.map.hashed:
@@ -581,7 +592,37 @@ class DevicePlanner:
         else:
             self.pad.map.table[ids.long()] = slots.int()
         self.last_use[slots] = PINNED
-        return slots, ids
+        self.pins_version += 1
+        return slots
+
+    def pin_rows(self, ids: Tensor) -> Tensor:
+        """Empty the slots and pin these rows, hottest first, for good; returns their slots.
+
+        Nothing is in flight. Whoever asks fills the slots.
+        """
+        self.reserve(1)
+        for plan in self._unread:
+            self.read(plan)
+        self.forget_window()
+        self.pad.clear()
+        self._rebuild()  # no tombstone is left
+        self.last_use.fill_(OLDEST)
+        self.next_use.fill_(NEVER)
+        self.uses.zero_()
+        self.clear_halt()
+        self._skip_numbers(self.hold.past + 1)  # no batch before has its rows in slots
+        if self.pins is not None:
+            self.pins = replace(self.pins, learned=False)
+        return self._pin_first(ids.to(self.device, self.pad.id_type))
+
+    @property
+    def last_number(self) -> int:
+        """Of the newest batch there could have been."""
+        return self._origin + self.number - 1
+
+    def _skip_numbers(self, count: int) -> None:
+        self.state[words.CLOCK] += count
+        self._take_clock()
 
     def _release(self, pinned: Tensor) -> None:
         # A pinned slot's true last use is not known: as if used by the newest batch.
@@ -589,13 +630,14 @@ class DevicePlanner:
 
     def _make_room(self, count: int) -> None:
         """After a batch that did not fit: the coldest pins give way, and no batch is in flight."""
-        pinned = (self.last_use == PINNED).nonzero().squeeze(1)
-        coldest = self.uses[pinned].sort()[1][: 2 * max(1, count)]
+        # Of those that were used alike the last goes first: the hottest were given first.
+        pinned = (self.last_use == PINNED).nonzero().squeeze(1).flip(0)
+        coldest = self.uses[pinned].sort(stable=True)[1][: 2 * max(1, count)]
         release = torch.zeros_like(self.last_use, dtype=torch.bool)
         release[pinned[coldest]] = True
         self._release(release)
-        self.state[words.CLOCK] += self.hold.past
-        self._take_clock()
+        self.pins_version += coldest.numel() > 0
+        self._skip_numbers(self.hold.past)
 
     def _take_clock(self) -> None:
         self._drop_ranking()  # batches may have other numbers now

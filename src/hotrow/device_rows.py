@@ -23,11 +23,12 @@ from hotrow.batch import (
 )
 from hotrow.device_fill import DeviceFills
 from hotrow.device_planner import DevicePlan, Expected
-from hotrow.device_work import DeviceWork
+from hotrow.device_work import DevicePart, DeviceWork
 from hotrow.kernels.triton import lookup, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark
+from hotrow.parts import place_of
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
 from hotrow.stages import Work
@@ -63,6 +64,11 @@ class DeviceRows(DeviceFills):
 
     def work(self, batch: Batch) -> DeviceWork:
         return DeviceWork(self, batch)
+
+    def part(  # type: ignore[override]
+        self, work: DeviceWork, batch: Batch, part: Batch, first: int
+    ) -> DevicePart:
+        return DevicePart(work, part, place_of(batch, part, first, self.layout))
 
     def expect(self, work: DeviceWork, values: Tensor) -> None:  # type: ignore[override]
         """A batch is known that will be planned later; `values` are its indices, on the device."""
@@ -190,12 +196,28 @@ class DeviceRows(DeviceFills):
             return
         self.lanes.after("plan", self.lanes.mark("train"))  # rows may have been loaded there
         self.planner.reserve(1)
-        slots, ids = self.planner.hottest()
-        if slots.numel():
-            for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
-                rows = self._buffer(part.numel())
-                self._read_store(ids[part], rows)
-                self.slots.index_copy_(0, slots[part], rows)
+        self._load(*self.planner.hottest())
+
+    def pin_rows(self, ids: Tensor) -> None:
+        self._started = True
+        with self.lanes.on("plan"):  # in which all that plans need was made
+            super().pin_rows(ids)
+        self.lanes.join()
+
+    def reload(self) -> None:
+        self.lanes.join()
+        super().reload()
+        self.lanes.join()
+
+    def expect_changes(self) -> None:
+        if self.unwritten is not None:
+            self.unwritten.written.fill_(-1)  # every bit
+
+    def _load(self, slots: Tensor, ids: Tensor) -> None:
+        for part in torch.arange(ids.numel(), device=self.device).split(self.chunk_rows):
+            rows = self._buffer(part.numel())
+            self._read_store(ids[part], rows)
+            self.slots.index_copy_(0, slots[part], rows)
 
     def forget_window(self) -> None:
         self.planner.forget_window()
@@ -278,10 +300,8 @@ class DeviceRows(DeviceFills):
     def lookup(self, work: DeviceWork, x: Lookups) -> Tensor:  # type: ignore[override]
         if not self.slots_hold(work):
             return self.read(self._with_ids(work, x))
-        assert work.plan is not None
-        slots = work.plan.buffers.lookup_slots[: work.plan.lookups]
         return lookup.pool(
-            self.slots, slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
+            self.slots, work.slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
         )
 
     def _with_ids(self, work: DeviceWork, x: Lookups) -> Lookups:
@@ -299,9 +319,8 @@ class DeviceRows(DeviceFills):
 
     def weight_grads(self, work: DeviceWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         if self.slots_hold(work):
-            assert work.plan is not None
             count = work.num_lookups if x.size is None else x.size
-            slots = work.plan.buffers.lookup_slots[:count]
+            slots = work.slots[:count]
             found = lookup.weight_grads(self.slots, slots, work.bag_of, grads, self.dim)
             if x.size is None:
                 return found

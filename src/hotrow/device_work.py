@@ -10,6 +10,7 @@ from torch import Tensor
 from hotrow.batch import Batch, Lookups, divisor_of, fixed_outline, lookups_of, outline_of, spans_of
 from hotrow.device_planner import DevicePlan, Expected
 from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.parts import Place
 from hotrow.staged import Packet
 from hotrow.stages import Work
 
@@ -96,6 +97,12 @@ class DeviceWork(Work):
             self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
         return self._sorted
 
+    @property
+    def slots(self) -> Tensor:
+        """Of each lookup, by the plan; padding may stand behind."""
+        assert self.plan is not None
+        return self.plan.buffers.lookup_slots[: self.plan.lookups]
+
     def looked_up(self) -> Tensor:
         """The ids of the lookups, as they were when they were planned."""
         if self.plan is None:
@@ -110,3 +117,22 @@ class DeviceWork(Work):
         """The batch's own tensors are on the device now."""
         self.batch = batch
         self._lookups = self._bag_of = self._sorted = None
+
+
+class DevicePart(DeviceWork):
+    """Some samples of a planned batch: read by its plan, updated with it."""
+
+    whole: DeviceWork
+    place: Place
+
+    def __init__(self, whole: DeviceWork, batch: Batch, place: Place) -> None:
+        super().__init__(whole.group, batch)
+        self.whole, self.place = whole, place
+        self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted
+
+    @property
+    def slots(self) -> Tensor:
+        return self.whole.slots[self.place.lookups]
+
+    def looked_up(self) -> Tensor:
+        return self.whole.looked_up()[self.place.lookups]

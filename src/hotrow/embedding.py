@@ -32,7 +32,9 @@ from hotrow.batch import (
     weights_of,
 )
 from hotrow.budget import Budget, parse_bytes, share_out, show_bytes, times_as_large
+from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
+from hotrow.interrupt import uninterrupted
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
@@ -42,7 +44,7 @@ from hotrow.scalars import plain
 from hotrow.schedule import at_once
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.step import Lookup, PendingStep
-from hotrow.strategy import Strategy, find_strategy
+from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.told import few, warn
 from hotrow.traffic import TableTraffic, Traffic
@@ -86,6 +88,15 @@ class Arrival:
         """Whether both look up the same; reads the ids, so it waits for a device."""
         pairs = zip(self.works, other.works, strict=True)
         return all(mine.reads_like(theirs) for mine, theirs in pairs)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One of two ways to train the same rows."""
+
+    groups: list[RowGroup]
+    strategy: Strategy
+    budget_bytes: int
 
 
 class Embedded:
@@ -235,8 +246,8 @@ class EmbeddingBagCollection(nn.Module):
         self._budget_bytes = shared.total_bytes if shared is not None and self._plans_later else 0
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
-        # Plans on a device keep their buffers for as long as they can be found.
-        self._arrivals: deque[Arrival] = deque(maxlen=_RECENT if self._plans_later else 64)
+        self._arrivals: deque[Arrival] = deque(maxlen=self._most_recent)
+        self._aside: _Side | None = None  # the engine that does not train
         self._places: dict[Any, Tensor] = {}
         self._place_of_values: Tensor | None = None
         self._room = Room()
@@ -388,9 +399,19 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(
                 f"no feature {min(unknown)!r}; there are {few(map(repr, self.features))}"
             )
+        sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
+        lookups_of_batch = [batch_size * size for size in sizes]
         if self._budget_bytes and not self._has_begun():
-            sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
-            self._make_room_for([batch_size * size for size in sizes])
+            self._make_room_for(lookups_of_batch)
+        for group, size in zip(self.groups, lookups_of_batch, strict=True):
+            group.expected_rows = size
+
+    def reserve_like(self, features: Any) -> None:
+        """Batches will be about as large as this one, which is looked at and not trained."""
+        arrival = self.prepare(features, self.device)
+        self._make_room(arrival)
+        for work in arrival.works:
+            work.group.expected_rows = work.ids.ids.numel()
 
     def _make_room(self, first: Arrival) -> None:
         if self._budget_bytes and not self._has_begun():
@@ -442,6 +463,13 @@ class EmbeddingBagCollection(nn.Module):
             work.arrive(batch)
         tensors = compared(features)
         return Arrival(features, tensors, versions_of(tensors), batch, arrival.works)
+
+    def part(self, arrival: Arrival, features: Any, first: int) -> Arrival:
+        """Samples of a planned batch from `first` on, of which `features` are the ids."""
+        part = parse(features, self.features, self.device)
+        works = tuple(work.group.part(work, arrival.batch, part, first) for work in arrival.works)
+        tensors = compared(features)
+        return Arrival(features, tensors, versions_of(tensors), part, works)
 
     def arrive(self, arrival: Arrival) -> None:
         """The batch that `forward` will see next."""
@@ -535,6 +563,150 @@ class EmbeddingBagCollection(nn.Module):
         for group, mine in zip(self.groups, ids, strict=True):
             every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
             group.freeze(None if rows is None else every.unique())
+
+    # -- two engines over one store ----------------------------------------------------
+
+    def train_on_host(self) -> int:
+        """From the next batch on the CPU reads and updates rows, as with strategy 'hybrid'.
+
+        No `hotrow.ahead` may be running. Rows in fast memory go to the store first, with their
+        state, and stay in their slots until `train_in_slots()`. Gives the bytes of them.
+        """
+        self._refuse_if_running("train_on_host()")
+        if self.is_on_host:
+            return 0
+        if not self.strategy.has_slots:
+            raise ValueError(
+                f"strategy {self.strategy.name!r} has no rows that come and go, so there is "
+                "nothing to change: train_on_host() is for those with a budget, such as 'static'"
+            )
+        if self._aside is None:
+            strategy = STRATEGIES["hybrid"]
+            groups: list[RowGroup] = [HostRows.over(group, strategy) for group in self.groups]
+            self._aside = _Side(groups, strategy, 0)
+        with uninterrupted():
+            for group in self.groups:
+                group.flush()
+                group.expect_changes()
+            return self._change_sides()
+
+    def train_in_slots(self) -> int:
+        """After `train_on_host()`: from the next batch on rows are trained in fast memory again.
+
+        No `hotrow.ahead` may be running. All rows that have slots are read once more, with their
+        state. Gives the bytes of them.
+        """
+        self._refuse_if_running("train_in_slots()")
+        if not self.is_on_host:
+            return 0
+        assert self._aside is not None
+        with uninterrupted():
+            for group in self.groups:
+                group.flush()
+            for group in self._aside.groups:
+                group.reload()
+            return self._change_sides()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Between `train_on_host()` and `train_in_slots()`."""
+        return self._aside is not None and self._aside.strategy.has_slots
+
+    @property
+    def every_group(self) -> list[RowGroup]:
+        """Of both engines, where there are two."""
+        return [*self.groups, *([] if self._aside is None else self._aside.groups)]
+
+    @property
+    def _slot_groups(self) -> list[RowGroup]:
+        """Those with slots, where there are two engines."""
+        return self._aside.groups if self._aside is not None and self.is_on_host else self.groups
+
+    def _change_sides(self) -> int:
+        assert self._aside is not None
+        before, now = _Side(self.groups, self.strategy, self._budget_bytes), self._aside
+        for mine, other in zip(now.groups, before.groups, strict=True):
+            mine.freeze_like(other)
+            mine.aside, other.aside = False, True
+        self.groups, self.strategy, self._budget_bytes = now.groups, now.strategy, now.budget_bytes
+        self._aside, self._step.groups = before, now.groups
+        self._plans_later = any(group.plans_later for group in self.groups)
+        self._arrivals = deque(maxlen=self._most_recent)
+        return sum(4 * group.width * group.count_resident() for group in self._slot_groups)
+
+    @property
+    def _most_recent(self) -> int:
+        """Batches that can be found; on a device their plans keep buffers for as long."""
+        return _RECENT if self._plans_later else 64
+
+    # -- pinned rows -------------------------------------------------------------------
+
+    def pin_rows(self, rows: Mapping[str, Tensor]) -> HotSet:
+        """Empty fast memory and pin these rows alone, by table, hottest first, until the next call.
+
+        No `hotrow.ahead` may be running. Rows that are not pinned pass through what is left, which
+        has to hold a batch: `room_for_pins()` says how many can be pinned. Of more than that, every
+        table of the width keeps the same share of its rows, the first ones. Gives what is pinned.
+        """
+        self._refuse_if_running("pin_rows()")
+        if self.is_on_host:
+            raise RuntimeError("pin_rows() while the CPU trains: call train_in_slots() before")
+        if not (self.strategy.has_slots and self.strategy.pinned_part and self.strategy.refetch):
+            raise ValueError(
+                f"pin_rows() needs strategy='static', which keeps pinned rows and fetches all "
+                f"others; this collection has {self.strategy.name!r}, which chooses by itself"
+            )
+        room, pinned = self.room_for_pins(), {}
+        given: dict[int, dict[str, Tensor]] = {group.dim: {} for group in self.groups}
+        for table, numbers in rows.items():
+            group, _, size = self._place(table)
+            given[group.dim][table] = _first_of_each(row_numbers(table, numbers, size).cpu())
+        with uninterrupted():
+            self._arrivals.clear()
+            for group in self.groups:
+                mine = self._without_padding(given[group.dim])
+                every = sum(map(len, mine.values()))
+                share = min(1.0, room[group.dim] / max(1, every))
+                mine = {name: each[: int(share * len(each))] for name, each in mine.items()}
+                group.pin_rows(
+                    _interleaved([each + self._place(name)[1] for name, each in mine.items()])
+                )
+                pinned.update(mine)
+        return HotSet.of(self.tables, pinned)
+
+    def room_for_pins(self) -> dict[int, int]:
+        """How many rows `pin_rows` can pin, by width, when it is known how large batches are."""
+        groups = [group for group in self._slot_groups if not group.everything]
+        room = {group.dim: group.room_for_pins for group in groups}
+        if None in room.values():
+            raise RuntimeError(
+                "how many rows can be pinned depends on how large batches are, which nobody has "
+                "said yet: embedding.reserve(batch_size), or embedding.reserve_like(ids of a batch)"
+            )
+        return {dim: count for dim, count in room.items() if count is not None}
+
+    @property
+    def pins_version(self) -> int:
+        """Another number whenever other rows are pinned, or fewer: a larger batch than was
+        expected makes room for itself."""
+        groups = [group for group in self._slot_groups if not group.everything]
+        return sum(group.planner.pins_version for group in groups)
+
+    def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        paddings = {table.name: table.padding_idx for table in self.tables}
+        return {
+            name: each[each != paddings[name]] if paddings[name] is not None else each
+            for name, each in rows.items()
+        }
+
+    def _refuse_if_running(self, what: str) -> None:
+        if self._ahead is not None and self._ahead() is not None:
+            raise RuntimeError(
+                f"{what} while hotrow.ahead is running: rows are on their way to where batches "
+                "were planned to find them. Finish its loop, or call its close()"
+            )
+        if self._step.is_open:
+            raise RuntimeError(f"{what} inside of accumulate(), whose rows are not updated yet")
 
     # -- rows in and out ---------------------------------------------------------------
 
@@ -678,43 +850,44 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def num_slots(self) -> int:
         """Rows that fit fast memory."""
-        return sum(len(group.slots) - 1 for group in self.groups)
+        return sum(len(group.slots) - 1 for group in self.every_group)
 
     def memory(self) -> dict[str, int]:
         """Bytes of fast memory by part."""
         parts: dict[str, int] = {}
-        for group in self.groups:
+        for group in self.every_group:
             for name, size in group.memory().items():
                 parts[name] = parts.get(name, 0) + size
             if group.frozen is not None and group.frozen.device == self.device:
                 name = "which rows are frozen"
                 parts[name] = parts.get(name, 0) + group.frozen.nbytes
-        if self.window_bytes and not self._plans_later:
+        if self.window_bytes and not any(g.plans_later for g in self._slot_groups):
             parts["look-ahead ids"] = self.window_bytes
         return parts
 
     def fills(self) -> dict[int, Any]:
         """How rows move on a GPU, by width: the form, why, and what was measured."""
-        found = {group.dim: group.fill_choice for group in self.groups}
+        found = {group.dim: group.fill_choice for group in self._slot_groups}
         return {dim: choice for dim, choice in found.items() if choice is not None}
 
     def traffic(self) -> Traffic:
         """What was looked up and moved so far, in training; waits for the device."""
         self.lanes.join()
-        per_table = {}
-        for group in self.groups:
+        counted = {table.name: [0] * 6 for table in self.tables}
+        for group in self.every_group:
             size = group.moved_floats * 4
             for table, counts in zip(group.layout.tables, group.traffic.tolist(), strict=True):
-                moved = [rows * size for rows in counts[2:]]
-                per_table[table.name] = TableTraffic(*counts, *moved)
-        chunked = max(group.direct_batches for group in self.groups)
-        made = sum(group.made_rows() for group in self.groups)
-        ordered = {table.name: per_table[table.name] for table in self.tables}
+                more = [*counts, *(rows * size for rows in counts[2:])]
+                before = counted[table.name]
+                counted[table.name] = [a + b for a, b in zip(before, more, strict=True)]
+        chunked = max(group.direct_batches for group in self.every_group)
+        made = sum(group.made_rows() for group in self.every_group)
+        ordered = {name: TableTraffic(*counts) for name, counts in counted.items()}
         return Traffic.of(ordered, chunked, made)
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""
-        for group in self.groups:
+        for group in self.every_group:
             group.check()
 
     def extra_repr(self) -> str:
@@ -757,6 +930,23 @@ def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
         bad = given[(given < 0) | (given >= size)][0]
         raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
     return given.long()
+
+
+def _first_of_each(numbers: Tensor) -> Tensor:
+    """Without those that came before, in the same order."""
+    order = numbers.sort(stable=True)[1]
+    ordered = numbers[order]
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return numbers[order[is_first].sort()[0]]
+
+
+def _interleaved(lists: Sequence[Tensor]) -> Tensor:
+    """All of several lists, by their place in their own, as a part of its length."""
+    if not lists:
+        return torch.empty(0, dtype=torch.int64)
+    places = [(torch.arange(len(each)) + 0.5) / max(1, len(each)) for each in lists]
+    return torch.cat(list(lists))[torch.cat(places).sort(stable=True)[1]]
 
 
 def _chunk_of(group: RowGroup) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hotrow.captured import CapturedStep
+from hotrow.captured import CapturedStep, run_phases
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.lanes import Lanes
 from hotrow.optim import RowOptimizer
+from hotrow.parts import Split
 
 
 def label_of(batch: Any) -> Any:
@@ -123,10 +124,12 @@ class GraphedStep:
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
         self._around, self._in_forward = around, in_forward
+        self._split: Split | None = None
         self.landing: CapturedStep | None = None
         if lanes is not None:
             self.landing = CapturedStep(
                 self._once,
+                self._phases,
                 model,
                 optimizer,
                 lanes,
@@ -154,7 +157,23 @@ class GraphedStep:
 
     def run(self, batch: Any) -> Tensor:
         """One step; the loss lasts until the next."""
+        if self._split is not None:
+            return self._run_split(batch)
         return self._once(batch) if self.landing is None else self.landing.run(batch)
+
+    def split(self, split: Split) -> None:
+        """The next batch is to be trained in two parts."""
+        self._split = split
+
+    def _run_split(self, batch: Any) -> Tensor:
+        split, self._split = self._split, None
+        assert split is not None
+        if split.batch is not batch:
+            split.wait()  # whatever is trained instead may need any row
+            return self.run(batch)
+        if self.landing is None:
+            return run_phases(self._phases(batch, split), split)
+        return self.landing.run(batch, split)
 
     def _once(self, batch: Any) -> Tensor:
         with self._around():
@@ -163,11 +182,50 @@ class GraphedStep:
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
             loss.backward()
-            if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
-            if self._optimizer is not None:
-                self._optimizer.step()
+            self._update()
         return loss.detach()
+
+    def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
+        """One step in two phases; before the second, rows may still have to arrive.
+
+        Each part's loss is its share of the whole batch's mean, so that gradients add up to the
+        whole's; rows and dense weights are updated once, at the end.
+        """
+        with self._around(), ExitStack() as joined:
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            for embedding in split.collections:
+                joined.enter_context(embedding.accumulate())
+            loss = self._train_part(batch, split, 0, split.first)
+            yield loss
+            if split.first < split.size:
+                loss = loss + self._train_part(batch, split, split.first, split.size)
+            joined.close()  # rows are updated here
+            self._update()
+            yield loss
+
+    def _train_part(self, batch: Any, split: Split, low: int, high: int) -> Tensor:
+        """Forward and backward of some samples; their share of the loss."""
+        part = split.cut(batch, low, high)
+        arrivals = split.arrivals(part, low)
+        for embedding, arrival in arrivals:
+            embedding.arrive(arrival)
+        try:
+            with self._in_forward():
+                loss = self._mean_loss(self.loss_fn, self._forward(part), self.labels(part))
+                loss = loss * ((high - low) / split.size)
+            loss.backward()
+        finally:
+            for embedding, arrival in arrivals:
+                embedding.done_with(arrival)
+        return loss.detach()
+
+    def _update(self) -> None:
+        """The dense part's."""
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
 
     def _clipped(self) -> list[Tensor]:
         """What the optimizer trains; gradients of anything else are not zeroed, and grow."""

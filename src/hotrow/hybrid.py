@@ -30,6 +30,7 @@ from hotrow.rows import RowGroup
 from hotrow.stages import Work
 from hotrow.step import capturing
 from hotrow.store import Store, host_rows
+from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
 
 _INT32_MAX = 2**31 - 1
@@ -153,8 +154,9 @@ class HostRows(RowGroup):
 
     plans_later = can_be_cut = True
 
-    def __init__(self, layout: WidthGroup, **options: Any) -> None:
-        """As RowGroup's; there is no share of a budget."""
+    def __init__(self, layout: WidthGroup, *, store: Store | None = None, **options: Any) -> None:
+        """As RowGroup's; there is no share of a budget. `store`: of rows that exist already."""
+        self._given = store
         super().__init__(layout, **options)
         self.traffic = self.traffic.cpu()
         self.moved_floats = self.dim  # optimizer state stays where it is
@@ -198,6 +200,9 @@ class HostRows(RowGroup):
         assert share is None
         self.slots = torch.zeros(1, self.width)  # none
         self._is_locked = False
+        if self._given is not None:
+            self.store = self._given
+            return
         if self.device.type == "cpu":
             self.store = Store(host_rows(self.layout.num_rows, self.width))
             return
@@ -206,12 +211,22 @@ class HostRows(RowGroup):
         self.store, self._is_locked = Store(found.rows), found.locked
 
     def _initialise(self, state: list[float], seed: int) -> None:
+        if self._given is not None:
+            return
         if not self._is_locked:
             super()._initialise(state, seed)
             return
         from hotrow.device_start import initialise_on_gpu  # brings Triton along
 
         initialise_on_gpu(self.store.rows, self.layout, state, seed, self.device)
+
+    @classmethod
+    def over(cls, rows: RowGroup, strategy: Strategy) -> HostRows:
+        """A second engine for the rows of another one."""
+        return cls(
+            rows.layout, store=rows.store, optimizer=rows.optimizer, strategy=strategy, share=None,
+            device=rows.device, seed=0, profile=None, output_dtype=rows.output_dtype,
+        )  # fmt: skip
 
     # -- sorting -----------------------------------------------------------------------
 
@@ -589,6 +604,7 @@ class HostRows(RowGroup):
 
     def flush(self) -> None:
         self.settle()
+        self._held, self._updates = None, self._updates + 1  # others may change rows from now on
 
     def freeze(self, ids: Tensor | None) -> None:
         self.settle()  # what is owed is of a step before

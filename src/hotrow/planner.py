@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class Planner:
         self.next_use = torch.full(shape, NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
+        self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0  # unique rows of the largest batch that was planned
         self._hottest_pinned = False
         self._mean_missing = 0.0
@@ -225,6 +226,32 @@ class Planner:
         self._release(self.pinned_slots)
         self.pinned_slots = slots
         self.last_use[slots] = PINNED
+        self.pins_version += 1
+
+    def pin_rows(self, ids: Tensor) -> Tensor:
+        """Empty the slots and pin these rows, hottest first, for good; returns their slots.
+
+        Nothing is in flight. Whoever asks fills the slots.
+        """
+        slots = torch.arange(ids.numel(), device=ids.device)
+        self.pad.clear()
+        self.pad.replace(slots, ids)
+        self.pinned_slots = slots[:0]
+        self.last_use.fill_(OLDEST)
+        self.next_use.fill_(NEVER)
+        self.uses.zero_()
+        self._drop(self._queue.numel())
+        self.window.clear()
+        self.number += self.hold.past + 1  # no batch before this one has its rows in slots
+        if self.pins is not None:
+            self.pins, self._hottest_pinned = replace(self.pins, learned=False), True
+        self.pin(slots)
+        return slots
+
+    @property
+    def last_number(self) -> int:
+        """Of the newest batch there could have been."""
+        return self._origin + self.number - 1
 
     def pin_most_used(self, part: float) -> None:
         """Re-pin by the uses counted while running; older uses count half next time."""
@@ -261,6 +288,7 @@ class Planner:
         and all before it. Numbers left out in between say so.
         """
         keep = max(0, self.pinned_slots.numel() - 2 * max(1, count))
+        self.pins_version += keep < self.pinned_slots.numel()
         self._release(self.pinned_slots[keep:])
         self.pinned_slots = self.pinned_slots[:keep]
         self.number += self.hold.past

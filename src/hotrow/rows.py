@@ -22,10 +22,11 @@ from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
 from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
+from hotrow.parts import place_of
 from hotrow.planner import Pins, Plan, Planner
 from hotrow.profile import Profile, hottest, small_tables
 from hotrow.scratchpad import FREE, Scratchpad
-from hotrow.stages import Work
+from hotrow.stages import Part, Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
@@ -39,6 +40,8 @@ class RowGroup:
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
+    aside = False  # another engine trains the same rows now
+    expected_rows = 0  # different ones of a batch, before the first is planned; 0: nobody has said
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
@@ -117,12 +120,55 @@ class RowGroup:
             return Pins(part, lambda count: hottest(profile, layout, count))
         return Pins(part, lambda count: small_tables(layout, count // 2), learned=True)
 
+    # -- pinned rows -------------------------------------------------------------------
+
+    @property
+    def room_for_pins(self) -> int | None:
+        """Rows that can be pinned beside batches an eighth larger than any so far; None: nobody
+        knows how large they are."""
+        slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
+        if not largest:
+            return None
+        return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
+
+    def pin_rows(self, ids: Tensor) -> None:
+        """Empty the slots, pin these rows, hottest first, and load them. Nothing is in flight."""
+        self.flush()
+        assert not self.uncollected, "batches are planned whose rows have not moved yet"
+        ids = ids.to(self.device)
+        slots = self.planner.pin_rows(ids)
+        self.newest_collected = self.planner.last_number  # late gradients take the direct way
+        self._load(slots, ids)
+
+    def reload(self) -> None:
+        """All rows that have slots, once more from the store, where others have changed them."""
+        taken = (self.pad.row_of_slot != FREE).nonzero().squeeze(1)
+        self._load(taken, self.pad.row_of_slot[taken])
+
+    def count_resident(self) -> int:
+        """Rows that have slots."""
+        return int((self.pad.row_of_slot != FREE).sum())
+
+    def expect_changes(self) -> None:
+        """Others will change rows in the store: none may count as known without being read."""
+
+    def _load(self, slots: Tensor, ids: Tensor) -> None:
+        """Rows from the store to slots."""
+        for part in torch.arange(ids.numel()).split(self.chunk_rows):
+            rows = self._buffer(part.numel())
+            self.slots.index_copy_(0, slots[part], self.store.read(ids[part], out=rows))
+
     # -- the planned way ---------------------------------------------------------------
 
     def work(self, batch: Batch) -> Work:
         """Check a batch's ids and sort them."""
         lookups = lookups_of(batch, self.layout)
         return Work(self, lookups, self.kernels.sort_ids(lookups.ids, self.layout.num_rows))
+
+    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
+        """Some samples of a planned batch, from `first` on."""
+        place = place_of(batch, part, first, self.layout)
+        return Part(work, lookups_of(part, self.layout), place)
 
     def expect(self, work: Work, values: Tensor) -> None:
         """A batch is known that will be planned later; `values` are its indices."""
@@ -242,7 +288,7 @@ class RowGroup:
 
     def slots_hold(self, work: Work) -> bool:
         """Whether a batch's rows are in the slots that were planned for it."""
-        if work.plan is None or not work.inserted:
+        if work.plan is None or not work.inserted or self.aside:
             return False
         return self.everything or self.newest_collected <= work.plan.number + self._past
 
@@ -411,6 +457,14 @@ class RowGroup:
         if self.frozen is None:
             self.frozen = torch.zeros(-(-size // 32), dtype=torch.int32, device=self._frozen_on)
         bits_of(ids.to(self._frozen_on), size, out=self.frozen)
+
+    def freeze_like(self, other: RowGroup) -> None:
+        """The rows that another engine over the same store leaves as they are."""
+        if other.frozen is None or self.frozen is None:
+            bits = other.frozen
+            self.frozen = None if bits is None else bits.to(self._frozen_on, copy=True)
+        else:
+            self.frozen.copy_(other.frozen)
 
     @property
     def _frozen_on(self) -> torch.device:

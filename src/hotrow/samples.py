@@ -23,6 +23,20 @@ def take(batch: Any, places: Tensor, *, size: int) -> Any:
     return _map([batch], lambda parts: _taken(parts[0], places, size), _jagged_taken(places, size))
 
 
+def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
+    """The samples from `low` up to `high`; tensors are views, jagged ids are copied."""
+
+    def tensors(parts: Sequence[Tensor]) -> Tensor:
+        _check_samples(parts[0], size)
+        return parts[0][low:high]
+
+    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        places = torch.arange(low, high, device=parts[0].values().device)
+        return _jagged_taken(places, size)(parts)
+
+    return _map([batch], tensors, jagged)
+
+
 def join(batches: Sequence[Any]) -> Any:
     """One batch of all samples of several that look alike."""
     if not batches:
@@ -139,13 +153,17 @@ def _map(
     )
 
 
-def _taken(tensor: Tensor, places: Tensor, size: int) -> Tensor:
+def _check_samples(tensor: Tensor, size: int) -> None:
     if tensor.ndim == 0 or len(tensor) != size:
         raise ValueError(
             f"a batch of {size:,} samples holds a tensor of shape {tuple(tensor.shape)}, whose "
             "first dimension is not the samples'; give take=, a function of a batch and a tensor "
             "of places that makes a batch of the samples there"
         )
+
+
+def _taken(tensor: Tensor, places: Tensor, size: int) -> Tensor:
+    _check_samples(tensor, size)
     return tensor.index_select(0, places.to(tensor.device))
 
 

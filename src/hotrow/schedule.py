@@ -31,6 +31,7 @@ class Ticket:
         self.age = 0  # cycles since it was admitted
         self.planned = self.confirmed = False
         self.mark: Mark | None = None  # what has to be done before its next stage
+        self.needless: Mark | None = None  # until when training was given what needs no rows
 
     def run(self, stage: Stage, lanes: Lanes) -> None:
         with uninterrupted(), lanes.on(stage.lane):
@@ -43,6 +44,10 @@ class Ticket:
                     self.planned = True
                     for work in self.works:
                         work.group.mark_planned(work, self.mark)
+
+    def begin(self, lanes: Lanes) -> None:
+        """It is handed to training, which waits for its rows."""
+        lanes.after("train", self.mark)
 
     def confirm(self) -> bool:
         """Learn what became of the plans; False if plans behind them were halted."""
@@ -79,33 +84,35 @@ class Pace:
                      [--- waited ----]
                      [-------------- step ----------------]
     ```
+    Where training was given work that needs no rows first, what counts is the wait after it.
     """
 
     def __init__(self) -> None:
         self._trainings = 0
-        self._groups: set[Any] = set()
-        self._marks: list[Mark] = []  # training before, rows, and soon training itself
+        self._ticket: Ticket | None = None  # what began last, if it is looked at
+        self._before: Mark | None = None
         self._unread: deque[tuple[set[Any], list[Mark]]] = deque()
 
     def begins(self, ticket: Ticket, before: Mark) -> None:
         """Training will wait for a ticket's mark; `before`: what it did until now."""
         self._trainings += 1
         if self._trainings % _LOOK_EVERY == 0 and ticket.mark is not None:
-            self._groups = {work.group for work in ticket.works}
-            self._marks = [before, ticket.mark]
+            self._ticket, self._before = ticket, before
 
     def ended(self, mark: Mark) -> None:
         """What began last has been launched as a whole."""
-        if not self._marks:
+        ticket, before = self._ticket, self._before
+        if ticket is None or before is None or ticket.mark is None:
             return
-        self._unread.append((self._groups, [*self._marks, mark]))
-        self._groups, self._marks = set(), []
+        groups = {work.group for work in ticket.works}
+        self._unread.append((groups, [before, ticket.needless or before, ticket.mark, mark]))
+        self._ticket = self._before = None
         while self._unread and all(each.passed() for each in self._unread[0][1]):
-            groups, (before, rows, after) = self._unread.popleft()
+            groups, (before, waits_from, rows, after) = self._unread.popleft()
             step = after.since(before)
             if step > 0:
                 for group in groups:
-                    group.note_wait(min(max(rows.since(before), 0.0) / step, 1.0))
+                    group.note_wait(min(max(rows.since(waits_from), 0.0) / step, 1.0))
 
 
 def run(
@@ -150,7 +157,7 @@ def run(
                         if ticket.error is not None:
                             raise ticket.error  # what was planned for it is finished below
                         line.remove(ticket)
-                        lanes.after("train", ticket.mark)
+                        ticket.begin(lanes)
                         pace.begins(ticket, trained)
                         lanes.give_turn()
                         yield ticket

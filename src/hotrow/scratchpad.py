@@ -173,6 +173,12 @@ class Scratchpad:
         self.map.insert(ids, slots)
         return leaving
 
+    def clear(self) -> None:
+        """Every slot is free again."""
+        taken = (self.row_of_slot != FREE).nonzero().squeeze(1)
+        self.map.remove(self.row_of_slot[taken])
+        self.row_of_slot[taken] = FREE
+
     def check(self) -> None:
         """Prove that the two maps say the same."""
         taken = (self.row_of_slot != FREE).nonzero().squeeze(1)

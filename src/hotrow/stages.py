@@ -15,6 +15,7 @@ from torch import Tensor
 from hotrow.batch import Batch, Lookups
 from hotrow.kernels.reference import SortedIds
 from hotrow.lanes import Name
+from hotrow.parts import Place
 from hotrow.planner import Hold, Plan
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 class Work:
     """One batch's lookups in one width group, on their way to training."""
+
+    whole: Work | None = None  # of which this is a part
+    place: Place | None = None  # and which
 
     def __init__(self, group: RowGroup, lookups: Lookups, ids: SortedIds) -> None:
         self.group, self.lookups, self.ids = group, lookups, ids
@@ -50,6 +54,16 @@ class Work:
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now; here nobody asks for them."""
+
+
+class Part(Work):
+    """Some samples of a planned batch: read by its plan, updated with it."""
+
+    def __init__(self, whole: Work, lookups: Lookups, place: Place) -> None:
+        ids = replace(whole.ids, inverse=whole.ids.inverse[place.lookups])
+        super().__init__(whole.group, lookups, ids)
+        self.whole, self.place = whole, place
+        self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hotrow import kernels
 from hotrow.batch import Lookups
 from hotrow.interrupt import uninterrupted
 from hotrow.optim import RowOptimizer
+from hotrow.parts import Place
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
 
@@ -101,7 +103,7 @@ class PendingStep:
     def __init__(
         self, groups: Sequence[RowGroup], optimizer: RowOptimizer, on_nonfinite: str
     ) -> None:
-        self._groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self.groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
         self.grad_scale: Any = None
         self._accumulating = 0
         self._waiting: list[_RowGrads] = []
@@ -113,6 +115,12 @@ class PendingStep:
     @property
     def is_accumulating(self) -> bool:
         return self._accumulating > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Gradients wait for an update."""
+        self._forget_failed()
+        return self.is_accumulating or bool(self._waiting)
 
     def begin_call(self) -> _Call:
         """A lookup runs; inside a backward pass it is a recomputation."""
@@ -127,7 +135,8 @@ class PendingStep:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._promise(current)
         mine = _RowGrads(call, work, x, grads, None, current)
-        if self._accumulating or not self.at_once:
+        # Parts of a batch are joined first, bag by bag.
+        if work.whole is None and (self._accumulating or not self.at_once):
             mine.summed()  # it may wait for long, and bags' gradients are larger
         self._waiting.append(mine)
         if grads.is_cuda:
@@ -180,9 +189,16 @@ class PendingStep:
         self._waiting.clear()
         if not waiting:
             return
+        if any(each.work.group.aside for each in waiting):
+            raise RuntimeError(
+                "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
+                "no row was changed: call backward() before these"
+            )
+        if any(each.work.whole is not None for each in waiting):
+            waiting = _whole(waiting)
         by_group = [
             (group, mine)
-            for group in self._groups
+            for group in self.groups
             if (mine := [each for each in waiting if each.work.group is group])
         ]
         if self.at_once:
@@ -250,3 +266,53 @@ def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Wo
     every = torch.cat([each.work.ids.ids for each in waiting])
     ids = ops.sort_ids(every, group.layout.num_rows)
     return ids.ids, ops.sum_pairs(torch.cat([each.summed() for each in waiting]), ids), None
+
+
+# -- parts -------------------------------------------------------------------------------
+
+
+def _whole(waiting: list[_RowGrads]) -> list[_RowGrads]:
+    """The same, but parts of one batch as that batch."""
+    found: list[_RowGrads] = []
+    parts: dict[int, dict[int, list[_RowGrads]]] = {}  # by batch, then by the part's first sample
+    for each in waiting:
+        if each.work.place is None:
+            found.append(each)
+        else:
+            of_batch = parts.setdefault(id(each.work.whole), {})
+            of_batch.setdefault(each.work.place.first, []).append(each)
+    for of_batch in parts.values():
+        # Whoever looked a part up twice looked up the others twice, in the same order.
+        for calls in zip_longest(*(of_batch[first] for first in sorted(of_batch))):
+            found.append(_side_by_side([each for each in calls if each is not None]))
+    return sorted(found, key=lambda each: each.call.number)
+
+
+def _side_by_side(parts: list[_RowGrads]) -> _RowGrads:
+    """Gradients of a batch's bags from those of its parts; 0 for a part that has none."""
+    whole = parts[0].work.whole
+    assert whole is not None
+    x, weights, grads = whole.lookups, None, [each.of_bags for each in parts]
+    if any(each.x.weights is not None for each in parts):
+        given = [each.x.weights for each in parts]
+        weights = _placed(given, [_place(each).lookups for each in parts], x.num_lookups)
+    every = _placed(grads, [_place(each).bags for each in parts], x.num_bags)
+    return _RowGrads(parts[0].call, whole, replace(x, weights=weights), every, None, None)
+
+
+def _place(grads: _RowGrads) -> Place:
+    assert grads.work.place is not None
+    return grads.work.place
+
+
+def _placed(values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int) -> Tensor:
+    found = [(each, at) for each, at in zip(values, places, strict=True) if each is not None]
+    first = found[0][0]
+    if sum(len(each) for each, _ in found) == size and all(
+        isinstance(at, slice) for _, at in found
+    ):
+        return first if len(found) == 1 else torch.cat([each for each, _ in found])
+    every = first.new_zeros(size, *first.shape[1:])
+    for each, at in found:
+        every[at] = each.to(every.dtype)
+    return every

@@ -200,7 +200,7 @@ class Trainer(Generic[Batch]):
     def _counters(self) -> dict[str, int]:
         """What all collections have looked up and moved so far, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
-        for group in (group for each in self._collections for group in each.groups):
+        for group in (group for each in self._collections for group in each.every_group):
             size = 4 * group.moved_floats
             moved = (*group.moved, group.moved[2] * size, group.moved[3] * size)
             for name, count in zip(_COUNTERS, moved, strict=True):

@@ -1,0 +1,457 @@
+"""Hotline: popular samples of each batch are trained while the rows of the others arrive.
+
+    hotline = Hotline()
+    trainer = Trainer(model, loss_fn, ..., system=hotline)  # collections with strategy="static"
+    for record in trainer.run(loader):                      # an epoch
+        ...
+    print(hotline.record.popular_share, hotline.record.learned)
+
+Which rows are popular is learned from the first batches of each epoch, and again when it has worn
+out; they are then pinned. Exact up to rounding: gradients of both parts of a batch are summed, and
+every row and dense weight is updated once, as if the batch had been whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from hotrow.ahead import features_of, to_device
+from hotrow.batch import Batch, parse
+from hotrow.embedding import EmbeddingBagCollection
+from hotrow.hotset import HotSet
+from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
+from hotrow.samples import Take
+from hotrow.skip import Skip
+from hotrow.split import GRAIN, Sorted, Splitter
+from hotrow.stages import LATE
+from hotrow.told import warn
+from hotrow.trainer import Trainer
+
+LOGS = ("exact", "srrip")
+_AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
+_WINDOW = 32  # batches over which the share of popular samples is smoothed
+_KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
+
+
+class Bindable(Protocol):
+    """A skip that is made when hot rows are known."""
+
+    def bound(
+        self,
+        embedding: EmbeddingBagCollection,
+        hot: Any,
+        num_batches: int,
+        *,
+        ids: Callable[[Any], Any],
+    ) -> Skip: ...
+
+
+@dataclass(frozen=True)
+class HotlineRecord:
+    """What was learned and split so far."""
+
+    batches: int = 0
+    split_batches: int = 0  # trained in two parts; the others came whole
+    samples: int = 0  # of batches that were classified
+    popular: int = 0  # of those
+    parts: Mapping[int, int] = field(default_factory=dict)  # samples of first parts -> batches
+    learned: tuple[Learned, ...] = ()  # when hot rows were chosen, and why
+    pinned_rows: Mapping[str, int] = field(default_factory=dict)  # by table, now
+    pinnings: int = 0
+    mask_bytes: int = 0  # of fast memory, beside the budget: by which samples are classified
+
+    @property
+    def popular_share(self) -> float:
+        """NaN: no batch was classified yet."""
+        return self.popular / self.samples if self.samples else math.nan
+
+    @property
+    def relearnings(self) -> int:
+        """Hot rows that were chosen again because they had worn out."""
+        return sum(each.why != "learned" for each in self.learned)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A collection whose popular rows are learned and pinned."""
+
+    name: str
+    embedding: EmbeddingBagCollection
+    learning: Learning
+    hot: HotSet | None = None  # what is pinned
+    version: int = 0  # of what was learned, and is pinned
+    pins: int = 0  # version of the pins
+    most: float = math.inf  # share of the room that may be pinned; less after a batch did not fit
+
+    @property
+    def is_due(self) -> bool:
+        """Whether other rows are to be pinned, or fewer."""
+        if not self.learning.version:
+            return False
+        return self.version != self.learning.version or self.pins != self.embedding.pins_version
+
+    def pin(self) -> None:
+        """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
+        gave_way = self.hot is not None and self.pins != self.embedding.pins_version
+        room = self.embedding.room_for_pins()
+        if gave_way and self.hot is not None:
+            now = self.hot.num_rows / max(1, sum(room.values()))
+            self.most = min(self.most, now * _KEPT)
+        room = {dim: int(min(1.0, self.most) * count) for dim, count in room.items()}
+        self.hot = self.embedding.pin_rows(_by_use(self.learning, self.embedding, room))
+        self.version, self.pins = self.learning.version, self.embedding.pins_version
+
+
+class Hotline:
+    """Trains each batch in two parts: popular samples, whose rows are all pinned, go first, and
+    the rows of the others arrive meanwhile.
+
+    `learned` is the share of an epoch's batches by which rows are found popular; `log` counts them
+    "exact"ly, or is Hotline's own "srrip", or a function of a collection that gives a
+    `hotrow.loggers.Log`. When the share of popular samples, smoothed over `window` samples (by
+    default 32 batches), falls below `floor` of what it was, rows are learned again by `relearn`
+    batches (by default as many as at first); `relearn=0` counts every batch, which takes the host
+    some time for each, and then learns again at once: for data that drifts by the hour.
+
+    An epoch is one `run()`, or `batches_per_epoch` of its batches. `skip` leaves out samples
+    before batches are split. `take` is for batches that are not made of tensors alone.
+    Collections need `strategy="static"`; all-fast ones may be beside them.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: str | Callable[[EmbeddingBagCollection], Log] = "exact",
+        learned: float = LEARNED_PART,
+        floor: float = 0.95,
+        window: int | None = None,
+        relearn: int | None = None,
+        batches_per_epoch: int | None = None,
+        grain: int = GRAIN,
+        skip: Bindable | Skip | None = None,
+        take: Take | None = None,
+    ) -> None:
+        """`grain`: in how many sizes first parts come."""
+        if isinstance(log, str) and log not in LOGS:
+            raise ValueError(f"log must be one of {', '.join(LOGS)}, or a function, not {log!r}")
+        if not 0 < learned <= 1 or not 0 <= floor <= 1:
+            raise ValueError(
+                f"learned and floor are shares, up to 1; got learned={learned}, floor={floor}"
+            )
+        least = {"window": 1, "relearn": 0, "batches_per_epoch": 1, "grain": 1}
+        for name, lowest in least.items():
+            value = locals()[name]
+            if value is not None and (not isinstance(value, int) or value < lowest):
+                raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
+        self._log, self._part, self._floor = log, learned, floor
+        self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
+        self._grain, self._skip, self._take = grain, skip, take
+        self._bound: Skip | None = None
+        self._members: list[_Member] = []
+        self._told_of_none = False
+        self._classified = self._popular = 0  # samples since rows were pinned
+        self._enough = 0  # of them, to be told of if none is popular
+        self._rests = True  # the log, between learning phases
+        self._left = 0  # batches of the present epoch, where somebody has said how many it has
+        self._is_over = False
+        self._parts: Counter[int] = Counter()
+        self._record = HotlineRecord()
+
+    @property
+    def record(self) -> HotlineRecord:
+        """What was learned and split so far."""
+        learned = [each for member in self._members for each in member.learning.history]
+        rows: dict[str, int] = {}
+        for member in self._members:
+            if member.hot is not None:
+                tables = member.embedding.tables
+                rows |= {t.name: int(member.hot.mask(t.name).sum()) for t in tables}
+        return replace(
+            self._record,
+            parts=dict(sorted(self._parts.items())),
+            learned=tuple(sorted(learned, key=lambda each: each.batch)),
+            pinned_rows=rows,
+            mask_bytes=self._splitter.mask_bytes if self._members else 0,
+        )
+
+    # -- the model ---------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer[Any]) -> None:
+        """Refuses models whose parts do not add up to the whole."""
+        _refuse_batch_statistics(trainer.model)
+        named = {
+            name.removeprefix("_orig_mod."): module
+            for name, module in trainer.model.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+        }
+        self._pinned = {name: each for name, each in named.items() if not each.strategy.everything}
+        if not self._pinned:
+            raise ValueError(
+                f"Hotline pins rows of collections with strategy='static' and a budget; "
+                f"{type(trainer.model).__name__} has "
+                + ("none but all-fast ones, whose rows are all there" if named else "none")
+            )
+        for name, embedding in self._pinned.items():
+            strategy = embedding.strategy
+            if not (strategy.has_slots and strategy.pinned_part and strategy.refetch):
+                raise ValueError(
+                    f"Hotline needs strategy='static', which keeps pinned rows and fetches all "
+                    f"others; the collection {name or type(embedding).__name__!r} has "
+                    f"{strategy.name!r}: build it with strategy='static' and a budget"
+                )
+        if self._skip is not None and len(self._pinned) > 1:
+            raise ValueError(
+                f"skip= chooses samples by the rows of one collection, and the model has "
+                f"{len(self._pinned)}: {', '.join(map(repr, self._pinned))}; tables of any width "
+                "can be in one"
+            )
+        for embedding in self._pinned.values():
+            embedding.move_in(LATE)
+        if any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()):
+            warn(
+                "the model has dropout, whose masks are drawn for each part of a batch: results "
+                "differ from those of whole batches, as they do by another seed"
+            )
+        self._named, self._ids = named, trainer.ids
+        self._members, self._bound = [], None
+        self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
+
+    # -- passes ------------------------------------------------------------------------
+
+    def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
+        """Rows are pinned between two passes, when nothing is in flight."""
+        count = self._count(batches)
+        stream = iter(batches)
+        try:
+            for first in stream:
+                if not self._left or self._per_epoch is None:
+                    self._begin(first, count)
+                epoch = chain([first], islice(stream, self._left - 1))
+                yield from self._epoch(epoch)
+        finally:
+            if self._bound is not None:
+                self._bound.close()
+
+    def _count(self, batches: Iterable[Any]) -> int:
+        """The batches of an epoch."""
+        if self._per_epoch is not None:
+            return self._per_epoch
+        # A loader that goes through its data several times says so.
+        count: int | None = getattr(batches, "batches_per_epoch", None)
+        if count is None and hasattr(batches, "__len__"):
+            count = len(batches)  # type: ignore[arg-type]
+        if count is None:
+            raise ValueError(
+                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
+                "epoch has is not known: these have no len(); give batches_per_epoch="
+            )
+        return count
+
+    def _begin(self, first: Any, count: int) -> None:
+        """An epoch begins with a batch."""
+        self._left = count
+        if not self._members:
+            self._members = [self._make_member(name, first, count) for name in self._pinned]
+        for member in self._members:
+            member.learning.begin_epoch(count)
+        if self._bound is not None:
+            self._bound.begin(count)
+
+    def _make_member(self, name: str, first: Any, count: int) -> _Member:
+        embedding = self._pinned[name]
+        embedding.reserve_like(to_device(self._features(first, name), embedding.device))
+        relearn = math.ceil(self._part * count) if self._relearn is None else self._relearn
+        window = self._window or max(1, _WINDOW * self._parsed(first, name).num_samples)
+        self._enough, self._rests = window, relearn > 0
+        learning = Learning(
+            _make_log(self._log, embedding),
+            part=self._part,
+            floor=self._floor,
+            window=window,
+            relearn=relearn,
+        )
+        return _Member(name, embedding, learning)
+
+    def _epoch(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
+        counted = self._counted(batches)
+        if self._skip is None:
+            yield from self._segment(counted)
+            return
+        if self._bound is None:
+            # Nothing can be skipped before it is known which rows are hot.
+            yield from self._segment(counted, until_pinned=True)
+            if self._is_over:
+                return
+            self._bound = self._bind(self._skip)
+        for segment in self._bound.segments(counted):
+            yield from self._segment(iter(segment))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._left -= 1
+            yield batch
+
+    def _bind(self, skip: Any) -> Skip:
+        (member,) = self._members
+        left = max(1, self._left)
+        if not hasattr(skip, "bound"):
+            skip.begin(left)
+            return cast(Skip, skip)
+
+        def ids(batch: Any) -> Any:
+            return self._features(batch, member.name)
+
+        return cast(Skip, skip.bound(member.embedding, member.hot, left, ids=ids))
+
+    def _segment(
+        self, batches: Iterator[Any], *, until_pinned: bool = False
+    ) -> Iterator[Iterable[Any]]:
+        """Passes over some batches; a pass ends when other rows are to be pinned."""
+        self._is_over = False
+        while not self._is_over:
+            self._pin()
+            if until_pinned and self._is_pinned:
+                return
+            yield self._pass(batches)
+
+    @property
+    def _is_pinned(self) -> bool:
+        return all(member.hot is not None for member in self._members)
+
+    def _pin(self) -> None:
+        due = [member for member in self._members if member.is_due]
+        for member in due:
+            member.pin()
+        if due and self._is_pinned:
+            hot = {each.name: each.hot for each in self._members if each.hot is not None}
+            self._splitter.pin(hot)
+            self._classified = self._popular = 0
+            self._record = replace(self._record, pinnings=self._record.pinnings + 1)
+
+    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches in order; whole while no rows are pinned."""
+        waiting: deque[tuple[Callable[[], Sorted], list[int]]] = deque()
+        is_pinned = self._is_pinned
+        for batch in batches:
+            if is_pinned:
+                versions = [member.learning.version for member in self._members]
+                waiting.append((self._splitter.sort(batch), versions))
+            self._learn(batch)
+            if not is_pinned:
+                self._record = replace(self._record, batches=self._record.batches + 1)
+                yield batch
+            elif len(waiting) > _AHEAD:
+                yield self._in_order(*waiting.popleft())
+            if any(member.is_due for member in self._members):
+                break
+        else:
+            self._is_over = True
+        while waiting:
+            yield self._in_order(*waiting.popleft())
+
+    def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
+        """A batch that was sorted by hot rows of some versions, and what it tells."""
+        found = outcome()
+        for member, version in zip(self._members, versions, strict=True):
+            popular = found.by_collection[member.name]
+            member.learning.told(popular, found.samples, version=version)
+        first, r = found.parted.first, self._record
+        self._parts[first] += 1
+        self._record = replace(
+            r,
+            batches=r.batches + 1,
+            split_batches=r.split_batches + (first > 0),
+            samples=r.samples + found.samples,
+            popular=r.popular + found.popular,
+        )
+        self._classified += found.samples
+        self._popular += found.popular
+        self._tell_if_none()
+        return found.parted
+
+    def _tell_if_none(self) -> None:
+        if self._popular or self._told_of_none or self._classified < self._enough:
+            return
+        self._told_of_none = True
+        rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
+        warn(
+            f"none of {self._classified:,} samples is popular: each looks up some row that is not "
+            f"among the {rows:,} pinned ones, as samples with many lookups do. Batches are trained "
+            "whole, which is right but gains nothing; a larger budget, or strategy='lookahead' "
+            "without Hotline, may"
+        )
+
+    # -- learning ----------------------------------------------------------------------
+
+    def _learn(self, batch: Any) -> None:
+        for member in self._members:
+            parsed, learning = self._parsed(batch, member.name), member.learning
+            if learning.is_learning or not self._rests:  # or else nobody looks at the ids
+                parsed = _on_cpu(parsed)
+            if not learning.add(parsed) and member.hot is not None and not learning.is_learning:
+                member.version = learning.version  # the same rows once more
+
+    def _features(self, batch: Any, name: str) -> Any:
+        return features_of(self._ids(batch), name, self._named)
+
+    def _parsed(self, batch: Any, name: str) -> Batch:
+        return parse(self._features(batch, name), self._pinned[name].features, None)
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    offsets = None if batch.offsets is None else batch.offsets.cpu()
+    return replace(batch, values=batch.values.cpu(), offsets=offsets)
+
+
+def _make_log(
+    log: str | Callable[[EmbeddingBagCollection], Log], embedding: EmbeddingBagCollection
+) -> Log:
+    if not isinstance(log, str):
+        return log(embedding)
+    row_bytes = {t.name: 4 * group.width for group in embedding.groups for t in group.layout.tables}
+    room = embedding.room_for_pins()
+    budget = sum(4 * group.width * room[group.dim] for group in embedding.groups)
+    if log == "srrip":
+        return SrripLog.within(embedding.tables, row_bytes, budget)
+    return DecayedCounts(embedding.tables, row_bytes, budget)
+
+
+def _by_use(
+    learning: Learning, embedding: EmbeddingBagCollection, room: Mapping[int, int]
+) -> dict[str, Tensor]:
+    """Row numbers of what was learned, by table, the most used first: as many as there is room
+    for in each width. A log that does not count has no first ones."""
+    found: dict[str, Tensor] = {}
+    for group in embedding.groups:
+        names = [table.name for table in group.layout.tables]
+        rows = [learning.hot.rows(name).cpu() for name in names]
+        uses = torch.zeros(sum(map(len, rows)), dtype=torch.float64)
+        if isinstance(learning.log, DecayedCounts):
+            counts = zip(names, rows, strict=True)
+            uses = torch.cat([learning.log.of(name).cpu()[mine] for name, mine in counts])
+        order = uses.sort(descending=True, stable=True)[1][: room[group.dim]]
+        table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([len(r) for r in rows]))
+        every = torch.cat(rows)
+        found |= {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+    return found
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"Hotline trains each batch in two parts, and {name or 'the model'} is a "
+                f"{type(module).__name__}: the statistics of a part are not those of the batch, so "
+                "results would not be those of whole batches. LayerNorm looks at each sample by "
+                "itself; or train by another strategy, such as 'lookahead'"
+            )

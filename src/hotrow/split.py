@@ -1,0 +1,182 @@
+"""Popular samples first: a batch put in order, so that its first part needs no rows that arrive.
+
+Sees ids and which rows are pinned. On a GPU the batch is classified and put in order there, beside
+training, and how many samples are popular is read when it has long been known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow import samples
+from hotrow.ahead import features_of, tensors_in, to_device
+from hotrow.batch import parse
+from hotrow.embedding import EmbeddingBagCollection
+from hotrow.hotset import HotSet, popular
+from hotrow.lanes import Mark, lanes_of
+from hotrow.parts import Cut, Parted
+from hotrow.samples import Take
+
+# First parts come in so many sizes, so that steps of the same shapes come again and can be
+# captured; popular samples beyond go with the others.
+GRAIN = 16
+MOST_WAITING = 8  # batches that may be sorted before the first of them is asked for
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A batch in order, and how many of its samples are popular."""
+
+    parted: Parted
+    popular: int
+    by_collection: Mapping[str, int]  # as far as its rows go
+
+    @property
+    def samples(self) -> int:
+        return self.parted.size
+
+
+class Splitter:
+    """Puts batches in order by what a model's collections have pinned."""
+
+    def __init__(
+        self,
+        collections: Mapping[str, EmbeddingBagCollection],
+        ids: Callable[[Any], Any] | None,
+        *,
+        take: Take | None = None,
+        grain: int = GRAIN,
+    ) -> None:
+        """`take` is for batches that hotrow.samples does not know how to cut."""
+        if grain < 1:
+            raise ValueError(f"grain must be at least 1 size of first parts, not {grain}")
+        self._collections, self._ids, self._take, self._grain = collections, ids, take, grain
+        self._hot: dict[str, HotSet] = {}
+        self._there: dict[tuple[str, torch.device], HotSet] = {}
+        self._versions: dict[str, int] = {}
+        self.lanes = lanes_of(next(iter(collections.values())).device)
+        self._counts = torch.zeros(0, 0, dtype=torch.int64)  # page-locked, used in turn
+        self._next = 0
+
+    def pin(self, hot: Mapping[str, HotSet]) -> None:
+        """These rows of each collection are pinned now; those not named have all rows there."""
+        self._hot = {name: each.to("cpu") for name, each in hot.items()}
+        self._there.clear()
+        self._versions = {name: self._collections[name].pins_version for name in hot}
+        if self.lanes.device.type == "cuda":
+            size = (MOST_WAITING, 1 + len(hot))
+            self._counts = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was pinned still is."""
+        return all(
+            self._collections[name].pins_version == version
+            for name, version in self._versions.items()
+        )
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of fast memory, to classify by: a byte for each row there is."""
+        mine = [hot for (_, device), hot in self._there.items() if device.type != "cpu"]
+        return sum(each.is_hot.numel() for each in mine)
+
+    def sort(self, batch: Any) -> Callable[[], Sorted]:
+        """Launch it; what is returned gives the outcome, and waits for it if it must."""
+        features = self._features(batch)
+        device = self.lanes.device
+        if device.type == "cuda" and all(isinstance(each, Tensor) for each in features.values()):
+            return self._on_device(batch)
+        where = next((each.device for each in tensors_in(list(features.values()))), device)
+        order, counts, size = self._ordered(features, where)
+        total, *each = counts.tolist()
+        if total >= self._least(size):
+            batch = self._taken(batch, order, size)
+        made = self.lanes.mark("train") if where.type == "cuda" else None
+        found = self._sorted(batch, size, total, each, made)
+        return lambda: found
+
+    def _on_device(self, batch: Any) -> Callable[[], Sorted]:
+        """No device is waited for, but for ids in an order of features not seen before."""
+        lanes = self.lanes
+        there = [each for each in tensors_in(batch) if each.is_cuda]
+        if there:  # whoever made it may still be at it
+            lanes.after("plan", lanes.mark("train"))
+            lanes.keep_for("plan", there)
+        with lanes.on("plan"):
+            batch = to_device(batch, lanes.device)
+            order, counts, size = self._ordered(self._features(batch), lanes.device)
+            batch = self._taken(batch, order, size)
+            place = self._counts[self._next % MOST_WAITING]
+            self._next += 1
+            place.copy_(counts, non_blocking=True)
+            made = lanes.mark("plan")
+
+        def outcome() -> Sorted:
+            made.wait()
+            total, *each = place.tolist()
+            return self._sorted(batch, size, total, each, made)
+
+        return outcome
+
+    def _ordered(self, features: Mapping[str, Any], device: torch.device) -> Any:
+        """The order of samples, popular ones first; how many are; the size of the batch."""
+        masks: list[Tensor] = []
+        for name, mine in features.items():
+            parsed = parse(mine, self._collections[name].features, None)
+            masks.append(popular(parsed, self._hot_on(name, device)))
+        both = reduce(torch.logical_and, masks)
+        order = both.logical_not().to(torch.uint8).argsort(stable=True)
+        return order, torch.stack([both, *masks]).sum(1), len(both)
+
+    def _sorted(
+        self, batch: Any, size: int, total: int, each: Sequence[int], made: Mark | None
+    ) -> Sorted:
+        least = self._least(size)
+        versions = dict(self._versions)
+        holds = partial(_same_pins, self._collections, versions)
+        parted = Parted(batch, total // least * least, size, self._cut(size), holds, made)
+        return Sorted(parted, total, dict(zip(versions, each, strict=True)))
+
+    def _least(self, size: int) -> int:
+        """Sizes of first parts are multiples of this."""
+        return max(1, size // self._grain)
+
+    def _taken(self, batch: Any, order: Tensor, size: int) -> Any:
+        if self._take is not None:
+            return self._take(batch, order)
+        return samples.take(batch, order, size=size)
+
+    def _cut(self, size: int) -> Cut:
+        if self._take is None:
+            return partial(samples.cut, size=size)
+        take = self._take
+
+        def cut(batch: Any, low: int, high: int) -> Any:
+            device = next((each.device for each in tensors_in(batch)), None)
+            return take(batch, torch.arange(low, high, device=device))
+
+        return cut
+
+    def _features(self, batch: Any) -> dict[str, Any]:
+        features = batch if self._ids is None else self._ids(batch)
+        return {name: features_of(features, name, self._collections) for name in self._hot}
+
+    def _hot_on(self, name: str, device: torch.device) -> HotSet:
+        if device.type == "cpu":
+            return self._hot[name]
+        if (name, device) not in self._there:
+            self._there[name, device] = self._hot[name].to(device)
+        return self._there[name, device]
+
+
+def _same_pins(
+    collections: Mapping[str, EmbeddingBagCollection], versions: Mapping[str, int]
+) -> bool:
+    return all(collections[name].pins_version == each for name, each in versions.items())
