@@ -363,6 +363,22 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
     assert group._hot_ids.tolist() == [3, 41]
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
+    embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 40))
+    (group,) = embedding.groups
+    assert isinstance(group, StaticHybridRows)
+    make_late(embedding)
+    batches, losses = MULTI_HOT.batches(40), list[Tensor]()
+    for first in range(0, 40, 10):
+        rows = torch.randperm(110, generator=torch.Generator().manual_seed(first))
+        group.pin_rows(rows)
+        assert group._hot_ids.tolist() == sorted(rows[:40].tolist())
+        losses += train(embedding, batches[first : first + 10]).losses
+    assert_like(outcome(embedding, losses), all_fast("multi-hot", rule, 40))
+    assert group._version == 5  # nothing was learned
+
+
 @pytest.mark.usefixtures("learn_early")
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> None:

@@ -111,6 +111,12 @@ class StaticHybridRows(HostRows):
             self._held, self._updates = None, self._updates + 1
             self.lanes.join()
 
+    def pin_rows(self, ids: Tensor) -> None:
+        """From now on let these rows be hot, the first ones if slots are fewer; learn no more."""
+        self.flush()
+        self._seen = None
+        self._take_in(ids[: len(self.slots) - 1].cpu().sort()[0])
+
     def _learn(self) -> None:
         """Rows that at least two batches have used join the hot ones, the most used first."""
         assert self._seen is not None
