@@ -30,7 +30,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/ceilings.py` | what the machine can do at best |
 | `python benchmarks/terabyte.py` | a DLRM with MLPerf's tables, beside FBGEMM and plain PyTorch |
 | `python benchmarks/multihot.py` | the embedding part alone with a million lookups per step |
-| `python benchmarks/published.py` | FAE, Hotline, ScratchPipe and Slipstream beside their bars and bounds |
+| `python benchmarks/published.py` | four published systems beside their bars |
 | `python benchmarks/scratchpipe.py` | ScratchPipe's own experiment, from random to local access |
 | `python benchmarks/scale.py` | the same lookups in tables of 1 M to 500 M rows |
 | `python benchmarks/kernels.py` | each kernel against the bytes it must move |
@@ -50,15 +50,16 @@ All but the last four take `--minutes 8` (begin nothing that would end later), `
   these runs, such as `target` or `'target/hotrow-*'`; of ceilings, parts.
 - `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): names the runs; the first
   four guess their seconds.
-- `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe), `--batches 400` (published):
-  a part of the experiment; batches of a run that is timed as a whole.
+- `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe): a part of the experiment.
+- `--batches 400` (published): of a run that is timed as a whole.
 - `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): what has no result yet; some
   systems alone; every system in every setting; a process for each run.
-- `--timed`, `--warmup` (terabyte, multihot, published, scratchpipe, scale, timeline): timed steps, and those before them.
-- `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, timeline): how hotrow's rows move; a
-  dense part without torch.compile; steps without CUDA graphs.
-- `--interaction`, `--masters` (terabyte, ceilings, timeline): forms of the dense part, the same for
-  all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
+- `--timed`, `--warmup` (terabyte, multihot, published, scratchpipe, scale, timeline): timed steps,
+  and those before them.
+- `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, published, scratchpipe, timeline):
+  how hotrow's rows move; a dense part without torch.compile; steps without CUDA graphs.
+- `--interaction`, `--masters` (terabyte, published, scratchpipe, ceilings, timeline): forms of the
+  dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
   product, `fused` by hotrow's kernel. `--masters plain` updates the float32 masters of the bfloat16
   weights by compiled SGD, `hotrow` by `hotrow.masters.MasterWeights`. Both are `plain` if left out.
 
@@ -270,8 +271,8 @@ def scratchpipe(lines: list[Line]) -> str:
 
 
 PUBLISHED = """\
-`terabyte` is the target above, `kaggle` has the tables of Criteo Kaggle, dimension 16 and batches of
-2048; 5 % of the bytes in HBM. Samples per second are by the median step, or by whole runs where
+`terabyte` is the target above, `kaggle` has the tables of Criteo Kaggle, dimension 16 and batches
+of 2048; 5 % of the bytes in HBM. Samples per second are by the median step, or by whole runs where
 batches differ (`fae`, `hotline`, `slipstream`), with the spread of steps or runs; samples that
 were left out count. A bound is what arithmetic allows: of `fae` over a bar, the bar's time over hot
 samples at the speed of `all-fast` and cold ones at that of `hybrid`; of `slipstream`, one over the

@@ -527,7 +527,7 @@ class HostRows(RowGroup):
         values = [self._rows.take(len(ids))]
         if len(self._columns) > 1:
             values.append(self._state.take(len(ids)))
-        with _in_any_order():
+        with in_any_order():
             for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
                 columns.read(ids, out=out)
             arrived.wait()
@@ -691,7 +691,7 @@ class _Columns:
 
 
 @contextmanager
-def _in_any_order() -> Iterator[None]:
+def in_any_order() -> Iterator[None]:
     """Every row is written once, so all cores may: torch's deterministic form takes one."""
     mode = torch.get_deterministic_debug_mode()
     if mode:

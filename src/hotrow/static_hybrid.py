@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotrow.batch import PADDING, Batch, Lookups
 from hotrow.budget import Share
-from hotrow.hybrid import HostPlan, HostRows, HostWork, refuse_capture
+from hotrow.hybrid import HostPlan, HostRows, HostWork, in_any_order, refuse_capture
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import SortedIds, bits_of, in_bits, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
@@ -287,7 +287,7 @@ class StaticHybridRows(HostRows):
 
     def flush(self) -> None:
         super().flush()
-        with uninterrupted():
+        with uninterrupted(), in_any_order():
             for first in range(0, len(self._hot_ids), _CHUNK_ROWS):
                 ids = self._hot_ids[first : first + _CHUNK_ROWS]
                 self.store.write(ids, self.slots[first : first + len(ids)].cpu())
