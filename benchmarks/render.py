@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bars import SYSTEMS, ratios
 from harness import link_floor_ms, link_rates, read_results
 from svg import Drawing
 
@@ -29,6 +30,8 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/ceilings.py` | what the machine can do at best |
 | `python benchmarks/terabyte.py` | a DLRM with MLPerf's tables, beside FBGEMM and plain PyTorch |
 | `python benchmarks/multihot.py` | the embedding part alone with a million lookups per step |
+| `python benchmarks/published.py` | four published systems beside their bars |
+| `python benchmarks/scratchpipe.py` | ScratchPipe's own experiment, from random to local access |
 | `python benchmarks/scale.py` | the same lookups in tables of 1 M to 500 M rows |
 | `python benchmarks/kernels.py` | each kernel against the bytes it must move |
 | `python benchmarks/belady.py` | misses of look-ahead over the fewest possible; needs no GPU |
@@ -44,16 +47,20 @@ All but the last four take `--minutes 8` (begin nothing that would end later), `
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 
-- `--only NAME ...` (terabyte, multihot, kernels, belady, ceilings): only these runs, such as
-  `target` or `'target/hotrow-*'`; of ceilings, parts.
-- `--list` (terabyte, multihot, kernels, belady): names the runs; the first two guess their seconds.
+- `--only NAME ...` (terabyte, multihot, published, scratchpipe, kernels, belady, ceilings): only
+  these runs, such as `target` or `'target/hotrow-*'`; of ceilings, parts.
+- `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): names the runs; the first
+  four guess their seconds.
+- `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe): a part of the experiment.
+- `--batches 400` (published): of a run that is timed as a whole.
 - `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): what has no result yet; some
   systems alone; every system in every setting; a process for each run.
-- `--timed`, `--warmup` (terabyte, multihot, scale, timeline): timed steps, and those before them.
-- `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, timeline): how hotrow's rows move; a
-  dense part without torch.compile; steps without CUDA graphs.
-- `--interaction`, `--masters` (terabyte, ceilings, timeline): forms of the dense part, the same for
-  all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
+- `--timed`, `--warmup` (terabyte, multihot, published, scratchpipe, scale, timeline): timed steps,
+  and those before them.
+- `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, published, scratchpipe, timeline):
+  how hotrow's rows move; a dense part without torch.compile; steps without CUDA graphs.
+- `--interaction`, `--masters` (terabyte, published, scratchpipe, ceilings, timeline): forms of the
+  dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
   product, `fused` by hotrow's kernel. `--masters plain` updates the float32 masters of the bfloat16
   weights by compiled SGD, `hotrow` by `hotrow.masters.MasterWeights`. Both are `plain` if left out.
 
@@ -228,6 +235,71 @@ def link_floor(line: Line, rates: dict[int, float]) -> str:
     return f"{floor:.2f} (step: {line['step_ms']['p50'] / floor:.2f} times)"
 
 
+SCRATCHPIPE = """\
+8 tables of 10 M rows, dimension 128, 20 ids per table and sample, batch 2048, SGD, the DLRM's dense
+part; 10 % or 2 % of the bytes in HBM. Ranks follow a power law of 0 (`uniform`), 0.80, 0.95 and
+1.05 (`high`). `hottest` is the share of lookups that go to as many rows as the budget is of them.
+All rows count as written before. `rows` is the least time for the rows that cross, by the ceilings:
+those that the CPU reads and writes (`hybrid`, `static-hybrid`, `scratchpipe`), or those that cross
+the link by themselves. Multi-hot steps of `hybrid` and `static-hybrid` are not captured.
+"""
+
+
+def scratchpipe(lines: list[Line]) -> str:
+    head = (
+        "run", "system", "step, ms", "times static-hybrid", "hit rate", "hottest", "rows, ms",
+        "commit",
+    )  # fmt: skip
+    by_key = {(line["run"], line["system"]): line for line in lines}
+    rows = []
+    for line in sorted(lines, key=lambda line: line["run"]):
+        facts, bar = line["facts"], by_key.get((line["run"], "hotrow-static-hybrid"))
+        bound = facts["bound_ms"]
+        rows.append(
+            (
+                line["run"],
+                line["system"],
+                step(line),
+                "-" if bar is None else f"{median(bar) / median(line):.2f}",
+                f"{facts['hit_rate']:.1%}",
+                f"{facts['hottest_have']:.1%}",
+                "-" if bound is None else f"{bound:.2f} (step: {median(line) / bound:.2f} times)",
+                line["commit"],
+            )
+        )
+    body = f"{table(head, rows)}\n{environments(lines)}"
+    return f"## ScratchPipe's experiment\n\n{SCRATCHPIPE}\n{body}"
+
+
+PUBLISHED = """\
+`terabyte` is the target above, `kaggle` has the tables of Criteo Kaggle, dimension 16 and batches
+of 2048; 5 % of the bytes in HBM. Samples per second are by the median step, or by whole runs where
+batches differ (`fae`, `hotline`, `slipstream`), with the spread of steps or runs; samples that
+were left out count. A bound is what arithmetic allows: of `fae` over a bar, the bar's time over hot
+samples at the speed of `all-fast` and cold ones at that of `hybrid`; of `slipstream`, one over the
+share of samples trained; of `scratchpipe`, the bar's time over that of the rows that cross.
+"""
+
+
+def published(lines: list[Line]) -> str:
+    head = ("run", "system", "M samples/s", "over its bars", "commit")
+    rows = []
+    for run in dict.fromkeys(line["run"] for line in lines):
+        mine = {
+            line["system"].removeprefix("hotrow-"): line for line in lines if line["run"] == run
+        }
+        found = ratios(mine)
+        for name in (each for each in SYSTEMS if each in mine):
+            line = mine[name]
+            batch, ms = line["setting"]["batch"], line["step_ms"]
+            p50, least, most = (batch / ms[key] / 1000 for key in ("p50", "p80", "p20"))
+            beside = "; ".join(str(each) for each in found if each.system == name)
+            shown = f"{p50:.3g} ({least:.3g}-{most:.3g})"
+            rows.append((run, name, shown, beside or "-", line["commit"]))
+    body = f"{table(head, rows)}\n{environments(lines)}"
+    return f"## Published systems\n\n{PUBLISHED}\n{body}"
+
+
 def scale(lines: list[Line]) -> str:
     head = (
         "rows", "step, ms", "rows fetched per step", "HBM beside the slots", "bytes per slot",
@@ -387,7 +459,10 @@ def page(suites: dict[str, list[Line]]) -> str:
     if "ceilings" in suites:
         parts.append(ceilings(suites["ceilings"]))
     parts += [comparison(name, suites[name], rates) for name in TITLES if name in suites]
-    sections = (("scale", scale), ("kernels", kernels), ("loader", loader), ("belady", belady))
+    sections = (
+        ("published", published), ("scratchpipe", scratchpipe), ("scale", scale),
+        ("kernels", kernels), ("loader", loader), ("belady", belady),
+    )  # fmt: skip
     for name, section in sections:
         if name in suites:
             parts.append(section(suites[name]))

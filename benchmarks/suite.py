@@ -178,10 +178,15 @@ class Bench:
         if self.trace_key == other.trace_key and "trace" in self.__dict__:
             other.__dict__["trace"] = self.__dict__.pop("trace")
 
+    def free_host_memory(self) -> None:
+        """Until a peer asks for it again."""
+        if "host_memory" in self.__dict__:
+            self.__dict__.pop("host_memory").close()
+
     def close(self) -> None:
-        for part in ("trace", "host_memory"):
-            if part in self.__dict__:
-                self.__dict__.pop(part).close()
+        self.free_host_memory()
+        if "trace" in self.__dict__:
+            self.__dict__.pop("trace").close()
         self.__dict__.pop("dense", None)
         self.__dict__.pop("given_gradient", None)
         clean_up()

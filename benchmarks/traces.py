@@ -143,6 +143,42 @@ def permutation(
     return scatter(np.arange(num_rows)).take
 
 
+def hottest_ranks(rows: Sequence[int], skew: float, count: int) -> list[int]:
+    """How many rows of each table are among the `count` that are read most, of all tables."""
+    count = min(count, sum(rows))
+    if skew == 0:
+        assert len(set(rows)) == 1, "which of all rows are hot, where all are read alike?"
+        return [count // len(rows)] * len(rows)
+    heights = [abs(1 - skew) / abs((num_rows + 1) ** (1 - skew) - 1) for num_rows in rows]
+
+    def above(log_rate: float) -> list[int]:
+        found = [np.exp((np.log(height) - log_rate) / skew) for height in heights]
+        return [int(min(n, max(0.0, x - 1))) for n, x in zip(rows, found, strict=True)]
+
+    low, high = -60.0, 5.0  # of the rates of the last row taken, in logarithms
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(above(middle)) > count else (low, middle)
+    return above(high)
+
+
+def hottest_rows(
+    rows: Sequence[int], skew: float, count: int, seed: int = 0
+) -> list[NDArray[np.int64]]:
+    """These rows themselves, by table, the hottest first: what a perfect profile would find."""
+    ranks = hottest_ranks(rows, skew, count)
+    return [
+        permutation(num_rows, seed, table)(np.arange(many))
+        for table, (num_rows, many) in enumerate(zip(rows, ranks, strict=True))
+    ]
+
+
+def share_of_lookups(num_rows: int, skew: float, hottest: int) -> float:
+    """How many of a table's lookups go to so many rows, the hottest."""
+    power = 1 - skew
+    return float(((hottest + 1) ** power - 1) / ((num_rows + 1) ** power - 1))
+
+
 def expected_rows(rows: Sequence[int], skew: float, draws: float) -> float:
     """Different rows that `draws` lookups in each table read, on average."""
     return sum(_expected_in_table(num_rows, skew, draws) for num_rows in rows)

@@ -1,4 +1,4 @@
-"""Steps of `hybrid` as graphs that are cut at the lookup: the same bits as eager ones.
+"""Steps of `hybrid` and `static-hybrid` as graphs cut at the lookup: the same bits as eager ones.
 
 Without a GPU a stand-in for a CUDA graph runs the dense part again, from the vectors and to the
 gradients at which it was cut.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.captured
 import hotrow.hybrid
+import hotrow.static_hybrid
 import hotrow.step
 from hotrow.data import ClickBatch
 from hotrow.graphed import GraphedStep
@@ -33,12 +34,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class Model(nn.Module):
-    def __init__(self, rule: str, *, frozen: bool = False) -> None:
+    def __init__(self, rule: str, *, frozen: bool = False, strategy: str = "hybrid") -> None:
         super().__init__()
         self.embedding = hotrow.EmbeddingBagCollection(
             [Table("a", 300, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
             RULES[rule],
-            strategy="hybrid",
+            hotrow.Budget((hotrow.Share(60, 64, False), hotrow.Share(50, 64, False)), 0),
+            strategy=strategy,
             device=DEVICE,
             seed=3,
         )
@@ -81,6 +83,7 @@ class StandIn:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hotrow.step, "capturing", lambda: True)
             patch.setattr(hotrow.hybrid, "capturing", lambda: True)
+            patch.setattr(hotrow.static_hybrid, "capturing", lambda: True)
             self._launch()
 
     def pool(self) -> None:
@@ -105,10 +108,11 @@ def run(
     *,
     captured: bool,
     frozen: bool = False,
+    strategy: str = "hybrid",
     before: Callable[[int, ClickBatch, Model], None] = nothing,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Losses, all weights, and how often graphs were replayed."""
-    model, replays = Model(rule, frozen=frozen), list[int]()
+    model, replays = Model(rule, frozen=frozen, strategy=strategy), list[int]()
     if DEVICE.type == "cpu":
         monkeypatch.setattr(
             hotrow.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
@@ -155,6 +159,25 @@ def test_a_step_cut_at_the_lookup_gives_the_bits_of_an_eager_one(
     assert steps == found_steps == [STEPS] * 2
     assert all(map(torch.equal, found, losses))
     assert all(map(torch.equal, found_weights, weights))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_hot_rows_on_the_device_are_part_of_what_is_cut(
+    monkeypatch: pytest.MonkeyPatch, rule: str, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    monkeypatch.setattr(hotrow.static_hybrid, "_LEARN_AFTER", (2, 5, 10))  # graphs stay
+    given = {"rule": rule, "strategy": "static-hybrid"}
+    losses, weights, _ = run(monkeypatch, captured=False, **given)
+    found, found_weights, (replays, steps) = run(monkeypatch, captured=True, **given)
+    assert replays >= STEPS - 8
+    assert steps == [STEPS] * 2
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
+    others, _, _ = run(monkeypatch, rule, captured=True)
+    torch.testing.assert_close(found, others, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_a_gradient_are_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:

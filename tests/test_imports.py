@@ -95,6 +95,7 @@ LAYERS = [
     {"device_fill"},
     {"device_rows", "plan_room"},
     {"hybrid"},
+    {"static_hybrid"},
     {"embedding"},
     {"ahead", "checkpoint", "staleness"},
     {"captured", "skip", "split"},

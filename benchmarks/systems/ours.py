@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from dense import DenseModule, dense_optimizer
 from torch import Tensor, nn
-from traces import NUM_DENSE, feature_names
+from traces import NUM_DENSE, feature_names, hottest_rows, share_of_lookups
 
 import hotrow
 from hotrow.data import ClickBatch
@@ -33,6 +33,7 @@ def collection(
     output_dtype: torch.dtype = torch.float32,
     fill: str = "auto",
     features: list[list[str]] | None = None,
+    **options: Any,
 ) -> hotrow.EmbeddingBagCollection:
     """Tables of one width; `features` names those of each table, by default one."""
     if strategy not in hotrow.STRATEGIES:
@@ -52,6 +53,7 @@ def collection(
         device=device,
         seed=0,
         **on_gpu,
+        **options,
     )
 
 
@@ -63,6 +65,7 @@ def trainer(
     device: torch.device,
     compile: bool,
     graphs: bool,
+    system: Any = None,
 ) -> hotrow.Trainer[ClickBatch]:
     on_gpu = {"graphs": graphs, "compile": compile} if device.type == "cuda" else {}
     return hotrow.Trainer(
@@ -71,6 +74,7 @@ def trainer(
         dense_optimizer=dense,
         ids=lambda batch: batch.sparse,
         device=device,
+        system=system,
         **on_gpu,
     )
 
@@ -113,8 +117,17 @@ def predictions_are_losses(predictions: Tensor, labels: Tensor) -> Tensor:
 
 
 class Hotrow:
-    def __init__(self, bench: Bench, strategy: str, *, written: bool = False) -> None:
-        """`written`: as if every row had been written before."""
+    def __init__(
+        self,
+        bench: Bench,
+        strategy: str,
+        *,
+        written: bool = False,
+        system: Any = None,
+        **given: Any,
+    ) -> None:
+        """`written`: as if every row had been written before. `system`: what orders, splits or
+        leaves out samples. `given` is for the collection."""
         setting, options, device = bench.setting, bench.options, bench.device
         self.counted = bench.counted
         self.embedding = collection(
@@ -126,6 +139,7 @@ class Hotrow:
             device=device,
             output_dtype=setting.output_dtype,
             fill=bench.fill,
+            **given,
         )
         for group in self.embedding.groups:
             if written and getattr(group, "unwritten", None) is not None:
@@ -149,6 +163,7 @@ class Hotrow:
             device=device,
             compile=options.compile and setting.has_dense,
             graphs=options.graphs,
+            system=system,
         )
         if setting.hotness > 1:  # else the first batch tells as much
             names = feature_names(len(setting.rows))
@@ -167,6 +182,20 @@ class Hotrow:
 
     def facts(self, steps: Generator[None, None, None]) -> dict[str, Any]:
         return facts_of(self.embedding, steps, self.counted)
+
+
+def true_profile(bench: Bench) -> dict[str, tuple[Tensor, Tensor]]:
+    """As many rows as the budget has room for at the most, by how often batches read them."""
+    s = bench.setting
+    found = hottest_rows(s.rows, s.skew, int(s.budget * sum(s.rows)))
+    profile = {}
+    for table, (ids, num_rows) in enumerate(zip(found, s.rows, strict=True)):
+        rank = torch.arange(1, len(ids) + 1, dtype=torch.float64)
+        # Of all lookups of a table, those of its hottest row first.
+        profile[f"table_{table}"] = (
+            torch.from_numpy(ids), rank**-s.skew * share_of_lookups(num_rows, s.skew, 1)
+        )  # fmt: skip
+    return profile
 
 
 def facts_of(

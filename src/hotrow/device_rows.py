@@ -7,6 +7,7 @@ is rare. Which lane a stage runs in is the schedule's business.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
 from hotrow.stages import Work
 from hotrow.tables import WidthGroup
-from hotrow.uploads import Upload
+from hotrow.uploads import TableScalars, Upload
 
 
 class DeviceRows(DeviceFills):
@@ -52,9 +53,8 @@ class DeviceRows(DeviceFills):
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
         self._planned: list[weakref.ref[DeviceWork]] = []
-        self._scalar_names = tuple(table.name for table in layout.tables)
-        self._scalar_values: Any = None
-        self._scalars_there: Upload | None = None
+        names = tuple(table.name for table in layout.tables)
+        self._table_scalars = TableScalars(partial(self.optimizer.table_scalars, names), self.lanes)
         self.is_pooled, self.room = is_pooled(layout), Room()
         self._columns: dict[tuple[str, ...], Columns] = {}
         self._spans_now: Any = None
@@ -377,26 +377,17 @@ class DeviceRows(DeviceFills):
             self.scatter(ids[part], rows)
 
     def device_scalars(self) -> tuple[Tensor, Tensor | None]:
-        """The rule's numbers for each table, [T, K] on the device; bases where tables differ.
-
-        One tensor for ever, so that a captured step follows a schedule.
-        """
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            assert self._scalars_there is not None
-        else:
+        """The rule's numbers for each table, [T, K] on the device; bases where tables differ."""
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self.push_scalars()
-        assert self._scalars_there is not None
-        return self._scalars_there.there, None if self.scalars_alike else self.bases[:-1]
+        return self._table_scalars.there, None if self.scalars_alike else self.bases[:-1]
 
     def push_scalars(self) -> None:
-        values = self.optimizer.table_scalars(self._scalar_names)
-        if values is self._scalar_values:
-            return
-        self.scalars_alike = all(each == values[0] for each in values)
-        if self._scalars_there is None:
-            self._scalars_there = Upload((len(values), len(values[0])), torch.float32, self.lanes)
-        self._scalars_there.send(values[0] if self.scalars_alike else values)
-        self._scalar_values = values  # now that they are there
+        self._table_scalars.push()
+
+    @property
+    def scalars_alike(self) -> bool:
+        return self._table_scalars.alike
 
     def check(self) -> None:
         # Between a plan that failed and its confirmation planning has halted, and rightly so.

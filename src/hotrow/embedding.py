@@ -43,6 +43,7 @@ from hotrow.rows import RowGroup
 from hotrow.scalars import plain
 from hotrow.schedule import at_once
 from hotrow.stages import SPLIT, Stage, Work
+from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
@@ -202,7 +203,7 @@ class EmbeddingBagCollection(nn.Module):
             size * each.num_rows for size, each in zip(row_bytes, layouts, strict=True)
         )
         shared = self._share(budget, row_bytes, layouts, profile)
-        if self.device.type == "cuda" and not self.strategy.on_host:
+        if self.device.type == "cuda" and (shared is not None or self.strategy.everything):
             wanted = self.bytes_total
             if shared is not None:
                 sizes = zip(row_bytes, shared.shares, strict=True)
@@ -213,7 +214,7 @@ class EmbeddingBagCollection(nn.Module):
         self.lanes = lanes_of(self.device)
         engine = _engine(self.device)
         if self.strategy.on_host:
-            engine = HostRows
+            engine = StaticHybridRows if self.strategy.pinned_part else HostRows
         if engine is RowGroup and output_dtype != torch.float32:
             raise ValueError(
                 f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
@@ -243,7 +244,8 @@ class EmbeddingBagCollection(nn.Module):
         self.strategy = split[0] if split else self.strategy
         self._plans_later = any(group.plans_later for group in self.groups)
         # Of a budget in bytes, plans get their part when it is known how large batches are.
-        self._budget_bytes = shared.total_bytes if shared is not None and self._plans_later else 0
+        makes_room = shared is not None and self._plans_later and self.strategy.has_slots
+        self._budget_bytes = shared.total_bytes if shared is not None and makes_room else 0
         self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         self._arrivals: deque[Arrival] = deque(maxlen=self._most_recent)
@@ -262,7 +264,7 @@ class EmbeddingBagCollection(nn.Module):
         layouts: Sequence[WidthGroup],
         profile: Profile | None,
     ) -> Budget | None:
-        if not self.strategy.has_slots:
+        if not self.strategy.needs_budget:
             return None
         if isinstance(budget, Budget):
             if len(budget.shares) != len(layouts):

@@ -158,6 +158,7 @@ class HostRows(RowGroup):
         """As RowGroup's; there is no share of a budget. `store`: of rows that exist already."""
         self._given = store
         super().__init__(layout, **options)
+        self.everything = True  # that is looked up is found without a planner
         self.traffic = self.traffic.cpu()
         self.moved_floats = self.dim  # optimizer state stays where it is
         limits, paddings = zip(
@@ -168,6 +169,8 @@ class HostRows(RowGroup):
             for f in layout.features
         ]
         self._pads = any(each is not None for each in paddings)
+        # Padding has no gradient, and might be the longest of all sums.
+        self._unsummed = layout.num_rows if self._pads else None
         # Base, limit, padding and column of each feature, [4, F]. Laid out here: on the device a
         # kernel would do it, for which no lane waits.
         listed = [[-1 if each is None else each for each in one] for one in facts]
@@ -262,15 +265,20 @@ class HostRows(RowGroup):
         return keys.flatten().to(self._key_type), bad
 
     def _sort(self, keys: Tensor, bad: Tensor) -> HostPlan:
+        return HostPlan(keys, *self._sorted(keys, bad))
+
+    def _sorted(self, keys: Tensor, bad: Tensor, *more: Tensor) -> tuple[Segments, Tensor, Tensor]:
+        """Segments, and on their way to the host facts, with `more` behind them, and unique ids."""
         segments = segments_of(keys)
         ordered = segments.ids.index_select(0, segments.rank)
         edges = torch.searchsorted(ordered, self._bases_there)
-        padded = (keys.numel() - edges[-1:]).long()
-        facts = torch.cat([segments.count.long(), padded, bad.view(1).long(), edges])
+        padded = keys.numel() - edges[-1:]
+        counts = [segments.count, padded, bad.view(1), edges, *more]
+        facts = torch.cat([each.long() for each in counts])
         (host_facts, host_ids), _ = self._start_to_host(facts, segments.ids.long())
         assert host_facts is not None
         assert host_ids is not None
-        return HostPlan(keys, segments, host_facts, host_ids)
+        return segments, host_facts, host_ids
 
     def mark_planned(self, work: HostWork, mark: Mark) -> None:  # type: ignore[override]
         if work.plan is not None and work.plan.ready is None:
@@ -430,11 +438,15 @@ class HostRows(RowGroup):
 
     def row_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:  # type: ignore[override]
         """The gradient of each unique row, [U, dim], on the device."""
-        _refuse_capture()
+        refuse_capture()
         plan = self._planned(work)
         if self.device.type == "cpu" and not plan.rows_cross:
             return self._sum_here(plan, x, grads, x.weights)
-        sums = self._triton[1].sum_by_row(grads, work.bag_of, x.weights, x.divisor, plan.segments)
+        return self._sum_there(plan, work, x, grads)
+
+    def _sum_there(self, plan: HostPlan, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
+        terms = (grads, work.bag_of, x.weights, x.divisor)
+        sums = self._triton[1].sum_by_row(*terms, plan.segments, padding=self._unsummed)
         self._note_bytes("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
@@ -453,11 +465,14 @@ class HostRows(RowGroup):
     ) -> bool:
         if capturing():
             self._cuts[work.berth].grads = grads
-            return True
-        plan = self._planned(work)
+        else:
+            self._update_planned(self._planned(work), work, x, grads)
+        return True
+
+    def _update_planned(self, plan: HostPlan, work: HostWork, x: Lookups, grads: Tensor) -> None:
         if plan.rows_cross:
-            self.update(plan.ids, self.row_grads(work, x, grads), work)
-            return True
+            self._send_home(plan, plan.ids, self._sum_there(plan, work, x, grads))
+            return
         self.settle()
         settings = self._settings_now()
         self._host_side(plan, x)
@@ -470,20 +485,22 @@ class HostRows(RowGroup):
             rows._update_rows(plan, plan.ids, sums, ready, settings)
 
         self._owe(update, plan)
-        return True
 
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         """One optimizer step on unique rows, when their gradients have come to the host."""
-        _refuse_capture()
+        refuse_capture()
+        plan = work.plan if isinstance(work, HostWork) else None
+        self._send_home(plan, ids.cpu() if plan is None else plan.ids, grads)
+
+    def _send_home(self, plan: HostPlan | None, ids: Tensor, grads: Tensor) -> None:
+        """`grads` of rows set out for the host, where an update waits for them; `ids` are there."""
         self.settle()
         settings = self._settings_now()
-        plan = work.plan if isinstance(work, HostWork) else None
-        host_ids = ids.cpu() if plan is None else plan.ids
         here = grads
         if self.has_link:
             here = self._grads.take(len(grads)).copy_(grads, non_blocking=True)
         arrived = self.lanes.mark("train")
-        self._owe(lambda rows: rows._update_rows(plan, host_ids, here, arrived, settings), plan)
+        self._owe(lambda rows: rows._update_rows(plan, ids, here, arrived, settings), plan)
 
     def _owe(self, update: Callable[[HostRows], None], plan: HostPlan | None) -> None:
         """To be done before any row is read, by whoever reads it.
@@ -525,7 +542,7 @@ class HostRows(RowGroup):
         values = [self._rows.take(len(ids))]
         if len(self._columns) > 1:
             values.append(self._state.take(len(ids)))
-        with _in_any_order():
+        with in_any_order():
             for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
                 columns.read(ids, out=out)
             arrived.wait()
@@ -618,11 +635,18 @@ class HostRows(RowGroup):
 
     def _count_plan(self, plan: HostPlan) -> None:
         """Every row of a batch is read, and written, across the link."""
-        lookups = plan.facts[_FACTS:].diff()
-        rows = torch.searchsorted(plan.ids, self._bases).diff()
-        self.traffic += torch.stack([lookups, rows, rows, rows], dim=1)
-        count = plan.num_rows
-        self._note([plan.num_lookups - int(plan.facts[1]), count, count, count])
+        lookups, rows = self._counts(plan)
+        self._note_traffic(plan, lookups, rows, rows)
+
+    def _counts(self, plan: HostPlan) -> tuple[Tensor, Tensor]:
+        """Lookups and different rows of each table."""
+        edges = plan.facts[_FACTS : _FACTS + len(self._bases)]
+        return edges.diff(), torch.searchsorted(plan.ids, self._bases).diff()
+
+    def _note_traffic(self, plan: HostPlan, lookups: Tensor, rows: Tensor, moved: Tensor) -> None:
+        counts = torch.stack([lookups, rows, moved, moved], dim=1)
+        self.traffic += counts
+        self._note(counts.sum(0).tolist())
         self._largest["sorted ids"] = max(
             self._largest.get("sorted ids", 0),
             sum(each.numel() * each.element_size() for each in plan.tensors()),
@@ -683,7 +707,7 @@ class _Columns:
 
 
 @contextmanager
-def _in_any_order() -> Iterator[None]:
+def in_any_order() -> Iterator[None]:
     """Every row is written once, so all cores may: torch's deterministic form takes one."""
     mode = torch.get_deterministic_debug_mode()
     if mode:
@@ -695,6 +719,6 @@ def _in_any_order() -> Iterator[None]:
             torch.set_deterministic_debug_mode(mode)
 
 
-def _refuse_capture() -> None:
+def refuse_capture() -> None:
     if capturing():
         raise RuntimeError("rows are updated by the CPU, by the gradients of one lookup alone")

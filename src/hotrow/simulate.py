@@ -108,6 +108,11 @@ class _Lane:
     ) -> None:
         if strategy.everything:
             raise ValueError(f"{strategy.name} moves nothing: there is nothing to simulate")
+        if strategy.on_host and strategy.pinned_part:
+            raise ValueError(
+                f"{strategy.name} decides nothing from batch to batch: rows that are not hot are "
+                "read and written every time, as with static, which can be simulated"
+            )
         if strategy.on_host:
             raise ValueError(
                 f"{strategy.name} has no slots: every row of a batch is read and written where it "

@@ -27,7 +27,7 @@ class Strategy:
     summary: str
     contract: str = "exact"
     everything: bool = False  # every row lives in fast memory
-    on_host: bool = False  # no row does: the CPU reads and updates them
+    on_host: bool = False  # rows that are not pinned stay there: the CPU reads and updates them
     on_cpu_alone: bool = False  # and the dense part is there, too
     pinned_part: float = 0.0  # of the slots, for hot rows
     eviction: Eviction = EVICTIONS["least-recent"]
@@ -43,9 +43,14 @@ class Strategy:
         return not (self.everything or self.on_host)
 
     @property
+    def needs_budget(self) -> bool:
+        """Whether some rows are in fast memory, and not all."""
+        return self.has_slots or (self.on_host and self.pinned_part > 0)
+
+    @property
     def keeps_rows(self) -> bool:
         """Whether a row can stay in fast memory from one batch to the next."""
-        return self.everything or (self.has_slots and (self.pinned_part > 0 or not self.refetch))
+        return self.everything or (self.needs_budget and (self.pinned_part > 0 or not self.refetch))
 
     @property
     def timed_stages(self) -> tuple[Stage, ...]:
@@ -94,6 +99,15 @@ STRATEGIES = {
             "rows read and updated by the CPU, the dense part on the device",
             contract="exact up to rounding",
             on_host=True,
+            stages=IN_PLACE,
+            overlapped=True,
+        ),
+        Strategy(
+            "static-hybrid",
+            "the hottest rows on the device, the others read and updated by the CPU",
+            contract="exact up to rounding",
+            on_host=True,
+            pinned_part=1.0,
             stages=IN_PLACE,
             overlapped=True,
         ),

@@ -1,7 +1,8 @@
-"""A few numbers that the host computes, at one place on the device."""
+"""A few numbers that the host computes, at one place on the device: any, and a rule's settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,3 +37,31 @@ class Upload:
         self._marks[place] = self._lanes.mark_here()
         self._sent += 1
         return self.there
+
+
+class TableScalars:
+    """A rule's numbers for each table, [T, K]; one tensor for ever, so that a captured step follows
+    a schedule."""
+
+    def __init__(self, find: Callable[[], list[tuple[float, ...]]], lanes: Lanes) -> None:
+        """`find` gives the same list for as long as nothing changes."""
+        self._find, self._lanes = find, lanes
+        self._values: Any = None
+        self._upload: Upload | None = None
+        self.alike = True  # all tables have those of the first
+
+    def push(self) -> None:
+        """Bring them up to date."""
+        values = self._find()
+        if values is self._values:
+            return
+        self.alike = all(each == values[0] for each in values)
+        if self._upload is None:
+            self._upload = Upload((len(values), len(values[0])), torch.float32, self._lanes)
+        self._upload.send(values[0] if self.alike else values)
+        self._values = values  # now that they are there
+
+    @property
+    def there(self) -> Tensor:
+        assert self._upload is not None, "nobody has pushed them"
+        return self._upload.there

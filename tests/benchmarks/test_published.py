@@ -1,0 +1,215 @@
+"""Published systems beside their bars: the arithmetic by hand, and both benchmarks in small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+
+
+def line(ms: float, **facts: Any) -> dict[str, Any]:
+    return {"setting": {"batch": 1000}, "step_ms": {"p50": ms}, "facts": facts}
+
+
+def test_ratios_stand_beside_what_was_published_and_what_is_possible(load) -> None:
+    bars = load("bars")
+    lines = {
+        "hybrid-plain": line(40.0),
+        "hybrid": line(4.0),
+        "all-fast": line(1.0),
+        "fae": line(4.0, hot_share=0.5, dropped_share=0.0),
+        "static-hybrid": line(3.0),
+        "scratchpipe": line(1.5, bound_ms=0.5),
+        "slipstream-fae": line(3.2, dropped_share=0.2),
+    }
+    found = {(each.system, each.over): each for each in bars.ratios(lines)}
+    assert found["fae", "hybrid"].value == 1
+    assert found["fae", "hybrid"].bound == pytest.approx(4 / (0.5 * 1 + 0.5 * 4))
+    assert found["fae", "hybrid-plain"].bound == pytest.approx(40 / 2.5)
+    assert found["fae", "hybrid-plain"].published == 1.52
+    assert str(found["fae", "hybrid-plain"]) == (
+        "10.00 times hybrid-plain, published 1.52, bound 16.00"
+    )
+    assert ("fae", "cpu") not in found  # which was not measured
+    assert found["scratchpipe", "static-hybrid"].value == 2
+    assert found["scratchpipe", "static-hybrid"].bound == 6
+    assert found["slipstream-fae", "fae"].value == pytest.approx(1.25)
+    assert found["slipstream-fae", "fae"].bound == pytest.approx(1.25)
+    assert found["static-hybrid", "hybrid"].bound == 4  # as fast as all-fast at the most
+    assert bars.rate(lines["hybrid"]) == 250_000
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.8, 1.05])
+def test_the_hottest_rows_are_those_that_are_drawn_most(load, skew: float) -> None:
+    traces = load("traces")
+    rows = (20_000, 20_000) if skew == 0 else (20_000, 3_000, 10)
+    trace = traces.Trace(rows, steps=30, batch=4096, skew=skew, lock=False)
+    ranks = traces.hottest_ranks(rows, skew, 1000)
+    assert 0.98 * 1000 <= sum(ranks) <= 1000
+    drawn, best = [], []
+    for place, (ids, num_rows) in enumerate(
+        zip(traces.hottest_rows(rows, skew, 1000), rows, strict=True)
+    ):
+        assert len(set(ids.tolist())) == ranks[place]
+        counts = torch.bincount(trace.ids[:, :, place].flatten(), minlength=num_rows)
+        hits = int(counts[torch.from_numpy(ids)].sum()) / int(counts.sum())
+        expected = traces.share_of_lookups(num_rows, skew, ranks[place])
+        assert hits == pytest.approx(expected, abs=0.01)
+        drawn.append(int(counts[torch.from_numpy(ids)].sum()))
+        best.append(counts)
+    trace.close()
+    if skew:  # what chance has drawn most is hardly more
+        assert sum(drawn) > 0.97 * int(torch.cat(best).topk(1000)[0].sum())
+
+
+class Fae:
+    """Stands for FAE: other order, and with a skip half of the batches alone."""
+
+    def __init__(self, *, cold: str, skip: Any = None) -> None:
+        self.cold, self.skip = cold, skip
+        self.hot_share = 0.25
+
+    def attach(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def passes(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
+        listed = list(batches)
+        yield listed[1::2]
+        if self.skip is None:
+            yield listed[::2]
+
+
+class Slipstream:
+    def __init__(self, *, target: float, validate_every: int) -> None:
+        assert target == 0.3
+
+
+def lines_of(folder: Path, suite: str) -> dict[tuple[str, str], dict[str, Any]]:
+    text = (folder / f"{suite}.jsonl").read_text().splitlines()
+    return {(each["run"], each["system"]): each for each in map(json.loads, text)}
+
+
+def test_systems_that_are_not_there_hinder_no_other(load, tmp_path, monkeypatch, capsys) -> None:
+    published = load("published")
+    monkeypatch.setattr(hotrow, "FAE", Fae, raising=False)
+    monkeypatch.setattr(hotrow, "Slipstream", Slipstream, raising=False)
+    monkeypatch.setattr(hotrow, "Hotline", lambda: None, raising=False)  # takes no skip=
+    monkeypatch.delattr(hotrow, "RandomDrop", raising=False)
+    monkeypatch.setattr("sys.argv", ["published.py"])
+    only = ["kaggle", "cpu", "hybrid*", "static-hybrid", "fae", "*fae", "*-hotline", "random-drop"]
+    with pytest.raises(SystemExit) as ended:
+        published.main(["--only", *only, "--smoke", "--results", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    found = lines_of(tmp_path, "published")
+    assert {name for _, name in found} == {
+        "hotrow-cpu", "hotrow-hybrid", "hotrow-hybrid-plain", "hotrow-static-hybrid", "hotrow-fae",
+        "hotrow-slipstream-fae",
+    }  # fmt: skip
+    assert "hotrow.Hotline does not take it so" in said
+    assert "this hotrow has no RandomDrop" in said
+    assert found["kaggle", "hotrow-fae"]["facts"]["dropped_share"] == 0
+    assert found["kaggle", "hotrow-fae"]["facts"]["hot_share"] == 0.25
+    # Of eight batches four are trained, of which the first ends before the clock starts.
+    skipped = found["kaggle", "hotrow-slipstream-fae"]
+    assert skipped["facts"]["dropped_share"] == pytest.approx(1 - 3 / 7)
+    assert len(skipped["step_ms"]["medians"]) == published.REPEATS
+    assert "times hybrid-plain, published 1.52" in said
+
+
+def test_popular_samples_are_counted_by_hand(load) -> None:
+    published, suite = load("published"), load("suite")
+    setting = suite.Setting("small", (500, 40), dim=4, batch=64, budget=0.1)
+    bench = suite.Bench(
+        setting, device=torch.device("cpu"), options=published.DenseOptions(compile=False),
+        warmup=5, timed=10,
+    )  # fmt: skip
+    ids = load("traces").hottest_rows((500, 40), 1.05, 54)
+    hot = [set(each.tolist()) for each in ids]
+    samples = bench.trace.ids[: published.LOOKED_AT].reshape(-1, 2).tolist()
+    expected = sum(a in hot[0] and b in hot[1] for a, b in samples) / len(samples)
+    assert 0 < expected < 1
+    assert published.popular_share(bench) == pytest.approx(expected)
+    bench.close()
+
+
+def test_one_table_fits_a_call_of_the_machine(load, capsys) -> None:
+    published, scratchpipe = load("published"), load("scratchpipe")
+    for setting in published.SETTINGS:
+        runs = published.runs_of([setting.name])
+        assert [run.system for run in runs] == list(load("bars").SYSTEMS)
+        assert sum(run.seconds(400) for run in runs) < 9 * 60
+    assert [run.name for run in published.runs_of(["kaggle/fae"])] == ["kaggle/fae"]
+    scratchpipe.main(["--list"])
+    *names, total = capsys.readouterr().out.splitlines()
+    assert len(names) == 4 * (2 + 3 * 2)
+    assert float(total.split()[0].lstrip("~")) < 9
+
+
+def test_scratchpipes_experiment_runs_in_small(load, tmp_path, monkeypatch, capsys) -> None:
+    scratchpipe = load("scratchpipe")
+    monkeypatch.setattr("sys.argv", ["scratchpipe.py"])
+    only = ["--only", "static-hybrid", "scratchpipe", "--budgets", "10"]
+    with pytest.raises(SystemExit) as ended:
+        scratchpipe.main(
+            [*only, "--localities", "uniform", "high", "--smoke", "--results", str(tmp_path)]
+        )
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    found = lines_of(tmp_path, "scratchpipe")
+    systems = ("hotrow-static-hybrid", "hotrow-scratchpipe")
+    assert set(found) == {(run, name) for run in ("uniform-10", "high-10") for name in systems}
+    for run in ("uniform-10", "high-10"):
+        facts = found[run, systems[0]]["facts"]
+        # Of lookups that are no hits, several may read one row.
+        assert facts["hit_rate"] > facts["hottest_have"] - 0.05
+    low, high = (found[f"{each}-10", systems[0]]["facts"] for each in ("uniform", "high"))
+    assert high["hit_rate"] > low["hit_rate"] + 0.3
+    assert "scratchpipe over static-hybrid on the mean" in said
+
+
+def test_bounds_are_rows_over_the_rate_of_who_moves_them(load) -> None:
+    scratchpipe = load("scratchpipe")
+    facts = {
+        "fetched_rows_per_step": 3000, "made_rows_per_step": 1000, "evicted_rows_per_step": 1000,
+    }  # fmt: skip
+    known = {"link": 3e6, "read": 2e6, "write": 1e6}
+    assert scratchpipe.bound_ms("lookahead", facts, known) == pytest.approx(1)
+    assert scratchpipe.bound_ms("static-hybrid", facts, known) == pytest.approx(2)
+    assert scratchpipe.bound_ms("scratchpipe", facts, {"link": 3e6}) is None
+    nothing = dict.fromkeys(facts, 0)
+    assert scratchpipe.bound_ms("all-fast", nothing, known) is None
+
+
+def test_the_page_shows_both(load) -> None:
+    render = load("render")
+    environment = {
+        "gpu": None, "driver": None, "cuda": None, "torch": "2", "triton": "3", "python": "3",
+        "cores": 2, "hotrow": "0",
+    }  # fmt: skip
+
+    def full(run: str, system: str, ms: float, **facts: Any) -> dict[str, Any]:
+        spread = {"p20": ms, "p50": ms, "p80": ms}
+        return {
+            **line(ms, **facts), "run": run, "system": system, "step_ms": spread, "commit": "abc",
+            "environment": environment, "date": "2026-11-16",
+        }  # fmt: skip
+
+    page = render.published(
+        [full("kaggle", "hotrow-hybrid", 4.0), full("kaggle", "hotrow-hotline", 1.0)]
+    )
+    assert "| kaggle | hotline | 1 (1-1) | 4.00 times hybrid, published 2.2 | abc |" in page
+    shared = {"hit_rate": 0.5, "hottest_have": 0.25}
+    page = render.scratchpipe(
+        [
+            full("low-2", "hotrow-static-hybrid", 30.0, bound_ms=None, **shared),
+            full("low-2", "hotrow-scratchpipe", 10.0, bound_ms=5.0, **shared),
+        ]
+    )
+    assert "| 3.00 | 50.0% | 25.0% | 5.00 (step: 2.00 times) | abc |" in page
