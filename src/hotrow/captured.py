@@ -433,7 +433,7 @@ class _Form:
         tensors: Sequence[Tensor],
         room: dict[int, int],  # of tensors with a place for each lookup, by place in the batch
         of_works: tuple[Any, ...],  # what else launches depend on
-        engines: tuple[bool, ...],
+        engines: tuple[bool, ...] = (),  # who keeps the rows
     ) -> None:
         self.tensors, self.room = tensors, room
         shapes = tuple(
