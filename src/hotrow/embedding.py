@@ -410,10 +410,13 @@ class EmbeddingBagCollection(nn.Module):
 
     def reserve_like(self, features: Any) -> None:
         """Batches will be about as large as this one, which is looked at and not trained."""
-        arrival = self.prepare(features, self.device)
+        arrival = self.prepare(features)
         self._make_room(arrival)
-        for work in arrival.works:
-            work.group.expected_rows = work.ids.ids.numel()
+        works: Sequence[Any] = arrival.works
+        for work in works:
+            # What plans later takes ids from anywhere, and counts them there.
+            later = work.group.plans_later
+            work.group.expected_rows = work.count_distinct() if later else work.ids.ids.numel()
 
     def _make_room(self, first: Arrival) -> None:
         if self._budget_bytes and not self._has_begun():
