@@ -228,7 +228,7 @@ def time_run(trainer: Any, source: Source, device: torch.device) -> WholeRun:
 def hot_share(system: Any, bench: Bench) -> float:
     """What a system says of its samples; else, how many have hot rows alone by a perfect profile
     of the same budget."""
-    said = getattr(system, "hot_share", None)
+    said = getattr(getattr(system, "record", None), "hot_share", None)
     return popular_share(bench) if said is None else float(said)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ class Fae:
 
     def __init__(self, *, cold: str, skip: Any = None) -> None:
         self.cold, self.skip = cold, skip
-        self.hot_share = 0.25
+        self.record = SimpleNamespace(hot_share=0.25)
 
     def attach(self, trainer: Any) -> None:
         self.trainer = trainer
