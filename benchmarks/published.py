@@ -68,7 +68,8 @@ SETTINGS = (
     Setting("kaggle", KAGGLE_ROWS, dim=16, batch=2048),
 )
 DROP_TARGET = 0.3
-REPEATS = 3  # of whole runs
+REPEATS = 3
+SMOKE_BATCHES = 32  # some of them hot, of samples that are told apart
 LOOKED_AT = 8  # batches whose samples are told apart, for bounds
 # Systems that train step by step alike: their names in the registry of systems.
 BY_STEPS = {
@@ -90,6 +91,7 @@ class Context:
     batches: int  # of a whole run
     rates: dict[str, float]
     deadline: Deadline
+    repeats: int = REPEATS  # of whole runs, after one that warms up
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -168,7 +170,7 @@ def measure_whole(context: Context, name: str) -> dict[str, Any]:
     say(f"    built in {startup:.1f} s")
     source = Source(bench.trace, context.batches)
     runs = []
-    for repeat in range(1 + REPEATS):
+    for repeat in range(1 + context.repeats):
         if len(runs) > 1 and context.deadline.minutes_left <= 0:
             break
         context.deadline.check()
@@ -228,7 +230,7 @@ def time_run(trainer: Any, source: Source, device: torch.device) -> WholeRun:
 def hot_share(system: Any, bench: Bench) -> float:
     """What a system says of its samples; else, how many have hot rows alone by a perfect profile
     of the same budget."""
-    said = getattr(system, "hot_share", None)
+    said = getattr(getattr(system, "record", None), "hot_share", None)
     return popular_share(bench) if said is None else float(said)
 
 
@@ -343,9 +345,10 @@ def run_all(runs: Sequence[Run], arguments: argparse.Namespace) -> int:
                 finish(context, session)
             context = Context(
                 bench_for(run.setting, arguments),
-                8 if arguments.smoke else arguments.batches,
+                SMOKE_BATCHES if arguments.smoke else arguments.batches,
                 {} if arguments.smoke else rates(arguments.results, 4 * run.setting.dim),
                 session.deadline,
+                repeats=1 if arguments.smoke else REPEATS,
             )
             if not arguments.smoke:
                 context.lines |= before(run.setting.name, session.results)

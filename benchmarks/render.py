@@ -60,9 +60,10 @@ All but the last four take `--minutes 8` (begin nothing that would end later), `
 - `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, published, scratchpipe, timeline):
   how hotrow's rows move; a dense part without torch.compile; steps without CUDA graphs.
 - `--interaction`, `--masters` (terabyte, published, scratchpipe, ceilings, timeline): forms of the
-  dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by PyTorch's batched matrix
-  product, `fused` by hotrow's kernel. `--masters plain` updates the float32 masters of the bfloat16
-  weights by compiled SGD, `hotrow` by `hotrow.masters.MasterWeights`. Both are `plain` if left out.
+  dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by
+  PyTorch's batched matrix product, `fused` by hotrow's kernel. `--masters plain` updates the
+  float32 masters of the bfloat16 weights by compiled SGD, `hotrow` by
+  `hotrow.masters.MasterWeights`. Both are `plain` if left out.
 
 `hotrow-lookahead-written` is `hotrow-lookahead` in which all rows count as written: every miss is
 read over the link, as after an epoch of training. Without that, rows that nobody has written yet
