@@ -21,6 +21,7 @@ from hotrow import STRATEGIES
 from hotrow.cli import make_app
 from hotrow.records import ComparisonRecord, Figures, StepRecord
 from hotrow.run.config import RunConfig
+from hotrow.run.named import find_named
 from hotrow.run.source import Samples
 from hotrow.run.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
 
@@ -78,7 +79,7 @@ class Tampered(StrategySystem):
     """all-fast, but for one weight of one row at the end."""
 
     def __init__(self, config: RunConfig, samples: Samples, by: float) -> None:
-        super().__init__(with_strategy(config, STRATEGIES["all-fast"]), samples)
+        super().__init__(with_strategy(config, find_named("all-fast")), samples)
         self._by = by
 
     def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
@@ -101,7 +102,7 @@ class Failing(StrategySystem):
 
 
 def test_every_strategy_is_compared_with_all_fast() -> None:
-    names = [*STRATEGIES, "hybrid-plain"]
+    names = [*STRATEGIES, "hotline", "hybrid-plain"]
     result = compare("--strategies", ",".join(names), "--repeat", "2", "--json")
     assert result.exit_code == 0, result.output
     found = table(result)

@@ -20,8 +20,8 @@ from hotrow.budget import show_bytes
 from hotrow.records import RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
+from hotrow.run.named import find_named
 from hotrow.run.tally import Tally
-from hotrow.strategy import STRATEGIES
 from hotrow.told import few
 
 Advance = Callable[[Tally], None]
@@ -204,7 +204,7 @@ def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:
 def _slots(record: RunRecord) -> str:
     if not record.summary.fast_rows_share:
         return "none: rows stay in slow memory"
-    strategy = STRATEGIES[record.settings["embedding"]["strategy"]]
+    strategy = find_named(record.settings["embedding"]["strategy"]).rows
     kept = "" if strategy.keeps_rows else ", none kept between batches"
     return f"for {record.summary.fast_rows_share:.2%} of the rows{kept}"
 

@@ -44,7 +44,8 @@ def compare(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help=f"With commas between, of {', '.join(SYSTEMS)}.",
+            help=f"With commas between, of {', '.join(SYSTEMS)}; +slipstream or +random-drop "
+            "behind one leaves out samples.",
             show_default=f"{', '.join(USUAL)}, and the run's own",
         ),
     ] = None,

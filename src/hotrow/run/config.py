@@ -23,9 +23,9 @@ from hotrow.data import SyntheticConfig
 from hotrow.embedding import FILLS
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run import toml
+from hotrow.run.named import SystemSection, find_named
 from hotrow.run.rates import ScheduleSection
 from hotrow.scalars import plain_fields
-from hotrow.strategy import find_strategy
 
 ROW_RULES: dict[str, type[RowRule]] = {
     "sgd": SGD,
@@ -248,7 +248,7 @@ class EmbeddingSection:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        find_strategy(self.strategy)
+        find_named(self.strategy)
         _one_of(FILLS, fill=self.fill)
         parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
         if isinstance(self.depth, str) and self.depth != "auto":
@@ -304,7 +304,16 @@ class RunConfig:
     data: DataSection = field(default_factory=DataSection)
     model: ModelSection = field(default_factory=ModelSection)
     embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
+    system: SystemSection = field(default_factory=SystemSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+
+    def __post_init__(self) -> None:
+        named = find_named(self.embedding.strategy)
+        if self.training.check_equality and named.contract == "changed":
+            raise ValueError(
+                f"training.check_equality compares all bits with all-fast, and {named.name} trains "
+                "samples in another order, or fewer of them; training.check_equality=false"
+            )
 
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:

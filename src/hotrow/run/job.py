@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.models import MODELS
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
+from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
+from hotrow.run.training import make_system, training_batches
 from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig
 from hotrow.trainer import Trainer
 
@@ -35,10 +37,18 @@ class Job:
         if self.trainer.dense_optimizer is not None:
             optimizers.append(self.trainer.dense_optimizer)
         schedules = self.config.training.schedule.drive(optimizers)
-        for record in self.trainer.run(self.samples.batches(self.total_steps)):
+        for record in self.trainer.run(self._batches()):
             for schedule in schedules:
                 schedule.step()
             yield record
+            if record.step == self.config.training.steps:
+                return  # a system that orders samples would go on to the end of its epoch
+
+    def _batches(self) -> Iterable[AnyBatch]:
+        """What a system reads more than once it reads from the beginning each time."""
+        if self.trainer.system is None:
+            return self.samples.batches(self.total_steps)
+        return training_batches(self.samples, self.total_steps, self.trainer.system)
 
     @property
     def total_steps(self) -> int:
@@ -76,6 +86,7 @@ def build(config: RunConfig, samples: Samples | None = None) -> Job:
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
+        system=make_system(config, samples, total_steps(config, samples)),
     )
     # What is told of its memory before the first batch is to be what it will be.
     if samples.lookups is not None:
@@ -150,7 +161,7 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
             tables=tables_of(config, samples),
             optimizer=config.embedding.optimizer.rule(),
             budget=config.embedding.budget,
-            strategy=config.embedding.strategy,
+            strategy=find_named(config.embedding.strategy).rows,
             device=config.run.device,
             seed=config.run.seed,
             fill=config.embedding.fill,

@@ -258,6 +258,11 @@ class FromFolder:
         for _, batch in zip(range(steps), batches, strict=False):
             yield batch
 
+    def loader(self, epochs: int) -> BatchReader[AnyBatch]:
+        """All training samples so often, for who tells them apart by their numbers."""
+        seed = self._section.seed if self._section.shuffle else None
+        return self._loader("train", seed=seed, epochs=epochs, drop_last=True)
+
     @property
     def validation(self) -> Iterable[AnyBatch]:
         return self.split("validation").batches

@@ -18,10 +18,13 @@ from torch import Tensor
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.job import build, dense_weights
+from hotrow.run.named import SKIPS, Named, find_named
+from hotrow.run.named import SYSTEMS as NAMED_SYSTEMS
 from hotrow.run.plain import PlainHybrid, why_not_plain
 from hotrow.run.source import Samples
-from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.strategy import STRATEGIES
 
+PLAIN = "hybrid-plain"
 CONTRACTS = ("exact", "exact up to rounding", "changed")
 
 
@@ -84,9 +87,14 @@ def register(kind: SystemKind) -> None:
 def find_system(name: str) -> SystemKind:
     if name in SYSTEMS:
         return SYSTEMS[name]
+    if "+" in name:
+        return _of_named(find_named(name))
     near = difflib.get_close_matches(name.lower(), SYSTEMS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"there is no strategy {name!r}{hint}; known are {', '.join(SYSTEMS)}")
+    raise ValueError(
+        f"there is no strategy {name!r}{hint}; known are {', '.join(SYSTEMS)}, each but "
+        f"{PLAIN} also with {' or '.join('+' + each for each in SKIPS)}"
+    )
 
 
 class StrategySystem:
@@ -118,27 +126,27 @@ class StrategySystem:
         return self._job.embedding.memory()
 
 
-def with_strategy(config: RunConfig, strategy: Strategy) -> RunConfig:
+def with_strategy(config: RunConfig, named: Named) -> RunConfig:
     """The same run with another strategy; one of the CPU alone leaves a GPU aside."""
-    run = replace(config.run, device="cpu") if strategy.on_cpu_alone else config.run
-    return replace(config, run=run, embedding=replace(config.embedding, strategy=strategy.name))
+    run = replace(config.run, device="cpu") if named.rows.on_cpu_alone else config.run
+    return replace(config, run=run, embedding=replace(config.embedding, strategy=named.name))
 
 
-def _of_strategy(strategy: Strategy) -> SystemKind:
+def _of_named(named: Named) -> SystemKind:
     return SystemKind(
-        strategy.name,
-        strategy.summary,
-        strategy.contract,
-        build=lambda config, samples: StrategySystem(with_strategy(config, strategy), samples),
-        is_bounded=not strategy.everything,
+        named.name,
+        named.summary,
+        named.contract,
+        build=lambda config, samples: StrategySystem(with_strategy(config, named), samples),
+        is_bounded=not named.rows.everything,
     )
 
 
-for _strategy in STRATEGIES.values():
-    register(_of_strategy(_strategy))
+for _name in (*STRATEGIES, *NAMED_SYSTEMS):
+    register(_of_named(find_named(_name)))
 register(
     SystemKind(
-        "hybrid-plain",
+        PLAIN,
         "nn.EmbeddingBag with sparse gradients and torch.optim on the CPU, the dense part on the "
         "device",
         "exact up to rounding",

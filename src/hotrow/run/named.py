@@ -1,0 +1,95 @@
+"""What a run's strategy names: where rows are, what orders or splits samples, what leaves some out.
+
+find_named("lookahead")              # a collection's strategy alone
+find_named("hotline")                # a system that trains on one
+find_named("fae+slipstream")         # and samples that are left out
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from hotrow.skip import MODES
+from hotrow.strategy import STRATEGIES, Strategy
+
+# Systems, what they do, and what they promise next to all-fast; rows are pinned, others fetched.
+SYSTEMS = {
+    "fae": ("hot samples and cold ones in turns, rows of cold ones fetched", "changed"),
+    "fae-hybrid": ("hot samples and cold ones in turns, cold ones on the CPU", "changed"),
+    "hotline": (
+        "popular samples of a batch first, while the others' rows arrive",
+        "exact up to rounding",
+    ),
+}
+SKIPS = {
+    "slipstream": "samples left out whose rows have stopped changing",
+    "random-drop": "as many samples left out at random",
+}
+_ROWS_OF_SYSTEMS = "static"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A strategy by its parts."""
+
+    rows: Strategy
+    system: str | None = None
+    skip: str | None = None
+
+    @property
+    def name(self) -> str:
+        base = self.system or self.rows.name
+        return base if self.skip is None else f"{base}+{self.skip}"
+
+    @property
+    def summary(self) -> str:
+        base = self.rows.summary if self.system is None else SYSTEMS[self.system][0]
+        return base if self.skip is None else f"{base}; {SKIPS[self.skip]}"
+
+    @property
+    def contract(self) -> str:
+        if self.skip is not None:
+            return "changed"
+        return self.rows.contract if self.system is None else SYSTEMS[self.system][1]
+
+
+def find_named(name: str) -> Named:
+    """A strategy, a system, or one of them with `+slipstream` or `+random-drop`."""
+    base, plus, skip = name.partition("+")
+    if plus and skip not in SKIPS:
+        raise ValueError(
+            f"there is no {'+' + skip!r} to put on a strategy; there are "
+            f"{' and '.join('+' + each for each in SKIPS)}"
+        )
+    if base in SKIPS:
+        raise ValueError(f"{base} goes on top of a strategy, such as 'lookahead+{base}'")
+    if base in SYSTEMS:
+        return Named(STRATEGIES[_ROWS_OF_SYSTEMS], base, skip or None)
+    if base in STRATEGIES:
+        return Named(STRATEGIES[base], None, skip or None)
+    known = [*STRATEGIES, *SYSTEMS]
+    near = difflib.get_close_matches(base.lower(), known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(
+        f"there is no strategy {base!r}{hint}; known are {', '.join(known)}, each also with "
+        f"{' or '.join('+' + each for each in SKIPS)}"
+    )
+
+
+@dataclass(frozen=True)
+class SystemSection:
+    """`[system]`: for strategies that order, split or leave out samples. `hot_budget`: bytes of
+    rows that fae and slipstream take as hot, at most; None: all that can be pinned. `target`: the
+    share of hot samples that slipstream leaves out, and of all samples that random-drop does.
+    `mode`: what slipstream leaves out."""
+
+    hot_budget: str | int | None = None
+    target: float = 0.3
+    mode: str = "samples"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target < 1:
+            raise ValueError(f"target must be a share of at least 0 and below 1, got {self.target}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")

@@ -1,0 +1,76 @@
+"""Systems of a run, and what they train on. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hotrow.fae import FAE
+from hotrow.hotline import Hotline
+from hotrow.run.config import RunConfig
+from hotrow.run.named import SystemSection, find_named
+from hotrow.run.source import AnyBatch, Samples
+from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.trainer import System
+
+
+def make_system(config: RunConfig, samples: Samples, steps: int) -> System[AnyBatch] | None:
+    """What the run's strategy names beside where rows are; None: batches come as they are."""
+    named, budget = find_named(config.embedding.strategy), config.system.hot_budget
+    test = Again(lambda: iter(samples.validation))
+    epoch = min(steps, samples.batches_per_epoch)
+    if named.system is None:
+        return None if named.skip is None else _skip(named.skip, config.system, epoch, test)
+    skip = None if named.skip is None else _skip(named.skip, config.system, epoch)
+    if named.system == "hotline":
+        return Hotline(batches_per_epoch=epoch, skip=skip)
+    return FAE(
+        hot_budget=budget,
+        cold="hybrid" if named.system == "fae-hybrid" else "fetched",
+        test=test,
+        epochs=None if hasattr(samples, "loader") else -(-steps // epoch),
+        seed=config.data.seed,
+        skip=skip,
+    )
+
+
+def _skip(
+    name: str, section: SystemSection, epoch: int, test: Iterable[AnyBatch] | None = None
+) -> RandomDrop | Slipstream:
+    if name == "random-drop":
+        return RandomDrop(section.target, batches_per_epoch=epoch)
+    options: dict[str, Any] = {"target": section.target, "mode": section.mode}
+    if section.hot_budget is not None:
+        options["hot_budget"] = section.hot_budget
+    return Slipstream(test=test, batches_per_epoch=epoch, **options)
+
+
+def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
+    """FAE tells the samples of one epoch apart, and goes through them as often as it is told."""
+    epoch = min(steps, samples.batches_per_epoch)
+    if isinstance(system, FAE):
+        if hasattr(samples, "loader"):
+            found: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))
+            return found
+        steps = epoch
+    return Again(lambda: samples.batches(steps), steps, epoch)
+
+
+class Again:
+    """Batches that are read from the beginning each time."""
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterator[AnyBatch]],
+        count: int | None = None,
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        self._batches, self._count, self.batches_per_epoch = batches, count, batches_per_epoch
+
+    def __iter__(self) -> Iterator[AnyBatch]:
+        return self._batches()
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError("how many batches there are is not known")
+        return self._count

@@ -1,0 +1,107 @@
+"""What a run's strategy names, and runs of every system."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotrow.fae import FAE
+from hotrow.hotline import Hotline
+from hotrow.run.config import load
+from hotrow.run.job import build
+from hotrow.run.named import SKIPS, SYSTEMS, find_named
+from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.strategy import STRATEGIES
+
+SMALL = [
+    "data.rows=[400,30]", "data.num_dense=2", "data.batch_size=32", "data.samples=1600",
+    "data.eval_batches=2", "model.embedding_dim=4", "model.bottom=[8]", "model.top=[8]",
+    "embedding.budget=60%", "training.check_equality=false", "training.eval_every=20",
+]  # fmt: skip
+
+
+def job_of(*settings: str) -> Any:
+    return build(load(None, overrides=[*SMALL, *settings]))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "system", "skip", "contract"),
+    [
+        ("lookahead", "lookahead", None, None, "exact"),
+        ("hybrid", "hybrid", None, None, "exact up to rounding"),
+        ("hotline", "static", "hotline", None, "exact up to rounding"),
+        ("fae", "static", "fae", None, "changed"),
+        ("fae-hybrid+slipstream", "static", "fae-hybrid", "slipstream", "changed"),
+        ("lru+random-drop", "lru", None, "random-drop", "changed"),
+    ],
+)
+def test_names_have_parts(
+    name: str, rows: str, system: str | None, skip: str | None, contract: str
+) -> None:
+    found = find_named(name)
+    assert (found.rows.name, found.system, found.skip) == (rows, system, skip)
+    assert (found.name, found.contract) == (name, contract)
+    assert found.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hotlin", "did you mean 'hotline'"),
+        ("lookahead+slip", "there is no '\\+slip' to put on a strategy; there are"),
+        ("slipstream", "goes on top of a strategy, such as 'lookahead\\+slipstream'"),
+        ("fea+slipstream", "there is no strategy 'fea'"),
+    ],
+)
+def test_other_names_are_refused(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        find_named(name)
+    with pytest.raises(ValueError, match=said):
+        job_of(f"embedding.strategy={name}")
+
+
+def test_no_name_means_two_things() -> None:
+    assert not set(SYSTEMS) & set(STRATEGIES)
+    assert not set(SKIPS) & {*SYSTEMS, *STRATEGIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fae", FAE),
+        ("fae-hybrid", FAE),
+        ("hotline", Hotline),
+        ("lookahead+slipstream", Slipstream),
+        ("lookahead+random-drop", RandomDrop),
+        ("hotline+random-drop", Hotline),
+        ("fae+slipstream", FAE),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what systems are made for
+def test_a_run_trains_by_its_system(name: str, kind: type) -> None:
+    job = job_of(f"embedding.strategy={name}", "training.epochs=2")
+    assert isinstance(job.trainer.system, kind)
+    trained = sum(record.samples for record in job.train())
+    if name == "lookahead+random-drop":
+        assert trained == 3200 * 7 // 10
+    elif "+" not in name:
+        assert trained == 3200
+    assert 0.4 < job.evaluate(at_end=True).auc <= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_so_many_steps_are_so_many() -> None:
+    job = job_of("embedding.strategy=fae", "training.steps=17")
+    assert [record.step for record in job.train()] == list(range(1, 18))
+
+
+def test_bits_are_not_compared_where_samples_are_changed() -> None:
+    with pytest.raises(ValueError, match="check_equality compares all bits with all-fast, and fae"):
+        job_of("embedding.strategy=fae", "training.check_equality=true")
+
+
+@pytest.mark.parametrize("setting", ["system.target=1.5", "system.mode=some"])
+def test_settings_of_systems_are_checked(setting: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        job_of(setting)
