@@ -304,8 +304,8 @@ class RunConfig:
     data: DataSection = field(default_factory=DataSection)
     model: ModelSection = field(default_factory=ModelSection)
     embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
-    system: SystemSection = field(default_factory=SystemSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+    system: SystemSection = field(default_factory=SystemSection)
 
     def __post_init__(self) -> None:
         named = find_named(self.embedding.strategy)

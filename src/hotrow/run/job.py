@@ -86,7 +86,7 @@ def build(config: RunConfig, samples: Samples | None = None) -> Job:
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
-        system=make_system(config, samples, total_steps(config, samples)),
+        system=make_system(config, samples, lambda: total_steps(config, samples)),
     )
     # What is told of its memory before the first batch is to be what it will be.
     if samples.lookups is not None:

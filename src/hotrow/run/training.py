@@ -14,13 +14,18 @@ from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.trainer import System
 
 
-def make_system(config: RunConfig, samples: Samples, steps: int) -> System[AnyBatch] | None:
+def make_system(
+    config: RunConfig, samples: Samples, total_steps: Callable[[], int]
+) -> System[AnyBatch] | None:
     """What the run's strategy names beside where rows are; None: batches come as they are."""
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
-    test = Again(lambda: iter(samples.validation))
+    if named.system is None and named.skip is None:
+        return None  # whoever evaluates need not have a whole batch to train on
+    steps, test = total_steps(), Again(lambda: iter(samples.validation))
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
-        return None if named.skip is None else _skip(named.skip, config.system, epoch, test)
+        assert named.skip is not None
+        return _skip(named.skip, config.system, epoch, test)
     skip = None if named.skip is None else _skip(named.skip, config.system, epoch)
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
