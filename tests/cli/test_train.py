@@ -468,6 +468,19 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_run("runs/small").summary.equal_to_all_fast is False
 
 
+def test_a_run_that_promises_no_bits_says_how_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrow.cli.train, "differences", lambda left, right: ["rows of table a"])
+    result = train("run.toml", "--set", "embedding.strategy=static-hybrid")
+    assert result.exit_code == 0, result.output
+    assert "not to the bit, and promised is: exact up to rounding" in result.stdout
+
+
+@pytest.mark.parametrize("strategy", ["hotline", "fae", "lookahead+random-drop", "hybrid"])
+def test_the_built_in_job_compares_bits_where_they_are_promised(strategy: str) -> None:
+    assert not load(overrides=[f"embedding.strategy={strategy}"]).training.check_equality
+    assert load(overrides=["embedding.strategy=lru"]).training.check_equality
+
+
 def test_a_run_ends_when_its_auc_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     aucs = iter([0.6, 0.7, float("nan"), 0.69, 0.71])
     monkeypatch.setattr(

@@ -87,7 +87,7 @@ class Screen:
         self._console.print(
             f"[bold]{folder}[/]: {config.model.kind}, {len(embedding.tables)} tables, "
             f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
-            f"state), strategy {embedding.strategy.name}"
+            f"state), strategy {config.embedding.strategy}"
         )
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
@@ -145,7 +145,7 @@ class JsonLines:
             "start",
             folder=str(folder),
             steps=job.total_steps,
-            strategy=embedding.strategy.name,
+            strategy=job.config.embedding.strategy,
             rows=embedding.num_rows,
             slots=embedding.num_slots,
             bytes_total=embedding.bytes_total,
@@ -211,18 +211,21 @@ def _slots(record: RunRecord) -> str:
 
 def _summary(record: RunRecord) -> dict[str, str]:
     found = record.summary
+    contract = find_named(record.settings["embedding"]["strategy"]).contract
     equality = {
         None: "not compared",
         True: f"yes, to the bit: rows, row state, dense weights, {found.steps:,} losses",
-        False: "NO",
+        False: "NO" if contract == "exact" else f"not to the bit, and promised is: {contract}",
     }
+    # A run that was stopped has seen no test sample.
+    split = "validation" if record.outcome == "interrupted" else "test"
     chunked = {}
     if found.chunked_batches:
         chunked["too large for the slots"] = f"{found.chunked_batches:,} batches, in chunks"
     return {
         "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
-        "AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
-        "log-loss": _log_loss(record),
+        f"{split} AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
+        f"{split} log-loss": _log_loss(record),
         "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
         "slots": _slots(record),
         **chunked,

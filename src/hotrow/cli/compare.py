@@ -9,7 +9,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any, Protocol
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -19,6 +18,7 @@ from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, FAILED_STRATEGY, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import one_line_warnings, tell_people
 from hotrow.cli._stop import StopAfterStep
+from hotrow.cli._threads import use_threads
 from hotrow.records import ComparisonRecord, Figures
 from hotrow.report.advice import advise
 from hotrow.report.cells import (
@@ -117,12 +117,11 @@ def compare(
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
     config = load(file, overrides=[*([_SHORT] if file is None else []), *(settings or ())])
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
     names = None if strategies is None else [each.strip() for each in strategies.split(",")]
     entries = choose(config, names, repeat=repeat)
     show: _Show = _JsonLines(quiet) if as_json else _Screen(quiet)
     with one_line_warnings(show.warn):
+        use_threads(config.run, show.warn)
         comparison = Comparison(config, entries, warm_up=warm_up)
         folder = _folder(out, config.run.name)
         with StopAfterStep() as stop:

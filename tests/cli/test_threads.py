@@ -1,0 +1,47 @@
+"""Torch's own number of threads is left alone, and where others need the cores that is told."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hotrow.cli._threads import use_threads
+from hotrow.run.config import RunSection
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, load: float, **settings: object) -> list[str]:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    said: list[str] = []
+    use_threads(RunSection(**settings), said.append)  # type: ignore[arg-type]
+    return said
+
+
+def test_a_busy_machine_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    (said,) = told(monkeypatch, 3.24)
+    assert "3.2 of 4 cores busy" in said
+    assert "run.threads=1" in said
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("load", "settings"), [(0.4, {}), (9.0, {"threads": 2}), (9.0, {"device": "cuda"})]
+)
+def test_nothing_is_said_where_it_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, load: float, settings: dict[str, object]
+) -> None:
+    assert told(monkeypatch, load, **settings) == []
+
+
+def test_a_run_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, 9.0, threads=1) == []
+    assert torch.get_num_threads() == 1
