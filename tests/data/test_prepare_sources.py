@@ -144,6 +144,47 @@ def test_csv_with_quotes(tmp_path: Path) -> None:
     assert_holds_table(run("csv", tmp_path / "out", path, toml=CSV), found)
 
 
+CSV_LISTS = """
+label = "y"
+categories = ["user", "seen", "tags"]
+[tables]
+seen = "user"
+[lists]
+seen = "|"
+tags = " "
+"""
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_csv_lists_become_jagged(tmp_path: Path, quoted: bool) -> None:
+    """With bad lines among them, empty lists, and empty values, which do not count."""
+    draw = random.Random(3)
+    long = "a-user-of-some-length-"
+    rows, bags, tags = [["tags", "y", "seen", "user"]], [], []
+    for number in range(300):
+        bags.append([draw.choice(["", long]) + str(draw.randrange(9)) for _ in range(number % 4)])
+        tags.append([str(draw.randrange(5)) for _ in range(draw.randrange(3))])
+        written = "|".join(bags[-1]) + "|" * (number % 5 == 0)
+        row = ["  ".join(tags[-1]), str(number % 2), written, long + str(number % 9)]
+        rows += [[f'"{each}"' for each in row] if quoted else row]
+        if number % 50 == 7:
+            rows += [["1 2", "7", "8|9", "bad"], ["too", "few|columns"]]
+    path = write(tmp_path / "a.csv", rows, separator=",", end="\r\n" if quoted else "\n")
+    data = run("csv", tmp_path / "out", path, toml=CSV_LISTS, bad_rows="skip")
+    data.verify()
+    assert data.manifest.source["bad_rows"] == 12
+    shards = [shard for split in EVERY for shard in data.shards(split)]
+    for name, expected in (("seen", bags), ("tags", tags)):
+        sizes = np.concatenate([np.diff(shard.jagged[name].offsets) for shard in shards])
+        assert sizes.tolist() == [len(each) for each in expected]
+    users = [long + str(number % 9) for number in range(300)]
+    ids = [all_of(data, "ids")[:, 0], *(shard.jagged["seen"].values for shard in shards)]
+    # One table for both: who is in a list has the row that he has himself.
+    assert_same_grouping(np.concatenate(ids), users + [each for bag in bags for each in bag])
+    values = np.concatenate([shard.jagged["tags"].values for shard in shards])
+    assert_same_grouping(values, [each for bag in tags for each in bag])
+
+
 def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     found = table(30)
     found["price"][20] = "cheap"
@@ -161,11 +202,11 @@ def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(lines) + "\n")
     toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
-    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: they do not close"):
+    with pytest.raises(ValueError, match=r"line 3: its quotes .*a line end within quotes is"):
         run("csv", tmp_path / "1", path, toml=toml, split="random")
     data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
     assert data.manifest.source["bad_rows"] == 3
-    assert "line 4: 1 columns instead of 3" in data.manifest.source["bad_examples"][1]
+    assert "line 4: 1 column instead of 3" in data.manifest.source["bad_examples"][1]
     assert data.table_rows == {"user": 3, "item": 3}
 
 
@@ -185,7 +226,10 @@ WRONG = [
     ('label = "a"\ncategories = "b"', "categories must be a list of texts"),
     ('label = 3\ncategories = ["b"]', "label must be text"),
     ('label = "a"\ncategory = ["b"]', "unknown key 'category'"),
-    ('label = "a"\ncategories = ["b"]\nseparator = "::"', "must be one character"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nb = ","', "',' stands between columns already"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nc = "|"', "lists. names 'c', which is none"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nb = 3', "lists. gives what stands between"),
+    ('label = "a"\ncategories = ["b"]\nseparator = "::"', "separator: one character separates"),
 ]
 
 

@@ -110,7 +110,7 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
         ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
         (
             ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
-            "samples, which do not fill one batch of 4,096",
+            "a batch of 4,096 cannot be filled by",
         ),
     ],
 )

@@ -44,6 +44,7 @@ from hotrow.data.prepared.splits import (
 )
 from hotrow.data.prepared.spool import WORK, Spool, Stretch
 from hotrow.data.prepared.verifying import Verify
+from hotrow.told import many
 
 
 def prepare(
@@ -60,7 +61,9 @@ def prepare(
     shared = share(settings.memory_bytes, workers)
     watch, disk, described = watch or NoWatch(), disk or Disk(out), _described(source, settings)
     if shared.idle:
-        watch.say(f"{shared.idle} cores stay idle: more than {shared.workers} need more --memory")
+        watch.say(
+            f"{many(shared.idle, 'core')} idle, as more than {shared.workers} need more --memory"
+        )
     if settings.split == "time" and (hint := out_of_order([path.name for path in source.paths])):
         watch.say(hint)
     spool = Spool(disk, source.schema, source.key_dtype)
@@ -102,7 +105,7 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
     del tables  # their memory is for counts now
     if not splits["train"]:
         raise ValueError(
-            f"{sum(lines):,} lines leave none for training; give more, or --split random"
+            f"of {many(sum(lines), 'line')} none is left for training; give more, or --split random"
         )
     counts = Verify(job, schema, rows, splits).run()
     return Manifest(
