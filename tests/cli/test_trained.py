@@ -340,7 +340,7 @@ def test_a_bar_is_shown_where_somebody_looks(
 def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     told = refused("predict", "dlrm", "--out", "never.parquet")
-    assert "scores are written with pyarrow, which is not installed; pip install" in told
+    assert "scores are written with pyarrow, which is not installed: pip install pyarrow" in told
 
 
 def test_one_class_alone_has_no_auc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.fields import BadLines
 from hotrow.data.prepared.layouts import Avazu
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.settings import NoWatch, Settings
 from hotrow.data.prepared.sources import open_source
 from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
@@ -142,6 +142,31 @@ def test_csv_with_quotes(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "a.csv", [list(found), *rows], separator=",", end="\r\n")
     assert_holds_table(run("csv", tmp_path / "out", path, toml=CSV), found)
+
+
+@pytest.mark.parametrize(("price", "said"), [("-2000.5", True), ("999", False)])
+def test_large_numbers_are_pointed_out(tmp_path: Path, price: str, said: bool) -> None:
+    rows = [["y", "user", "price", "age"], *(["0", str(i), "1", "5000"] for i in range(30))]
+    rows[9][2] = price
+    path = write(tmp_path / "a.csv", rows, separator=",")
+    (tmp_path / "columns.toml").write_text(
+        'label = "y"\ncategories = ["user"]\ndense = ["price", "age"]\nlog = ["age"]'
+    )
+    heard: list[str] = []
+    watch = NoWatch()
+    watch.say = heard.append  # type: ignore[method-assign]
+    settings = Settings(split="random")
+    columns = tmp_path / "columns.toml"
+    source = open_source("csv", [path], out=tmp_path / "out", columns=columns, settings=settings)
+    prepare(source, tmp_path / "out", settings, workers=1, watch=watch)
+    assert [each for each in heard if "large numbers" in each] == (
+        [
+            "large numbers, from which a model learns little or nothing: price (up to 2,000); "
+            "name them in log, or scale them in the files"
+        ]
+        if said
+        else []
+    )
 
 
 CSV_LISTS = """
