@@ -105,13 +105,15 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write("".join(",".join(line) + "\n" for line in avazu).encode())
     write(Path("UserBehavior.csv"), [["1", str(i), "2", "pv", str(i)] for i in range(9)],
           separator=",")  # fmt: skip
-    table = {name: [f"{i}" for i in range(20)] for name in ("user", "item", "last")}
+    table: dict[str, Any] = {n: [f"{i}" for i in range(20)] for n in ("user", "item", "last")}
+    table["tags"] = [["a", "b"]] * 20
     numbers = {"clicked": [0, 1] * 10, "price": [0.5] * 20, "age": [30] * 20}
     for part in range(2):
         pq.write_table(pa.table(table | numbers), f"part-{part}.parquet")
-    (toml,) = re.findall(r"```\n(label = .*?)```", page, re.DOTALL)
+    (toml,) = re.findall(r"```toml\n(# columns.toml.*?)```", page, re.DOTALL)
     Path("columns.toml").write_text(toml)
-    commands = re.findall(r"^hotrow (prepare .*)$", page, re.MULTILINE)
+    blocks = re.findall(r"^```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^hotrow (prepare [^#\n]*)", "".join(blocks), re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
         code, output = run(*_words(command)[1:])

@@ -325,6 +325,13 @@ def test_parquet_lists_become_jagged(tmp_path: Path) -> None:
     data.verify()
 
 
+def test_parquet_splits_no_texts(tmp_path: Path) -> None:
+    found = lists(10) | {"seen": ["1|2"] * 10}
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="'seen' must hold lists"):
+        run("parquet", tmp_path / "out", tmp_path / "a.parquet", toml=LISTS + '[lists]\nseen = "|"')
+
+
 def test_parquet_at_random_keeps_lists_with_their_samples(tmp_path: Path) -> None:
     found = lists(300)
     found["user"] = list(range(300))

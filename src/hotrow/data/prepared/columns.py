@@ -239,12 +239,11 @@ class ParquetSource:
 
     def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
         self._columns, self.paths = columns, list(paths)
-        if columns.lists:
-            raise ValueError(
-                f"[lists] names {few(columns.lists)}, and is for CSV: lists of Parquet are known"
-            )
         self.describes: dict[str, Any] = {"columns": _plain(columns)}
         kinds = [_kinds(path, columns) for path in self.paths]
+        for name in columns.lists:
+            if any(each[name] != _NOTHING and not each[name].startswith(_LISTS) for each in kinds):
+                raise ValueError(f"[lists] splits texts of CSV alone: {name!r} must hold lists")
         for name in columns.categories:
             held = {each[name]: path for each, path in zip(kinds, self.paths, strict=True)}
             held.pop(_NOTHING, None)
