@@ -210,6 +210,17 @@ def test_csv_lists_become_jagged(tmp_path: Path, quoted: bool) -> None:
     assert_same_grouping(values, [each for bag in tags for each in bag])
 
 
+def test_csv_labels_may_have_a_point(tmp_path: Path) -> None:
+    """As pandas writes them where some are missing."""
+    rows = [["y", "user"], *([f"{i % 2}.0", "7"] for i in range(30)), ["0.5", "8"]]
+    path = write(tmp_path / "a.csv", rows, separator=",")
+    toml = 'label = "y"\ncategories = ["user"]'
+    with pytest.raises(ValueError, match=r"line 32: the label is '0\.5', neither 0 nor 1"):
+        run("csv", tmp_path / "1", path, toml=toml)
+    data = run("csv", tmp_path / "2", path, toml=toml, bad_rows="skip")
+    assert all_of(data, "label").tolist() == [0, 1] * 15
+
+
 def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     found = table(30)
     found["price"][20] = "cheap"
@@ -217,7 +228,7 @@ def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [list(found), *rows], separator=",")
     with pytest.raises(ValueError, match=r"a\.csv, line 22: price is 'cheap', not a number"):
         run("csv", tmp_path / "out", path, toml=CSV)
-    with pytest.raises(ValueError, match=r"a\.csv has no column 'shop'; it has extra, item"):
+    with pytest.raises(ValueError, match=r"no column 'shop'; it has extra, item.*is to name the"):
         run("csv", tmp_path / "out", path, toml=CSV.replace('"user"', '"shop"'))
 
 

@@ -105,7 +105,7 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     [
         (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
-        (["data.kind=prepared", "data.folder=nowhere"], "nowhere has no manifest.json"),
+        (["data.kind=prepared", "data.folder=nowhere"], "nowhere does not exist"),
         (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
         ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
         (

@@ -133,10 +133,11 @@ def _simulated(name: str) -> Strategy:
     if name in STRATEGIES:
         return STRATEGIES[name]
     named = find_named(name)
-    told = f"; its rows follow {named.rows.name}, which can be" if named.rows.has_slots else ""
+    rows = named.rows.name
+    told = f"; its rows follow {rows}: give --strategy {rows}" if named.rows.has_slots else ""
     raise ValueError(
-        f"--strategy {name}: it is training that decides about its samples, so it is not simulated"
-        f"{told}. Simulated are {', '.join(CACHING)}"
+        f"--strategy {name}: which samples are trained, and when, is decided while training, so it "
+        f"is not simulated{told}. Simulated are {', '.join(CACHING)}"
     )
 
 

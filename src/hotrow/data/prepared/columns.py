@@ -148,7 +148,8 @@ class Csv:
             self._names = next(csv.reader([text], delimiter=columns.separator), [])
         except csv.Error as error:
             raise ValueError(f"{path} does not begin with a header: {error}") from None
-        self._places = {name: _place(name, self._names, path) for name in columns.used}
+        hint = f"; the first line is to name the columns, with {columns.separator!r} between"
+        self._places = {name: _place(name, self._names, path, hint) for name in columns.used}
         features = (
             Feature(name, columns.table(name), name in columns.lists) for name in columns.categories
         )
@@ -207,9 +208,9 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
     return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
 
 
-def _place(name: str, names: list[str], path: Path) -> int:
+def _place(name: str, names: list[str], path: Path, hint: str = "") -> int:
     if name not in names:
-        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}")
+        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}{hint}")
     if names.count(name) > 1:
         raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
     return names.index(name)

@@ -198,8 +198,8 @@ LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     if (bits := fields.bits(column)) is not None:
         return bits
-    values, empty, wrong = fields.integers(one(column))
-    wrong = wrong | empty | (values < 0) | (values > 1)
+    values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
+    wrong = wrong | empty | ((values != 0) & (values != 1))
     judge.refuse(wrong, one(column), lambda _, found: f"the label is {found!r}, neither 0 nor 1")
     label: NDArray[np.uint8] = values[0].astype(np.uint8)
     return label

@@ -70,7 +70,7 @@ def prepare(
     with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
         job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
-            job.watch.say(f"{out} is finished already: nothing is left to do")
+            job.watch.say(f"{out} is finished already; hotrow verify tells whether it is whole")
             return read_manifest(out)
         manifest = _run(job, described)
         disk.write(MANIFEST, [to_json(manifest).encode()])
