@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
+from hotrow.cli._declared import JsonLinesFlag
 from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
@@ -37,7 +38,9 @@ def prepare(
     ] = None,
     use_hash: Annotated[
         bool,
-        typer.Option("--hash", help="No vocabulary: every value is hashed into --max-rows rows."),
+        typer.Option(
+            "--hash", metavar="", help="No vocabulary: every value is hashed into --max-rows rows."
+        ),
     ] = False,
     split: Annotated[
         str | None,
@@ -60,11 +63,10 @@ def prepare(
         int | None, typer.Option(min=1, help="Threads; as many as there are cores if left out.")
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away what is in --out and begin anew.")
+        bool,
+        typer.Option("--restart", metavar="", help="Throw away what is in --out and begin anew."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
-    ] = False,
+    as_json: JsonLinesFlag = False,
 ) -> None:
     """Turn logs into shards that training maps into memory.
 

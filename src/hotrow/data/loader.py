@@ -303,10 +303,11 @@ class Loader(BatchReader[ClickBatch]):
 
     With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
-    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples. A batch may be changed in place; it lies in the memory of its stretch, which
-    stays as long as any batch of it does, so whoever keeps a few of many keeps `batch.clone()`.
+    more than it teaches. `len()` counts the batches of all epochs. `features` chooses some, in
+    their order. `sparse` is [B, F] where every sample has one id of each feature, and jagged
+    otherwise. Memory: about (2 x workers + 1) x `mixed` samples. A batch may be changed in place;
+    it lies in the memory of its stretch, which stays as long as any batch of it does, so whoever
+    keeps a few of many keeps `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:
