@@ -25,10 +25,22 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
-def test_the_blocks_of_a_page_run_as_printed(page: Path) -> None:
+def test_the_blocks_of_a_page_run_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the files between them, which begin with their names, and the commands."""
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for place, block in enumerate(blocks(page, "python")):
-        exec(compile(block, f"{page.name}, block {place}", "exec"), names)
+    found = re.findall(r"```(python|toml|console)\n(.*?)```", page.read_text(), re.DOTALL)
+    for place, (language, block) in enumerate(found):
+        if language == "python":
+            exec(compile(block, f"{page.name}, block {place}", "exec"), names)
+        elif language == "console":
+            for line in block.splitlines():
+                result = CliRunner().invoke(make_app(), line.removeprefix("hotrow ").split())
+                assert result.exit_code == 0, f"{line}: {result.output}"
+        elif name := re.match(r"# (\S+\.toml)\n", block):
+            (tmp_path / name[1]).write_text(block)
 
 
 def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def invoke(command: str, *settings: str, also: tuple[str, ...] = ()) -> str:
     return result.output
 
 
+CHECKED = "training.check_equality=true"
+
+
 def section(*settings: str) -> DataSection:
     return load(overrides=[f"data.{each}" for each in settings]).data
 
@@ -89,7 +92,7 @@ def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
 def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     settings = [
         "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%",
-        "training.epochs=3", "training.eval_every=5", "model.embedding_dim=4",
+        "training.epochs=3", "training.eval_every=5", "model.embedding_dim=4", CHECKED,
     ]  # fmt: skip
     command = ["train", *(part for each in settings for part in ("--set", each))]
     result = CliRunner().invoke(make_app(), command)
@@ -105,12 +108,12 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     [
         (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
-        (["data.kind=prepared", "data.folder=nowhere"], "nowhere has no manifest.json"),
+        (["data.kind=prepared", "data.folder=nowhere"], "nowhere does not exist"),
         (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
         ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
         (
             ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
-            "samples, which do not fill one batch of 4,096",
+            "a batch of 4,096 cannot be filled by",
         ),
     ],
 )
@@ -141,7 +144,7 @@ SEQUENCES = ("data.kind=prepared", "data.folder=taobao", "model.kind=tbsm", "mod
 def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
     invoke(
         "train", *SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "training.epochs=3",
-        "training.eval_every=9",
+        "training.eval_every=9", CHECKED,
     )  # fmt: skip
     run = read_run("runs/default")
     assert run.summary.equal_to_all_fast is True
@@ -157,7 +160,7 @@ def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
     settings = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
     job = build(load(overrides=settings))
     assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
-    invoke("train", *settings, "training.epochs=3", "training.eval_every=9")
+    invoke("train", *settings, "training.epochs=3", "training.eval_every=9", CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
 
 
@@ -225,7 +228,8 @@ def test_drift_lets_other_rows_take_the_top(folder: Path) -> None:
 
 def test_counted_data_train_and_are_simulated(folder: Path) -> None:
     data = ("data.kind=counted", "data.folder=out", "data.batch_size=64", "data.samples=1280")
-    invoke("train", *data, "embedding.budget=60%", "training.epochs=2", "model.embedding_dim=4")
+    model = ("embedding.budget=60%", "model.embedding_dim=4")
+    invoke("train", *data, *model, "training.epochs=2", CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
     lines = invoke("simulate", *data, also=("--json", "--batches", "4", "--warm-up", "2"))
     assert json.loads(lines.splitlines()[0])["lookups"] == 4 * 64 * 4
@@ -287,7 +291,7 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
     job = build(load(overrides=settings))
     (group,) = job.embedding.groups
     assert group.profile.keys() == Prepared(folder).table_rows.keys()
-    invoke("train", *settings)
+    invoke("train", *settings, CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
 
 

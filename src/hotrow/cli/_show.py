@@ -22,7 +22,7 @@ from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 from hotrow.run.named import find_named
 from hotrow.run.tally import Tally
-from hotrow.told import few
+from hotrow.told import few, many
 
 Advance = Callable[[Tally], None]
 
@@ -85,9 +85,10 @@ class Screen:
     def start(self, job: Job, folder: Path) -> None:
         config, embedding = job.config, job.embedding
         self._console.print(
-            f"[bold]{folder}[/]: {config.model.kind}, {len(embedding.tables)} tables, "
-            f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
-            f"state), strategy {config.embedding.strategy}"
+            f"[bold]{folder}[/]: {config.model.kind}, "
+            f"{many(len(embedding.tables), 'table')}, {many(embedding.num_rows, 'row')} "
+            f"({show_bytes(embedding.bytes_total)} with optimizer state), "
+            f"strategy {config.embedding.strategy}"
         )
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
@@ -214,19 +215,23 @@ def _summary(record: RunRecord) -> dict[str, str]:
     contract = find_named(record.settings["embedding"]["strategy"]).contract
     equality = {
         None: "not compared",
-        True: f"yes, to the bit: rows, row state, dense weights, {found.steps:,} losses",
+        True: "yes, to the bit: rows, row state, dense weights, "
+        + many(found.steps, "loss", "losses"),
         False: "NO" if contract == "exact" else f"not to the bit, and promised is: {contract}",
     }
     # A run that was stopped has seen no test sample.
     split = "validation" if record.outcome == "interrupted" else "test"
     chunked = {}
     if found.chunked_batches:
-        chunked["too large for the slots"] = f"{found.chunked_batches:,} batches, in chunks"
+        chunked["too large for the slots"] = (
+            many(found.chunked_batches, "batch", "batches") + ", in chunks"
+        )
     return {
-        "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
+        "outcome": f"{record.outcome} after {many(found.steps, 'step')}, "
+        + many(found.samples, "sample"),
         f"{split} AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
         f"{split} log-loss": _log_loss(record),
-        "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
+        "hit rate": f"{found.hit_rate:.2%} of {many(found.lookups, 'lookup')}",
         "slots": _slots(record),
         **chunked,
         "moved": show_bytes(found.bytes_moved),

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from hotrow.run.config import load
 from hotrow.run.files import to_json
+from hotrow.run.named import find_named
 from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace
-from hotrow.strategy import STRATEGIES, find_strategy
+from hotrow.strategy import STRATEGIES, Strategy
 
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
 
@@ -85,7 +86,7 @@ def simulate(
     torch.set_num_threads(config.run.threads or 1)
     trace = Trace(config.data, steps=config.model.num_steps)
     sizes = [_slots(part, trace.num_rows) for part in slots.split(",")]
-    chosen = [find_strategy(name.strip()) for name in strategies.split(",")]
+    chosen = [_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
     for name, value in (("--depth", depth), ("--batches", batches), ("--warm-up", warm_up)):
@@ -119,10 +120,25 @@ def _refuse_unused(setting: str) -> None:
     section, _, key = setting.partition("=")[0].strip().partition(".")
     if section in ("embedding", "model", "training"):
         option = _INSTEAD.get(key) if section == "embedding" else None
+        if option == "--strategy":
+            _simulated(setting.partition("=")[2].strip())
         raise ValueError(
             f"--set {setting}: a simulation uses [data] and run.threads alone"
             + (f"; give {option} instead" if option else "")
         )
+
+
+def _simulated(name: str) -> Strategy:
+    """A strategy of rows: what orders samples, or leaves some out, is decided by training."""
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    named = find_named(name)
+    rows = named.rows.name
+    told = f"; its rows follow {rows}: give --strategy {rows}" if named.rows.has_slots else ""
+    raise ValueError(
+        f"--strategy {name}: which samples are trained, and when, is decided while training, so it "
+        f"is not simulated{told}. Simulated are {', '.join(CACHING)}"
+    )
 
 
 def _slots(text: str, num_rows: int) -> int:

@@ -85,8 +85,8 @@ def train(
     ```
 
     `training.steps`, where it is given, takes the place of `epochs`. Without a file,
-    `run.threads = 1` and `training.eval_every = 64` are set, and, where the strategy is exact,
-    `training.check_equality = true`.
+    `run.threads = 1` is set, and on generated data `training.eval_every = 64` and, where the
+    strategy is exact, `training.check_equality = true`.
 
     The trained model goes to runs/NAME/model, as safetensors: dense weights, and those of all
     rows. `--set run.save=false` leaves it out.

@@ -35,7 +35,7 @@ from hotrow.data.synthetic import ClickBatch
 from hotrow.order import BatchSet, NoBatches, Separated
 from hotrow.samples import mask_of
 from hotrow.scalars import whole
-from hotrow.told import few
+from hotrow.told import few, many
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
@@ -84,7 +84,8 @@ class BatchReader(Generic[Batch]):
         self.samples = self._order.samples
         if not self.batches_per_epoch:
             raise ValueError(
-                f"there are {self.samples:,} samples, which do not fill one batch of {batch_size:,}"
+                f"a batch of {batch_size:,} cannot be filled by {many(self.samples, 'sample')}"
+                + ("; lower batch_size" if self.samples else "")
             )
         self.workers = workers or min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
         self._pins = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -302,10 +303,11 @@ class Loader(BatchReader[ClickBatch]):
 
     With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
-    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples. A batch may be changed in place; it lies in the memory of its stretch, which
-    stays as long as any batch of it does, so whoever keeps a few of many keeps `batch.clone()`.
+    more than it teaches. `len()` counts the batches of all epochs. `features` chooses some, in
+    their order. `sparse` is [B, F] where every sample has one id of each feature, and jagged
+    otherwise. Memory: about (2 x workers + 1) x `mixed` samples. A batch may be changed in place;
+    it lies in the memory of its stretch, which stays as long as any batch of it does, so whoever
+    keeps a few of many keeps `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hotrow.budget import show_bytes
 from hotrow.records import ComparisonRecord, Figures
+from hotrow.told import many
 
 NONE = "-"
 
@@ -78,7 +79,8 @@ def remarks(record: ComparisonRecord) -> list[str]:
             found.append(f"{each.strategy}: the loss is no number at the end")
         if each.repetitions and each.outcome == "unfinished":
             found.append(
-                f"{each.strategy}: {each.repetitions} of {record.repetitions} repetitions were done"
+                f"{each.strategy}: {each.repetitions} of "
+                f"{many(record.repetitions, 'repetition')} done"
             )
         elif each.is_optional and 0 < each.repetitions < record.repetitions:
             found.append(f"{each.strategy} was trained once, to compare with")
@@ -92,12 +94,13 @@ def remarks(record: ComparisonRecord) -> list[str]:
 def conditions(record: ComparisonRecord) -> str:
     """What the figures are of, in a sentence or two."""
     where = record.environment.get("gpu") or record.environment["device"]
-    tolerance = record.tolerance
+    tolerance, batch = record.tolerance, record.settings["data"]["batch_size"]
     return (
-        f"{record.steps:,} steps of {record.settings['data']['batch_size']:,} samples, "
-        f"{record.repetitions} repetitions in turn, the first {record.warm_up:,} steps of each "
-        f"left out of speeds; {show_bytes(record.rows_bytes)} of rows with their state, a budget "
-        f"of {show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
+        f"{many(record.steps, 'step')} of {many(batch, 'sample')}, "
+        f"{many(record.repetitions, 'repetition')} in turn, the first "
+        f"{many(record.warm_up, 'step')} of each left out of speeds; "
+        f"{show_bytes(record.rows_bytes)} of rows with their state, a budget of "
+        f"{show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
         f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
         f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
         f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "

@@ -43,7 +43,7 @@ from hotrow.run.likeness import (
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system
 from hotrow.run.tally import Tally
-from hotrow.told import few
+from hotrow.told import few, many
 
 REFERENCE = "all-fast"
 BASELINE = "hybrid"
@@ -133,7 +133,8 @@ class Comparison:
         self.warm_up = min(max(3, self.steps // 10), self.steps - 1) if warm_up is None else warm_up
         if not 0 <= self.warm_up < self.steps:
             raise ValueError(
-                f"a warm-up of {self.warm_up:,} steps leaves none of {self.steps:,} to be timed"
+                f"a warm-up of {many(self.warm_up, 'step')} leaves none of {self.steps:,} to be "
+                "timed"
             )
         self._samples, self._most_kept = samples, most_kept
         self._started = now()

@@ -32,7 +32,7 @@ from hotrow.disk import Disk
 from hotrow.manifests import read_json
 from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
 from hotrow.run.arriving import Arriving
-from hotrow.told import warn
+from hotrow.told import many, warn
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -101,7 +101,7 @@ class RunWriter:
         finally:
             self._steps.close()
         if self._missing:
-            warn(f"{self.folder / STEPS_FILE} lacks {self._missing:,} steps")
+            warn(f"{self.folder / STEPS_FILE} lacks {many(self._missing, 'step')}")
 
     def __enter__(self) -> Self:
         return self
