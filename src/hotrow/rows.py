@@ -41,7 +41,8 @@ class RowGroup:
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
     aside = False  # another engine trains the same rows now
-    expected_rows = 0  # different ones of a batch, before the first is planned; 0: nobody has said
+    # Different ones of a batch, before the first is planned; None: nobody has said.
+    expected_rows: int | None = None
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
@@ -127,8 +128,9 @@ class RowGroup:
         """Rows that can be pinned beside batches an eighth larger than any so far; None: nobody
         knows how large they are."""
         slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
-        if not largest:
+        if largest is None:
             return None
+        largest = max(1, largest)  # a batch without a lookup tells nothing of the next
         return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
 
     def pin_rows(self, ids: Tensor) -> None:
