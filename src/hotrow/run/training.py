@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from hotrow.fae import FAE
 from hotrow.hotline import Hotline
 from hotrow.run.config import RunConfig
-from hotrow.run.named import SystemSection, find_named
+from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.trainer import System
@@ -25,8 +24,8 @@ def make_system(
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
         assert named.skip is not None
-        return _skip(named.skip, config.system, epoch, test)
-    skip = None if named.skip is None else _skip(named.skip, config.system, epoch)
+        return _skip(named.skip, config, epoch, test)
+    skip = None if named.skip is None else _skip(named.skip, config, epoch)
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
@@ -40,14 +39,13 @@ def make_system(
 
 
 def _skip(
-    name: str, section: SystemSection, epoch: int, test: Iterable[AnyBatch] | None = None
+    name: str, config: RunConfig, epoch: int, test: Iterable[AnyBatch] | None = None
 ) -> RandomDrop | Slipstream:
+    section = config.system
     if name == "random-drop":
         return RandomDrop(section.target, batches_per_epoch=epoch)
-    options: dict[str, Any] = {"target": section.target, "mode": section.mode}
-    if section.hot_budget is not None:
-        options["hot_budget"] = section.hot_budget
-    return Slipstream(test=test, batches_per_epoch=epoch, **options)
+    hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
+    return Slipstream(section.skipping(), hot_budget=hot, test=test, batches_per_epoch=epoch)
 
 
 def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
