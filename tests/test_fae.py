@@ -508,8 +508,25 @@ def test_what_was_done_is_described() -> None:
     assert fae.described() == "nothing was trained yet"
     train(Model(), fae)
     said = fae.described()
-    for part in ("hot rows", "samples are hot", "switches", "brought up to date", "rate 50 %"):
+    for part in (
+        "hot rows", "samples are hot", "switches", "brought up to date", "rate 50 %",
+        " s, before the first step",
+    ):  # fmt: skip
         assert part in said
+    assert fae.record.counted_seconds > 0
+    assert fae.record.separated_seconds > 0
+
+
+def test_no_more_than_so_many_samples_are_trained() -> None:
+    fae = FAE(sample_rate=0.5, test=TEST, epochs=3, most_samples=5 * SIZE + 1)
+    seen, records = train(Model(), fae)
+    assert 5 * SIZE + 1 <= seen.samples.total() < 7 * SIZE
+    assert fae.total_steps is None
+    _, again = train(Model(), FAE(sample_rate=0.5, test=TEST, epochs=2))
+    whole = FAE(sample_rate=0.5, test=TEST, epochs=2, most_samples=2 * ALL.total())
+    seen, records = train(Model(), whole)
+    assert whole.total_steps == len(records) == len(again)
+    assert seen.samples == ALL + ALL
 
 
 class Source:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from hotrow import samples
 from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection
+from hotrow.hotset import HotSet
 from hotrow.samples import Take
 from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
 from hotrow.told import warn
@@ -163,13 +164,27 @@ class Skip(Protocol):
         """Training is over: no row stays frozen."""
 
 
-class Skipping(Protocol):
-    """A skip as a user asks for it, before it is known what it will look at."""
+class Bindable(Protocol):
+    """A skip as a user asks for it, before it is known which rows are hot."""
 
     def bound(
-        self, embedding: EmbeddingBagCollection, hot: Rows, num_batches: int, *, ids: Ids
+        self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> Skip:
         """For a first epoch of so many batches, of which a collection looks up `ids`."""
+
+
+def begun(
+    skip: Bindable | Skip,
+    embedding: EmbeddingBagCollection,
+    hot: Rows | HotSet,
+    num_batches: int,
+    ids: Ids,
+) -> Skip:
+    """A skip at the beginning of its first epoch."""
+    if hasattr(skip, "bound"):
+        return skip.bound(embedding, hot, num_batches, ids=ids)
+    skip.begin(num_batches)
+    return skip
 
 
 class KeepAll:

@@ -41,6 +41,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.profile import Profile
 from hotrow.samples import Take
+from hotrow.separate import check_evaluated_again
 from hotrow.skip import Ids, Join, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale
 from hotrow.staleness import Rows
 from hotrow.told import warn
@@ -153,11 +154,7 @@ class Slipstream(_AsTheyCome):
             raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
         if validate_every is not None:
             _check_count("validate_every", validate_every, 0)
-        if isinstance(test, Iterator):
-            raise ValueError(
-                "test is evaluated again and again, and an iterator gives its batches once; give a "
-                "list or a loader"
-            )
+        check_evaluated_again(test)
         if hot is not None and profile is not None:
             raise ValueError("hot names the hot rows, and profile would choose them: give one")
         self.hot_budget, self._profile, self._given, self._counted = (
@@ -269,19 +266,8 @@ class Slipstream(_AsTheyCome):
             if self._trainer.step >= self._next:
                 self._next = self._trainer.step + self._every
                 assert self._skip is not None
-                self._skip.note(self._loss())
-
-    def _loss(self) -> float:
-        assert self._test is not None
-        trainer, total, size = self._trainer, 0.0, 0
-        for batch in self._test:
-            predictions, labels = trainer.predict(batch), trainer.labels(batch)
-            labels = labels.to(predictions.device)
-            total += float(trainer.loss_fn(predictions, labels).mean()) * len(labels)
-            size += len(labels)
-        if not size:
-            raise ValueError("test has no sample to evaluate on")
-        return total / size
+                assert self._test is not None
+                self._skip.note(self._trainer.mean_loss(self._test))
 
 
 class RandomDrop(_AsTheyCome):
@@ -320,6 +306,10 @@ class RandomDrop(_AsTheyCome):
         elif starting_batch:
             raise ValueError("like= says from which batch on; leave starting_batch out")
         self._like, self._seed = like, seed
+
+    def follow(self, record: SkipRecord) -> None:
+        """Leave out as many as somebody else has by now, before anything was trained."""
+        self._like = record
 
     @property
     def record(self) -> SkipRecord:

@@ -329,3 +329,19 @@ def test_a_simulation_draws_its_ids(folder: Path) -> None:
     result = CliRunner().invoke(make_app(), words)
     assert result.exit_code == 2
     assert 'kind = "counted" with the same folder' in result.stderr
+
+
+@pytest.mark.parametrize("length", ["training.epochs=2", "training.steps=5"])
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what FAE is made for
+def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", length,
+    ]  # fmt: skip
+    names = ["embedding.strategy=static", "embedding.strategy=fae"]
+    plain, fae = (build(load(overrides=[*settings, name])) for name in names)
+    steps = [record.samples for record in plain.train()]
+    assert set(steps) == {32}  # what does not fill a batch is left out
+    found = [record.samples for record in fae.train()]
+    assert sum(found) == sum(steps)
+    assert fae.known_steps == len(found)

@@ -55,6 +55,12 @@ class Named:
         return self.rows.contract if self.system is None else SYSTEMS[self.system][1]
 
 
+def followed(name: str) -> str | None:
+    """What a strategy with random-drop leaves out as many samples as, if it is trained, too."""
+    base, _, skip = name.partition("+")
+    return f"{base}+slipstream" if skip == "random-drop" else None
+
+
 def find_named(name: str) -> Named:
     """A strategy, a system, or one of them with `+slipstream` or `+random-drop`."""
     base, plus, skip = name.partition("+")
@@ -83,8 +89,8 @@ class SystemSection:
     """`[system]`: for strategies that order, split or leave out samples. `hot_budget`: bytes of
     rows that fae and slipstream take as hot, at most; None: all that can be pinned, or where
     nothing is, as many as the run's budget of fast memory. `target`: the share of hot samples that
-    slipstream leaves out, and of all samples that random-drop does; the rest is slipstream's, as
-    `hotrow.skip.SkipSettings` has it."""
+    slipstream leaves out, and of all samples that random-drop does where it is not compared with
+    slipstream; the rest is slipstream's, as `hotrow.skip.SkipSettings` has it."""
 
     hot_budget: str | int | None = None
     target: float = 0.3

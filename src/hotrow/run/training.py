@@ -32,9 +32,10 @@ def make_system(
         hot_budget=budget,
         cold="hybrid" if named.system == "fae-hybrid" else "fetched",
         test=test,
-        epochs=None if hasattr(samples, "loader") else -(-steps // epoch),
+        epochs=None if _knows_numbers(samples, steps) else -(-steps // epoch),
         seed=config.data.seed,
         skip=skip,
+        most_samples=steps * config.data.batch_size,
     )
 
 
@@ -48,15 +49,34 @@ def _skip(
     return Slipstream(section.skipping(), hot_budget=hot, test=test, batches_per_epoch=epoch)
 
 
+def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
+    """What leaves samples out of a run, if anything does."""
+    skip = getattr(system, "skip", system)
+    return skip if isinstance(skip, RandomDrop | Slipstream) else None
+
+
 def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
     """FAE tells the samples of one epoch apart, and goes through them as often as it is told."""
     epoch = min(steps, samples.batches_per_epoch)
     if isinstance(system, FAE):
-        if hasattr(samples, "loader"):
-            found: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))
+        if _knows_numbers(samples, steps):
+            found: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))  # type: ignore[attr-defined]
             return found
         steps = epoch
     return Again(lambda: samples.batches(steps), steps, epoch)
+
+
+def _knows_numbers(samples: Samples, steps: int) -> bool:
+    """Whether samples are told apart by their numbers. Of less than an epoch they are copied: a run
+    without FAE has just those."""
+    return hasattr(samples, "loader") and steps >= samples.batches_per_epoch
+
+
+def known_steps(system: System[AnyBatch] | None, steps: int) -> int | None:
+    """How many steps a run of so many batches has; None: not known, or not yet."""
+    if skip_of(system) is not None:
+        return None
+    return system.total_steps if isinstance(system, FAE) else steps
 
 
 class Again:
