@@ -40,7 +40,6 @@ from hotrow.calibrate import (
     top_k,
 )
 from hotrow.copied import Join
-from hotrow.embedding import EmbeddingBagCollection
 from hotrow.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.hotset import HotSet, RowBytes, popular
 from hotrow.order import HotColdOrder, Kind, Separated, ShuffleRate
@@ -174,15 +173,7 @@ class FAE:
 
     def attach(self, trainer: Trainer[Any]) -> None:
         """Refuses a model whose rows are not one collection's with pinned rows."""
-        named = trainer.model.named_modules()
-        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
-        if len(found) != 1:
-            raise ValueError(
-                f"FAE pins the hot rows of one collection, and the model has {len(found)}"
-                f"{': ' * bool(found)}{', '.join(map(repr, found))}; tables of any width can be in "
-                "one"
-            )
-        ((name, embedding),) = found.items()
+        embedding, self._ids = trainer.one_collection("FAE pins the hot rows")
         strategy = embedding.strategy
         if not (strategy.has_slots and strategy.pinned_part and strategy.refetch):
             raise ValueError(
@@ -191,7 +182,6 @@ class FAE:
             )
         embedding.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
-        self._collection = name.removeprefix("_orig_mod.")
 
     # -- what is trained when ----------------------------------------------------------
 
@@ -408,11 +398,6 @@ class FAE:
             reused=sets.reused,
         )
         return sets
-
-    def _ids(self, batch: Any) -> Any:
-        """What the collection looks up, where `ids` may give a dict by the collections' names."""
-        found, name = self._trainer.ids(batch), self._collection
-        return found[name] if isinstance(found, Mapping) and name in found else found
 
     @property
     def _row_bytes(self) -> RowBytes:

@@ -25,7 +25,7 @@ What is skipped, and when, is decided in skip.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, islice
@@ -67,17 +67,8 @@ class _AsTheyCome(ABC):
 
     def attach(self, trainer: Trainer[Any]) -> None:
         """Refuses a model whose rows are not one collection's."""
-        named = trainer.model.named_modules()
-        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
-        if len(found) != 1:
-            raise ValueError(
-                f"{type(self).__name__} chooses samples by the rows of one collection, and the "
-                f"model has {len(found)}{': ' * bool(found)}{', '.join(map(repr, found))}; tables "
-                "of any width can be in one"
-            )
-        ((name, embedding),) = found.items()
-        self._trainer, self._embedding = trainer, embedding
-        self._ids = _ids_of(trainer.ids, name.removeprefix("_orig_mod."))
+        why = f"{type(self).__name__} chooses samples by the rows"
+        self._trainer, (self._embedding, self._ids) = trainer, trainer.one_collection(why)
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
@@ -344,16 +335,6 @@ def _rows_of(hot: Rows | HotSet) -> Rows:
     if isinstance(hot, HotSet):
         return {table.name: hot.rows(table.name) for table in hot.places.tables}
     return hot
-
-
-def _ids_of(ids: Callable[[Any], Any], collection: str) -> Ids:
-    """What the collection looks up, where `ids` may give a dict by the collections' names."""
-
-    def mine(batch: Any) -> Any:
-        found = ids(batch)
-        return found[collection] if isinstance(found, Mapping) and collection in found else found
-
-    return mine
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:
