@@ -43,6 +43,7 @@ from hotrow.copied import Join
 from hotrow.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.hotset import HotSet, RowBytes, popular
 from hotrow.order import HotColdOrder, Kind, Separated, ShuffleRate
+from hotrow.profile import Profile
 from hotrow.samples import Take
 from hotrow.separate import Separable, check_evaluated_again, check_read_again, separate
 from hotrow.skip import Bindable, KeepAll, Skip, begun
@@ -66,7 +67,7 @@ class FAERecord:
     hot_bytes: int = 0  # of them, with their state
     covered: float = 0.0  # share of the counted accesses that read hot rows
     threshold: float | None = None  # share of its table's accesses that makes a row hot
-    counted_samples: int = 0
+    counted_samples: int = 0  # none by a profile
     counted_seconds: float = 0.0  # that counting took, before the first step
     separated_seconds: float = 0.0  # and telling hot samples from cold ones
     hot_samples: int = 0
@@ -95,10 +96,11 @@ class FAERecord:
 class FAE:
     """Trains hot samples, whose rows are all pinned, and cold ones in segments of their own.
 
-    Hot are the rows that were read most in a sample of the loader (`sample_rate` of its samples):
-    as many as fit `hot_budget` (bytes, "256MB", or "5%" of all rows; by default as many as the
-    collection can pin), chosen by "top-k" or by a "threshold" on the share of accesses, whose rows
-    are counted (`estimate="exact"`) or estimated ("rand-em-box", or any function).
+    Hot are the rows that were read most in a sample of the loader (`sample_rate` of its samples),
+    or by the counts of a `profile`, as a collection takes them: as many as fit `hot_budget` (bytes,
+    "256MB", or "5%" of all rows; by default as many as the collection can pin), chosen by "top-k"
+    or by a "threshold" on the share of accesses, whose rows are counted (`estimate="exact"`) or
+    estimated ("rand-em-box", or any function).
 
     Rows of `cold` batches that are not pinned are "fetched" for each batch; or "hybrid", as
     published: the CPU reads and updates all rows of cold batches, and at every switch hot rows are
@@ -121,6 +123,7 @@ class FAE:
         *,
         hot_budget: str | float | None = None,
         sample_rate: float = SAMPLED,
+        profile: Profile | None = None,
         choose: Choice = "top-k",
         estimate: str | Estimate = "exact",
         small_table_bytes: int | None = None,
@@ -152,7 +155,7 @@ class FAE:
         check_evaluated_again(test)
         self._most_samples, self._offered = most_samples, 0
         self.hot_budget, self.sample_rate, self.choose = hot_budget, sample_rate, choose
-        self.estimate, self.cold = estimate, cold
+        self.estimate, self.cold, self._profile = estimate, cold, profile
         default = SMALL_TABLE_BYTES if choose == "threshold" else 0
         self.small_table_bytes = default if small_table_bytes is None else small_table_bytes
         self._test, self._rate, self._folder = test, ShuffleRate(shuffle_rate), folder
@@ -306,9 +309,7 @@ class FAE:
         return sets
 
     def _chosen(self, batches: Iterable[Any]) -> tuple[Chosen, AccessCounts]:
-        counts = AccessCounts(self._embedding.tables)
-        for batch in sampled(self._counted(batches), self.sample_rate, seed=self._seed):
-            counts.add(_on_host(batch))
+        counts = self._counts(batches)
         room = self._room_bytes()
         budget = room if self.hot_budget is None else self._budget_bytes()
         sizes, small = self._row_bytes, self.small_table_bytes
@@ -319,6 +320,17 @@ class FAE:
                 counts, sizes, budget, estimate=self.estimate, small_table_bytes=small
             )
         return chosen, counts
+
+    def _counts(self, batches: Iterable[Any]) -> AccessCounts:
+        tables = self._embedding.tables
+        if self._profile is not None:
+            for _ in self._counted(islice(batches, 1)):
+                pass
+            return AccessCounts.of_profile(tables, self._profile)
+        counts = AccessCounts(tables)
+        for batch in sampled(self._counted(batches), self.sample_rate, seed=self._seed):
+            counts.add(_on_host(batch))
+        return counts
 
     def _counted(self, batches: Iterable[Any]) -> Iterator[Batch]:
         """The ids of an epoch. The first batch says how large they are."""
@@ -420,9 +432,10 @@ class FAE:
         if self._separated is None:
             return "nothing was trained yet"
         every = r.hot_samples + r.cold_samples
+        where = f"in {r.counted_samples:,} counted samples" if r.counted_samples else "by a profile"
         said = [
             f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {r.covered:.1%} of the "
-            f"accesses in {r.counted_samples:,} counted samples",
+            f"accesses {where}",
             f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
             f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
             + (", as told apart before" if r.reused else ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.ahead import tensors_in
+from hotrow.calibrate import AccessCounts
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.models import TBSM
@@ -345,3 +347,26 @@ def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: 
     found = [record.samples for record in fae.train()]
     assert sum(found) == sum(steps)
     assert fae.known_steps == len(found)
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream", "hotline"])
+@pytest.mark.filterwarnings("ignore")
+def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", "training.epochs=2", "embedding.profile=true",
+    ]  # fmt: skip
+    job = build(load(overrides=[*settings, f"embedding.strategy={name}"]))
+    system: Any = job.trainer.system
+    losses = [record.loss for record in job.train()]
+    if name == "fae":
+        assert system.record.counted_samples == 0
+        assert "of the accesses by a profile" in system.described()
+        counts = AccessCounts.of_profile(job.embedding.tables, Prepared(folder).profile())
+        assert 0 < system.record.num_hot_rows <= int((counts.flat > 0).sum())
+    elif name == "hotline":  # which pins what it has learned, and is exact whatever was before
+        assert system.record.learned[0].why == "learned"
+        plain = build(load(overrides=[*settings[:-1], "embedding.strategy=all-fast"]))
+        assert losses == pytest.approx([record.loss for record in plain.train()], rel=1e-4)
+    else:
+        assert sum(system.record.hot_rows.values()) > 4 * 32  # more than a batch can read

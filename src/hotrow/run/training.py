@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from hotrow.fae import FAE
 from hotrow.hotline import Hotline
+from hotrow.profile import Profile
 from hotrow.run.config import RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples
@@ -22,14 +23,18 @@ def make_system(
         return None  # whoever evaluates need not have a whole batch to train on
     steps, test = total_steps(), Again(lambda: iter(samples.validation))
     epoch = min(steps, samples.batches_per_epoch)
+    profile = samples.profile if config.embedding.profile else None
     if named.system is None:
         assert named.skip is not None
-        return _skip(named.skip, config, epoch, test)
+        return _skip(named.skip, config, epoch, test, profile)
     skip = None if named.skip is None else _skip(named.skip, config, epoch)
     if named.system == "hotline":
-        return Hotline(batches_per_epoch=epoch, skip=skip)
+        return Hotline(
+            batches_per_epoch=epoch, skip=skip
+        )  # rows of a profile, until it has learned
     return FAE(
         hot_budget=budget,
+        profile=profile,
         cold="hybrid" if named.system == "fae-hybrid" else "fetched",
         test=test,
         epochs=None if _knows_numbers(samples, steps) else -(-steps // epoch),
@@ -40,13 +45,19 @@ def make_system(
 
 
 def _skip(
-    name: str, config: RunConfig, epoch: int, test: Iterable[AnyBatch] | None = None
+    name: str,
+    config: RunConfig,
+    epoch: int,
+    test: Iterable[AnyBatch] | None = None,
+    profile: Profile | None = None,
 ) -> RandomDrop | Slipstream:
     section = config.system
     if name == "random-drop":
         return RandomDrop(section.target, batches_per_epoch=epoch)
     hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
-    return Slipstream(section.skipping(), hot_budget=hot, test=test, batches_per_epoch=epoch)
+    return Slipstream(
+        section.skipping(), hot_budget=hot, profile=profile, test=test, batches_per_epoch=epoch
+    )
 
 
 def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
