@@ -27,6 +27,7 @@ from hotrow.fae import FAE
 from hotrow.hotset import popular
 from hotrow.hybrid import HostRows
 from hotrow.skip import KeepAll
+from hotrow.slipstream import Slipstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, ROWS = 16, (400, 60)
@@ -363,10 +364,31 @@ def test_as_published_cold_batches_are_the_hosts() -> None:
 def test_more_rows_than_there_is_room_for_are_cut_and_that_is_said() -> None:
     fae = FAE(sample_rate=1.0, hot_budget=16 * 220, test=TEST)
     model = Model("sgd", slots=100)
-    with pytest.warns(UserWarning, match="room for no more beside a batch"):
+    with pytest.warns(UserWarning, match="more than there is room for beside a batch"):
         train(model, fae)
     assert 0 < fae.record.num_hot_rows < 100
-    assert "room for no more" in fae.described()
+    assert "more than there is room for" in fae.described()
+    # A budget for every row is no promise, either; what is said to be covered is.
+    with pytest.warns(UserWarning, match="more than there is room for") as told:
+        train(Model("sgd", slots=100), every := FAE(sample_rate=1.0, hot_budget="100%", test=TEST))
+    assert len(told) == 1
+    assert every.record.covered == fae.record.covered < 1
+
+
+def test_no_room_to_pin_is_told() -> None:
+    fae = FAE(sample_rate=1.0, test=TEST)
+    expected = "no room to pin rows|holds no row|samples is hot|passes through in chunks"
+    with pytest.warns(UserWarning, match=expected) as told:
+        seen, _ = train(Model("sgd", slots=20), fae)
+    assert any("no room to pin rows beside a batch" in str(each.message) for each in told)
+    assert seen.samples == ALL
+
+
+def test_slipstream_on_few_hot_batches_trains_all() -> None:
+    fae = FAE(sample_rate=1.0, hot_budget=16 * 20, test=TEST, skip=Slipstream(starting_batch=30))
+    with pytest.warns(UserWarning, match=r"none would be left to skip from; all are trained"):
+        seen, _ = train(Model(), fae)
+    assert seen.samples == ALL
 
 
 def test_a_budget_for_every_row_makes_every_sample_hot() -> None:

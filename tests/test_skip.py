@@ -588,13 +588,13 @@ def test_settings_that_make_no_sense_are_refused(changes: Any, said: str) -> Non
         SkipSettings(**changes)
 
 
-def test_too_few_batches_are_refused() -> None:
+def test_of_too_few_batches_all_are_trained() -> None:
     moving = Moving(STEPS)
-    with pytest.raises(ValueError, match=r"after 9 batches .* but there are 9: none would be left"):
-        SkipStale(
-            moving.embedding, moving.hot, 9,
-            SkipSettings(starting_batch=5, watched=0.3), ids=ids_of,
-        )  # fmt: skip
+    settings, batches = SkipSettings(starting_batch=5, watched=0.3), moving.batches(9)
+    with pytest.warns(UserWarning, match=r"after 9 batches .* but there are 9: none would be left"):
+        skip = SkipStale(moving.embedding, moving.hot, 9, settings, ids=ids_of)
+    assert all(a is b for a, b in zip(moving.run(skip, batches), batches, strict=True))
+    assert (skip.record.offered, skip.record.dropped) == (0, 0)
     with pytest.raises(ValueError, match="dropped must be a number of samples from 0 to the 4"):
         random_drop(5, 4)
 

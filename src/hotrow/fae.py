@@ -166,6 +166,7 @@ class FAE:
         self._separated: tuple[Iterable[Any], Separated] | None = None  # of which batches
         self._rows: dict[str, Tensor] = {}  # to pin, hottest first
         self._pins_version = 0
+        self._room = 0  # bytes of rows that can be pinned
         self.record = FAERecord()
         self.hot: HotSet | None = None  # what is pinned
 
@@ -310,8 +311,10 @@ class FAE:
 
     def _chosen(self, batches: Iterable[Any]) -> tuple[Chosen, AccessCounts]:
         counts = self._counts(batches)
-        room = self._room_bytes()
-        budget = room if self.hot_budget is None else self._budget_bytes()
+        self._room = self._room_bytes()
+        budget = self._room
+        if self.hot_budget is not None:
+            budget = min(budget, self._budget_bytes())
         sizes, small = self._row_bytes, self.small_table_bytes
         if self.choose == "top-k":
             chosen = top_k(counts, sizes, budget, small_table_bytes=small)
@@ -362,11 +365,16 @@ class FAE:
         return hot
 
     def _describe(self, report: HotReport, hot: HotSet, counted: int) -> None:
-        notes = report.notes
-        if self.hot_budget is not None and hot.num_rows < report.num_rows:
+        notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
+        if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
-                f"of {report.num_rows:,} rows that fit the hot budget {hot.num_rows:,} are hot: "
-                "the collection has room for no more beside a batch",
+                f"a hot budget of {show_bytes(asked)} is more than there is room for beside a "
+                f"batch: {show_bytes(self._room)}, in which {hot.num_rows:,} rows are hot",
+            )
+        if not self._room:
+            notes += (
+                "the collection's budget has no room to pin rows beside a batch: a larger one has, "
+                "or one for smaller batches",
             )
         for each in notes:
             warn(each)

@@ -254,18 +254,23 @@ class SkipStale:
     def begin(self, num_batches: int) -> None:
         """A new epoch decides anew, unless a guard has ended skipping."""
         s = self.settings
-        first, second = s.snapshots(num_batches)
+        self._position = 0
+        self._pause()
+        self._stale = self._visits = self._snapshot = None
+        self._due(None)
+        try:
+            first, second = s.snapshots(num_batches)
+        except ValueError as error:
+            warn(f"{error}; all are trained")
+            self.record = replace(self.record, first_batch=num_batches)
+            return
         longest = min(int(_LONGEST * num_batches), num_batches - 1 - first)
         self._longest = max(second - first, longest)
         self._between = min(max(second - first, self._between), self._longest)
         self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
         self.record = replace(self.record, first_batch=first + self._between)
-        self._position = 0
-        self._pause()
-        self._stale = self._visits = self._snapshot = None
-        self._due(first, self._watch)
-        if self.record.stopped or not s.target:
-            self._due(None)
+        if s.target and not self.record.stopped:
+            self._due(first, self._watch)
 
     # -- batches -----------------------------------------------------------------------
 

@@ -206,9 +206,10 @@ class Slipstream(_AsTheyCome):
         done, hot, profile = 0, self._given, self._profile
         if hot is None and profile is None:
             done = max(1, round(self._counted * count))
-            starting = max(done, self.settings.starting_batch)
-            # Before any is trained: there may be too few to skip from.
-            replace(self.settings, starting_batch=starting).snapshots(count)
+        starting = max(done, self.settings.starting_batch)
+        # Before any is trained: there may be too few to skip from.
+        replace(self.settings, starting_batch=starting).snapshots(count)
+        if done:
             counts = AccessCounts(self._embedding.tables, self._device)
             yield self._counting(islice(batches, done), counts)
             hot = self._chosen(counts)

@@ -131,7 +131,10 @@ def test_bits_are_not_compared_where_samples_are_changed() -> None:
         job_of("embedding.strategy=fae", "training.check_equality=true")
 
 
-@pytest.mark.parametrize("setting", ["system.target=1.5", "system.mode=some"])
+@pytest.mark.parametrize(
+    "setting",
+    ["system.target=1.5", "system.mode=some", "system.hot_budget=0", "system.least_visits=-1"],
+)
 def test_settings_of_systems_are_checked(setting: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         job_of(setting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,25 @@ def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
         assert losses == pytest.approx([record.loss for record in plain.train()], rel=1e-4)
     else:
         assert sum(system.record.hot_rows.values()) > 4 * 32  # more than a batch can read
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream"])
+def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", f"embedding.strategy={name}",
+    ]  # fmt: skip
+    config = load(overrides=settings)
+    samples = open_samples(config.data, pin_memory=False)
+
+    def none_held_back(name: str, *, whole: bool = False) -> Any:
+        raise ValueError("out holds no sample back for validation; prepare more of them")
+
+    samples.split = none_held_back  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="holds no sample back for validation"):
+        job = build(config, samples)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert sum(record.samples for record in job.train()) > 0
+    said = "there is no test loss" if name == "fae" else "Slipstream has no test= batches"
+    assert any(said in str(each.message) for each in told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from hotrow.budget import parse_bytes
 from hotrow.scalars import plain_fields
 from hotrow.skip import SkipSettings
 from hotrow.strategy import STRATEGIES, Strategy
@@ -104,6 +105,8 @@ class SystemSection:
         if not 0 <= self.target < 1:
             raise ValueError(f"target must be a share of at least 0 and below 1, got {self.target}")
         self.skipping()  # refuses values out of range
+        if self.hot_budget is not None:
+            parse_bytes(self.hot_budget, total=1 << 60)  # only its form
 
     def skipping(self) -> SkipSettings:
         names = ("target", "mode", "watched", "least_visits", "patience")

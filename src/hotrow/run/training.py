@@ -11,6 +11,7 @@ from hotrow.run.config import RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.told import warn
 from hotrow.trainer import System
 
 
@@ -21,7 +22,7 @@ def make_system(
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
     if named.system is None and named.skip is None:
         return None  # whoever evaluates need not have a whole batch to train on
-    steps, test = total_steps(), Again(lambda: iter(samples.validation))
+    steps, test = total_steps(), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
     profile = samples.profile if config.embedding.profile else None
     if named.system is None:
@@ -29,9 +30,7 @@ def make_system(
         return _skip(named.skip, config, epoch, test, profile)
     skip = None if named.skip is None else _skip(named.skip, config, epoch)
     if named.system == "hotline":
-        return Hotline(
-            batches_per_epoch=epoch, skip=skip
-        )  # rows of a profile, until it has learned
+        return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
         hot_budget=budget,
         profile=profile,
@@ -42,6 +41,16 @@ def make_system(
         skip=skip,
         most_samples=steps * config.data.batch_size,
     )
+
+
+def _held_back(samples: Samples) -> Iterable[AnyBatch] | None:
+    """What is evaluated while samples are chosen; None, and somebody says so: there is nothing."""
+    try:
+        samples.split("validation")
+    except ValueError as error:
+        warn(str(error))
+        return None
+    return Again(lambda: iter(samples.validation))
 
 
 def _skip(
