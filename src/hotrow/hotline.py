@@ -225,6 +225,8 @@ class Hotline:
                     self._begin(first, count)
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
+            if self._classified:
+                self._tell_if_none(self._classified)
         finally:
             if self._bound is not None:
                 self._bound.close()
@@ -360,19 +362,25 @@ class Hotline:
         )
         self._classified += found.samples
         self._popular += found.popular
-        self._tell_if_none()
+        self._tell_if_none(self._enough)
         return found.parted
 
-    def _tell_if_none(self) -> None:
-        if self._popular or self._told_of_none or self._classified < self._enough:
+    def _tell_if_none(self, enough: int) -> None:
+        """Where that many samples were classified, and none of them is popular."""
+        if self._popular or self._told_of_none or self._classified < enough:
             return
         self._told_of_none = True
         rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
+        why = (
+            f"each looks up some row that is not among the {rows:,} pinned ones, as samples with "
+            "many lookups do"
+            if rows
+            else "no row is pinned, since the budget has no room for any beside a batch"
+        )
         warn(
-            f"none of {self._classified:,} samples is popular: each looks up some row that is not "
-            f"among the {rows:,} pinned ones, as samples with many lookups do. Batches are trained "
-            "whole, which is right but gains nothing; a larger budget, or strategy='lookahead' "
-            "without Hotline, may"
+            f"none of {self._classified:,} samples is popular: {why}. Batches are trained whole, "
+            "which is right but gains nothing; a larger budget, or strategy='lookahead' without "
+            "Hotline, may"
         )
 
     # -- learning ----------------------------------------------------------------------

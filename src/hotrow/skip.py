@@ -417,7 +417,8 @@ class SkipStale:
             said = (
                 f"none of {size:,} sampled inputs looks up "
                 f"{'any hot row' if of_rows else 'hot rows alone'}: nothing is skipped. "
-                f"{len(self._hot):,} rows are hot; a larger hot_budget makes it more"
+                f"{len(self._hot):,} rows are hot: a larger hot_budget has more, unless popularity "
+                "has drifted since they were chosen"
             )
             return Threshold(0.0, 0.0, 0, False, *s.search, said)
         return find_threshold(
