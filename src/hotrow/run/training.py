@@ -39,7 +39,8 @@ def make_system(
         epochs=None if _knows_numbers(samples, steps) else -(-steps // epoch),
         seed=config.data.seed,
         skip=skip,
-        most_samples=steps * config.data.batch_size,
+        # Whole epochs end by themselves.
+        most_samples=steps * config.data.batch_size if steps % epoch else None,
     )
 
 
