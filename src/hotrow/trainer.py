@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -169,6 +169,37 @@ class Trainer(Generic[Batch]):
         with self._algorithms(), _evaluation(self.model, self.device):
             predictions: Tensor = self.model(to_device(batch, self.device))
             return predictions
+
+    def mean_loss(self, batches: Iterable[Batch]) -> float:
+        """Of all their samples, in evaluation mode. Changes no bit of the training."""
+        total, size = 0.0, 0
+        for batch in batches:
+            predictions = self.predict(batch)
+            labels = self.labels(batch).to(predictions.device)
+            total += float(self.loss_fn(predictions, labels).mean()) * len(labels)
+            size += len(labels)
+        if not size:
+            raise ValueError("there is no sample to evaluate on: the batches given are none")
+        return total / size
+
+    def one_collection(self, why: str) -> tuple[EmbeddingBagCollection, Callable[[Batch], Any]]:
+        """The model's only collection, for a system that needs just one, and what that looks up of
+        a batch, where `ids` may give a dict by the collections' names."""
+        named = self.model.named_modules()
+        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
+        if len(found) != 1:
+            raise ValueError(
+                f"{why} of one collection, and the model has {len(found)}{': ' * bool(found)}"
+                f"{', '.join(map(repr, found))}; tables of any width can be in one"
+            )
+        ((name, collection),) = found.items()
+        name = name.removeprefix("_orig_mod.")
+
+        def ids(batch: Batch) -> Any:
+            found = self.ids(batch)
+            return found[name] if isinstance(found, Mapping) and name in found else found
+
+        return collection, ids
 
     @property
     def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -161,3 +161,46 @@ def test_names_of_systems_are_unique_and_known() -> None:
         find_system("hybrid-plane")
     with pytest.raises(ValueError, match="contract must be one of"):
         SystemKind("mine", "", "exactly", build=SYSTEMS["lru"].build)
+
+
+SKIPPED = (
+    "data.rows=[200, 60]", "data.batch_size=32", "data.samples=1280", "training.steps=60",
+    "embedding.budget=80%", "data.skew=1.3",
+)  # fmt: skip
+
+
+def test_random_drop_comes_behind_what_it_follows() -> None:
+    names = ["lru+random-drop", "hotline", "lru+slipstream", "fae+random-drop"]
+    found = [entry.kind.name for entry in choose(config(), names)]
+    assert found == [
+        "all-fast", "hotline", "lru+slipstream", "lru+random-drop", "fae+random-drop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ["lru", "hotline", "fae"])
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what systems are made for
+def test_as_many_samples_are_dropped_at_random(tmp_path: Path, base: str) -> None:
+    settings = config(*SKIPPED)
+    names = [f"{base}+random-drop", f"{base}+slipstream"]
+    comparison = Comparison(settings, choose(settings, names, repeat=1))
+    list(comparison.run(tmp_path))
+    found = comparison.record("finished")
+    _, skipped, control = found.strategies
+    assert control.samples == skipped.samples < 60 * 32
+    (note,) = found.notes
+    dropped = 60 * 32 - skipped.samples
+    assert note.startswith(f"{control.strategy} leaves out as many samples as {skipped.strategy}: ")
+    assert f": {dropped:,} of " in note
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_drop_without_samples_to_follow_has_the_target(tmp_path: Path) -> None:
+    settings = config(*SKIPPED, "system.mode=rows", "system.target=0.25", "training.steps=40")
+    names = ["lru+slipstream", "lru+random-drop"]
+    comparison = Comparison(settings, choose(settings, names, repeat=1))
+    list(comparison.run(tmp_path))
+    found = comparison.record("finished")
+    assert [each.samples for each in found.strategies] == [1280, 1280, 960]
+    assert (
+        "leaves out 25% of all samples, since lru+slipstream leaves out updates" in found.notes[0]
+    )

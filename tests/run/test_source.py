@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.ahead import tensors_in
+from hotrow.calibrate import AccessCounts
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.models import TBSM
@@ -333,3 +336,64 @@ def test_a_simulation_draws_its_ids(folder: Path) -> None:
     result = CliRunner().invoke(make_app(), words)
     assert result.exit_code == 2
     assert 'kind = "counted" with the same folder' in result.stderr
+
+
+@pytest.mark.parametrize("length", ["training.epochs=2", "training.steps=5"])
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what FAE is made for
+def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", length,
+    ]  # fmt: skip
+    names = ["embedding.strategy=static", "embedding.strategy=fae"]
+    plain, fae = (build(load(overrides=[*settings, name])) for name in names)
+    steps = [record.samples for record in plain.train()]
+    assert set(steps) == {32}  # what does not fill a batch is left out
+    found = [record.samples for record in fae.train()]
+    assert sum(found) == sum(steps)
+    assert fae.known_steps == len(found)
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream", "hotline"])
+@pytest.mark.filterwarnings("ignore")
+def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", "training.epochs=2", "embedding.profile=true",
+    ]  # fmt: skip
+    job = build(load(overrides=[*settings, f"embedding.strategy={name}"]))
+    system: Any = job.trainer.system
+    losses = [record.loss for record in job.train()]
+    if name == "fae":
+        assert system.record.counted_samples == 0
+        assert "of the accesses by a profile" in system.described()
+        counts = AccessCounts.of_profile(job.embedding.tables, Prepared(folder).profile())
+        assert 0 < system.record.num_hot_rows <= int((counts.flat > 0).sum())
+    elif name == "hotline":  # which pins what it has learned, and is exact whatever was before
+        assert system.record.learned[0].why == "learned"
+        plain = build(load(overrides=[*settings[:-1], "embedding.strategy=all-fast"]))
+        assert losses == pytest.approx([record.loss for record in plain.train()], rel=1e-4)
+    else:
+        assert sum(system.record.hot_rows.values()) > 4 * 32  # more than a batch can read
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream"])
+def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", f"embedding.strategy={name}",
+    ]  # fmt: skip
+    config = load(overrides=settings)
+    samples = open_samples(config.data, pin_memory=False)
+
+    def none_held_back(name: str, *, whole: bool = False) -> Any:
+        raise ValueError("out holds no sample back for validation; prepare more of them")
+
+    samples.split = none_held_back  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="holds no sample back for validation"):
+        job = build(config, samples)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert sum(record.samples for record in job.train()) > 0
+    said = "there is no test loss" if name == "fae" else "Slipstream has no test= batches"
+    assert any(said in str(each.message) for each in told)

@@ -40,9 +40,12 @@ from hotrow.run.likeness import (
     bits_of,
     room_for_reference,
 )
+from hotrow.run.named import followed
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system
 from hotrow.run.tally import Tally
+from hotrow.skip import SkipRecord
+from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.told import few, many
 
 REFERENCE = "all-fast"
@@ -100,13 +103,17 @@ def usual_strategies(config: RunConfig) -> list[str]:
 def choose(
     config: RunConfig, names: Sequence[str] | None = None, *, repeat: int = 3
 ) -> list[Entry]:
-    """The strategies of a comparison, all-fast first: the others are compared with it."""
+    """The strategies of a comparison, all-fast first: the others are compared with it. One with
+    random-drop comes after the one with slipstream, as many of whose samples it leaves out."""
     is_usual = names is None
     names = usual_strategies(config) if names is None else names
     for name in names:
         if list(names).count(name) > 1:
             raise ValueError(f"strategy {name!r} is named twice")
     kinds = [find_system(name) for name in names]
+    for kind in [each for each in kinds if followed(each.name) in names]:
+        kinds.remove(kind)
+        kinds.insert(1 + [each.name for each in kinds].index(followed(kind.name) or ""), kind)
     entries = [Entry(kind, repeat) for kind in kinds if kind.name != REFERENCE]
     is_optional = is_usual or REFERENCE not in names
     # Where nobody asked for it, once is enough to compare with.
@@ -141,6 +148,7 @@ class Comparison:
         self._notes: list[str] = []
         self._reference: Reference | None = None
         self._why_no_distance = ""
+        self._left_out: dict[str, SkipRecord] = {}  # by strategies with slipstream
         width = config.model.row_width
         width += config.embedding.optimizer.rule().state_width(width)
         self.rows_bytes = sum(4 * width * rows for rows, _ in samples.tables.values())
@@ -189,12 +197,15 @@ class Comparison:
         if (reason := entry.kind.refuses(self.config)) is not None:
             raise ValueError(reason)
         system = entry.kind.build(self.config, self._samples)
+        self._follow(entry, system)
         tally, clock = Tally(), _Clock(system.device)
         for record in system.train():
             tally.add(record)
             clock.add(record)
             yield replace(turn, stage="training", steps=tally.steps, loss=tally.loss)
         tally.finish()
+        if isinstance(skip := getattr(system, "skip", None), Slipstream):
+            self._left_out[entry.kind.name] = skip.record
         rates = clock.rates(self.warm_up)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
         if entry.quality is None:
@@ -212,6 +223,21 @@ class Comparison:
             stage="finished",
             samples_per_second=statistics.median(rates) if rates else math.nan,
         )
+
+    def _follow(self, entry: Entry, system: System) -> None:
+        """Leave out as many samples at random as slipstream has, where both are compared."""
+        skip, other = getattr(system, "skip", None), followed(entry.kind.name)
+        if not isinstance(skip, RandomDrop) or not any(e.kind.name == other for e in self.entries):
+            return
+        found, target = self._left_out.get(other or ""), f"{self.config.system.target:.0%} of all"
+        if found is None:
+            said = f"{target} samples, since {other} failed"
+        elif found.mode == "rows":
+            said = f"{target} samples, since {other} leaves out updates of rows and no sample"
+        else:
+            skip.follow(found)
+            said = f"as many samples as {other}: {found.dropped:,} of {found.offered:,}"
+        self._notes = list(dict.fromkeys([*self._notes, f"{entry.kind.name} leaves out {said}"]))
 
     def _note(self, entry: Entry, repetition: int, system: System, tally: Tally) -> None:
         """What a system has become, and how like it is to all-fast or to itself before."""
@@ -362,6 +388,8 @@ class _Kept:
         yield from self._batches[:steps]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # it would read them again, and leave out others
         return getattr(self._rest, name)
 
 

@@ -16,7 +16,7 @@ from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
-from hotrow.run.training import make_system, training_batches
+from hotrow.run.training import known_steps, make_system, training_batches
 from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig
 from hotrow.trainer import Trainer
 
@@ -41,8 +41,6 @@ class Job:
             for schedule in schedules:
                 schedule.step()
             yield record
-            if record.step == self.config.training.steps:
-                return  # a system that orders samples would go on to the end of its epoch
 
     def _batches(self) -> Iterable[AnyBatch]:
         """What a system reads more than once it reads from the beginning each time."""
@@ -52,7 +50,13 @@ class Job:
 
     @property
     def total_steps(self) -> int:
+        """Batches that the run is of."""
         return total_steps(self.config, self.samples)
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps that will have been taken; None: not known, or not yet."""
+        return known_steps(self.trainer.system, self.total_steps)
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
         """Quality on what is held back for the way, or for the end."""

@@ -22,6 +22,8 @@ from hotrow.run.named import SKIPS, Named, find_named
 from hotrow.run.named import SYSTEMS as NAMED_SYSTEMS
 from hotrow.run.plain import PlainHybrid, why_not_plain
 from hotrow.run.source import Samples
+from hotrow.run.training import skip_of
+from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 
 PLAIN = "hybrid-plain"
@@ -107,6 +109,11 @@ class StrategySystem:
     def device(self) -> torch.device:
         return self._job.embedding.device
 
+    @property
+    def skip(self) -> RandomDrop | Slipstream | None:
+        """What leaves samples out, if anything does."""
+        return skip_of(self._job.trainer.system)
+
     def train(self) -> Iterator[StepRecord]:
         return self._job.train()
 
@@ -127,9 +134,12 @@ class StrategySystem:
 
 
 def with_strategy(config: RunConfig, named: Named) -> RunConfig:
-    """The same run with another strategy; one of the CPU alone leaves a GPU aside."""
+    """The same run with another strategy, which somebody else compares; one of the CPU alone leaves
+    a GPU aside."""
     run = replace(config.run, device="cpu") if named.rows.on_cpu_alone else config.run
-    return replace(config, run=run, embedding=replace(config.embedding, strategy=named.name))
+    embedding = replace(config.embedding, strategy=named.name)
+    training = replace(config.training, check_equality=False)
+    return replace(config, run=run, embedding=embedding, training=training)
 
 
 def _of_named(named: Named) -> SystemKind:
