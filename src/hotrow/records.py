@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. Its rows and bytes moved since the step before, perhaps for later batches."""
+    """One step. Its rows and bytes moved since the step before, perhaps for later batches; its
+    seconds have passed since then, but for those of whoever asks for steps."""
 
     step: int
     loss: float
@@ -88,12 +89,16 @@ class RunRecord:
     summary: Summary
     evaluations: tuple[EvalRecord, ...] = field(default=())
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
+    system: Mapping[str, Any] = field(default_factory=dict)  # what ordered or left out samples
+    told: Mapping[str, str] = field(default_factory=dict)  # the same in words
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One strategy of a comparison. Speeds are of all steps of all its repetitions together, but
-    for the first ones of each; everything else is of the first repetition."""
+    """One strategy of a comparison. Speeds of steps are of all its repetitions together, but for
+    the first ones of each; everything else is of the first repetition. Where steps differ, as those
+    of hot and cold batches do, the median says little: `whole_run` is what a run gets, samples that
+    it leaves out included."""
 
     strategy: str
     summary: str
@@ -107,7 +112,8 @@ class Figures:
     samples_per_second: float = math.nan  # p50
     slow_samples_per_second: float = math.nan  # p20
     fast_samples_per_second: float = math.nan  # p80
-    speed_up: float = math.nan  # over the baseline's p50
+    whole_run: float = math.nan  # samples offered per second; median of the repetitions
+    speed_up: float = math.nan  # of whole runs, over the baseline's
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes of fast memory by part
     fast_bytes: int = 0  # all of them
     is_within_budget: bool = True

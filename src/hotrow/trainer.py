@@ -123,20 +123,22 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes = self.system.passes(batches)
+        passes, asked = self.system.passes(batches), perf_counter()
         try:
             for each in passes:
                 some = iter(each)
                 for first in some:  # a pass may turn out to have no batch
-                    yield from self._pass(chain([first], some))
+                    # What a system does before a pass is time of the pass's first step.
+                    yield from self._pass(chain([first], some), asked)
+                    asked = perf_counter()
         finally:
             passes.close()
 
-    def _pass(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+    def _pass(self, batches: Iterable[Batch], asked: float | None = None) -> Iterator[StepRecord]:
         """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
-            before, started = self._counters(), perf_counter()
+            before, started = self._counters(), perf_counter() if asked is None else asked
             for batch in source:
                 loss = self._train(batch)
                 samples = len(self.labels(batch))

@@ -110,6 +110,8 @@ def test_a_clock_leaves_the_first_steps_out() -> None:
     for seconds in (9.0, 1.0, 2.0, 4.0):
         clock.add(replace(STEP, samples=8, seconds=seconds))
     assert clock.rates(1) == [8.0, 4.0, 2.0]
+    # Of 52 samples offered the first 8 came before the clock, and 20 were left out on the way.
+    assert clock.whole_run(1, 52) == pytest.approx(44 / 7)
 
 
 def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:

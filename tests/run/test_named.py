@@ -12,6 +12,7 @@ from hotrow.hotline import Hotline
 from hotrow.run.config import load
 from hotrow.run.job import build
 from hotrow.run.named import SKIPS, SYSTEMS, find_named
+from hotrow.run.outcome import record_of, told_of
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 
@@ -138,3 +139,23 @@ def test_bits_are_not_compared_where_samples_are_changed() -> None:
 def test_settings_of_systems_are_checked(setting: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         job_of(setting)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "words"),
+    [
+        ("fae", {"fae"}, ("hot and cold",)),
+        ("hotline", {"hotline"}, ("popular samples",)),
+        ("lookahead+random-drop", {"skip"}, ("left out",)),
+        ("hotline+random-drop", {"hotline", "skip"}, ("popular samples", "left out")),
+        ("lookahead", set(), ()),
+    ],
+)
+def test_a_run_tells_what_became_of_its_system(
+    strategy: str, keys: set[str], words: tuple[str, ...]
+) -> None:
+    job = job_of(f"embedding.strategy={strategy}")
+    for _ in job.train():
+        pass
+    assert record_of(job.trainer.system).keys() == keys
+    assert tuple(told_of(job.trainer.system)) == words

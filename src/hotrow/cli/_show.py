@@ -109,7 +109,8 @@ class Screen:
         task = bar.add_task(title, total=steps, facts="")
 
         def advance(tally: Tally) -> None:
-            bar.update(task, completed=tally.steps, facts=_facts(tally))
+            total = tally.expected or max(steps, tally.steps)
+            bar.update(task, completed=tally.steps, total=total, facts=_facts(tally))
 
         with bar:
             yield advance
@@ -233,6 +234,7 @@ def _summary(record: RunRecord) -> dict[str, str]:
         f"{split} log-loss": _log_loss(record),
         "hit rate": f"{found.hit_rate:.2%} of {many(found.lookups, 'lookup')}",
         "slots": _slots(record),
+        **record.told,
         **chunked,
         "moved": show_bytes(found.bytes_moved),
         "speed": f"{found.samples_per_second:,.0f} samples/s",

@@ -27,6 +27,7 @@ from hotrow.run.config import RunConfig, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
 from hotrow.run.named import find_named
+from hotrow.run.outcome import record_of, told_of
 from hotrow.run.tally import Tally
 
 
@@ -224,7 +225,8 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int) -> None:
             tally.add(record)
             telling.run.step(record)
             telling.board.step(record)
-            if every and record.step % every == 0 and record.step < steps:
+            tally.expected = job.known_steps
+            if every and record.step % every == 0 and record.step != tally.expected:
                 _evaluate(job, tally, telling)
             advance(tally)
             settled = _has_settled(tally.evaluations, job.config.training.patience)
@@ -288,4 +290,6 @@ def _record(
         ),
         evaluations=tuple(tally.evaluations),
         data=job.samples.described(),
+        system=record_of(job.trainer.system),
+        told=told_of(job.trainer.system),
     )

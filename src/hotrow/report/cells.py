@@ -33,7 +33,15 @@ _whole, _times, _quality = _number(",.0f"), _number(".2f"), _number(".4f")
 def spread(figures: Figures) -> str:
     if math.isnan(figures.samples_per_second):
         return NONE
-    return f"{figures.slow_samples_per_second:,.0f} to {figures.fast_samples_per_second:,.0f}"
+    slow, fast = figures.slow_samples_per_second, figures.fast_samples_per_second
+    return f"{_short(figures.samples_per_second)} ({_short(slow)}-{_short(fast)})"
+
+
+def _short(rate: float) -> str:
+    for unit, word in ((1e6, " M"), (1e3, " k")):
+        if rate >= 0.9995 * unit:
+            return f"{rate / unit:.3g}{word}"
+    return f"{rate:.3g}"
 
 
 def speed_cells(figures: Figures) -> list[str]:
@@ -41,7 +49,7 @@ def speed_cells(figures: Figures) -> list[str]:
     ran = figures.samples > 0
     return [
         figures.contract,
-        _whole(figures.samples_per_second),
+        _whole(figures.whole_run),
         spread(figures),
         _times(figures.speed_up),
         show_bytes(figures.fast_bytes) if ran else NONE,
@@ -63,7 +71,8 @@ def result_cells(figures: Figures) -> list[str]:
     ]
 
 
-SPEED = ("contract", "samples/s", "p20 to p80", "", "fast memory")  # the empty one: speed_title
+# The empty one is speed_title.
+SPEED = ("contract", "samples/s", "step p50 (p20-p80)", "", "fast memory")
 RESULT = (
     "hit rate", "rows/sample", "bytes/sample", "samples", "AUC", "log-loss", "equal to all-fast",
 )  # fmt: skip

@@ -66,6 +66,7 @@ class Entry:
     message: str = ""  # why it failed
     traceback: str = ""
     rates: list[float] = field(default_factory=list)  # samples/s of timed steps
+    whole_runs: list[float] = field(default_factory=list)  # samples/s of each repetition
     tally: Tally | None = None  # of the first repetition, as all below
     quality: EvalRecord | None = None
     memory: dict[str, int] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Turn:
     stage: str
     steps: int = 0  # of this turn
     loss: float = math.nan
-    samples_per_second: float = math.nan  # p50, of a turn that has finished
+    samples_per_second: float = math.nan  # of a turn that has finished
     message: str = ""
 
 
@@ -207,6 +208,7 @@ class Comparison:
         if isinstance(skip := getattr(system, "skip", None), Slipstream):
             self._left_out[entry.kind.name] = skip.record
         rates = clock.rates(self.warm_up)
+        whole_run = clock.whole_run(self.warm_up, self.steps * self.config.data.batch_size)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
         if entry.quality is None:
             yield replace(turn, stage="evaluating")
@@ -217,11 +219,12 @@ class Comparison:
         self._note(entry, turn.repetition, system, tally)
         entry.quality = quality
         entry.rates += rates
+        entry.whole_runs.append(whole_run)
         entry.done += 1
         yield replace(
             turn,
             stage="finished",
-            samples_per_second=statistics.median(rates) if rates else math.nan,
+            samples_per_second=whole_run,
         )
 
     def _follow(self, entry: Entry, system: System) -> None:
@@ -304,7 +307,7 @@ class Comparison:
 
     def record(self, outcome: str) -> ComparisonRecord:
         baseline = self._baseline()
-        pace = statistics.median(baseline.rates) if baseline is not None else math.nan
+        pace = statistics.median(baseline.whole_runs) if baseline is not None else math.nan
         device = self.config.run.device
         return ComparisonRecord(
             name=self.config.run.name,
@@ -345,6 +348,7 @@ class Comparison:
         if entry.tally is None or entry.quality is None:
             return about
         slow, middle, fast = _percentiles(entry.rates)
+        whole_run = statistics.median(entry.whole_runs)
         tally, samples = entry.tally, entry.tally.samples
         fast_bytes = sum(entry.memory.values())
         return replace(
@@ -353,7 +357,8 @@ class Comparison:
             samples_per_second=middle,
             slow_samples_per_second=slow,
             fast_samples_per_second=fast,
-            speed_up=middle / pace if pace else math.nan,
+            whole_run=whole_run,
+            speed_up=whole_run / pace if pace else math.nan,
             memory=entry.memory,
             fast_bytes=fast_bytes,
             is_within_budget=kind.is_bounded or fast_bytes <= self.budget_bytes,
@@ -414,14 +419,25 @@ class _Clock:
 
     def rates(self, warm_up: int) -> list[float]:
         """Samples per second of each step but the first ones."""
+        return [samples / taken for samples, taken in self._timed(warm_up) if taken > 0]
+
+    def whole_run(self, warm_up: int, offered: int) -> float:
+        """Samples per second of all of them together, where so many were offered in the run. What
+        is left out counts as done."""
+        timed = self._timed(warm_up)
+        seconds = sum(taken for _, taken in timed)
+        before = sum(self._samples[: len(self._samples) - len(timed)])
+        return (offered - before) / seconds if seconds > 0 else math.nan
+
+    def _timed(self, warm_up: int) -> list[tuple[int, float]]:
+        """Samples and seconds of each step but the first ones."""
         seconds = self._seconds
         if self._marks:
             self._marks[-1].wait()
             pairs = zip(self._marks[1:], self._marks, strict=False)
             seconds = [math.inf, *(after.since(before) for after, before in pairs)]
             warm_up = max(1, warm_up)  # nothing is before the first
-        steps = list(zip(self._samples, seconds, strict=True))[warm_up:]
-        return [samples / taken for samples, taken in steps if taken > 0]
+        return list(zip(self._samples, seconds, strict=True))[warm_up:]
 
 
 def _percentiles(rates: Sequence[float]) -> tuple[float, float, float]:

@@ -14,6 +14,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.expected: int | None = None  # steps of the whole run, where that is known
         self.losses: list[float] = []  # of fewer steps, while some are on their way from a device
         self._arriving = Arriving(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
