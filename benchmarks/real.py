@@ -47,7 +47,7 @@ RUNS = {
     "criteo": ["embedding.budget=10%", "system.target=0.1"],
     "movielens": [
         "embedding.budget=20%", "data.batch_size=64", "model.bottom=[]", "model.top=[64,32]",
-        "training.steps=6000",
+        "training.steps=3000",
     ],
 }  # fmt: skip
 COLUMNS = """label = "liked"
