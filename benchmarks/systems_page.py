@@ -17,6 +17,7 @@ from statistics import fmean
 
 from bars import BARS, Ratio, ratios
 from render import HERE, Line, environments, median, read, step, table
+from svg import Drawing
 
 PAGE = HERE.parent / "docs" / "systems.md"
 Suites = dict[str, list[Line]]
@@ -37,7 +38,8 @@ def of(suites: Suites, suite: str, run: str) -> list[Line]:
 
 def whence(lines: list[Line]) -> str:
     """The commands behind some lines, and where they ran."""
-    commands = dict.fromkeys(line["command"] for line in lines)
+    # Whoever measured a part of it said --only; without it, all is measured.
+    commands = dict.fromkeys(line["command"].split(" --only ")[0] for line in lines)
     said = "".join(f"- `{each}`\n" for each in commands)
     return f"\n{said}{environments(lines)}" if lines else ""
 
@@ -232,7 +234,43 @@ def drift(suites: Suites) -> str:
         f"of {setting['rows']:,} rows are hot; {setting['slots']:,} slots where rows move. The "
         f"most clicked articles of day 1 have {setting['next_day']:.1%} of the clicks of day 2.\n\n"
     )
-    return about + table(head, rows) + whence(lines)
+    figure = "![Popular samples, hour by hour](drift.svg)\n\n"
+    return about + table(head, rows) + "\n" + figure + whence(lines).lstrip("\n")
+
+
+CURVES = {
+    "oracle: the hour's own counts": "grey",
+    "hotline, counts halved by drift": "blue",
+    "hotline, as it is by default": "orange",
+    "the whole log's counts": "green",
+}
+
+
+def drift_figure(lines: list[Line]) -> Drawing:
+    """Popular samples, hour by hour."""
+    drawing = Drawing(900, 330, "Popular samples of the Globo.com click log, by hour")
+    left, right, top, bottom = 60, 880, 50, 270
+    curves = {line["system"]: line["facts"]["by_hour"] for line in lines}
+    count = max((len(each) for each in curves.values()), default=0)
+
+    def at(hour: int, share: float) -> tuple[float, float]:
+        return left + (right - left) * hour / max(1, count - 1), bottom - (bottom - top) * share
+
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        drawing.line([at(0, tick), at(count - 1, tick)], "rule")
+        drawing.text(left - 8, at(0, tick)[1] + 5, f"{tick:.0%}", style="small", anchor="end")
+    for hour in range(0, count, 50):
+        drawing.text(at(hour, 0)[0], bottom + 20, f"{hour}", style="small", anchor="middle")
+    about = "hours of 100 clicks or more, after the first learning phase"
+    drawing.text((left + right) / 2, bottom + 44, about, anchor="middle")
+    place: float = left
+    for name, colour in CURVES.items():
+        if name in curves:
+            drawing.line([at(hour, share) for hour, share in enumerate(curves[name])], colour)
+            drawing.box(place, 20, 12, 12, colour)
+            drawing.text(place + 18, 31, name, style="small")
+            place += 34 + 6 * len(name)
+    return drawing
 
 
 TABLES: dict[str, Callable[[Suites], str]] = {
@@ -247,8 +285,9 @@ TABLES: dict[str, Callable[[Suites], str]] = {
 
 
 def main(page: Path = PAGE, results: Path = HERE / "results") -> None:
-    text = filled(page.read_text(encoding="utf-8"), read(results))
-    page.write_text(text, encoding="utf-8")
+    suites = read(results)
+    page.write_text(filled(page.read_text(encoding="utf-8"), suites), encoding="utf-8")
+    drift_figure(of(suites, "drift", "globo")).write(page.parent / "drift.svg")
     print(f"{page} shows {', '.join(TABLES)}")
 
 
