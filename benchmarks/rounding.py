@@ -28,7 +28,7 @@ from hotrow.run.systems import find_system
 
 BESIDE = ("reordered-1", "reordered-2", "hotline")
 SHOWN = (10, 50, 100, 200, 400, 800)  # steps
-MORE_THAN_ROUNDING = 1e-5
+MORE_THAN_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)

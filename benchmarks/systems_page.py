@@ -38,8 +38,9 @@ def of(suites: Suites, suite: str, run: str) -> list[Line]:
 
 def whence(lines: list[Line]) -> str:
     """The commands behind some lines, and where they ran."""
-    # Whoever measured a part of it said --only; without it, all is measured.
-    commands = dict.fromkeys(line["command"].split(" --only ")[0] for line in lines)
+    # Whoever measured a part of it said which; without that, all is measured.
+    part = re.compile(r" --(only|strategies) .*")
+    commands = dict.fromkeys(part.sub("", line["command"]) for line in lines)
     said = "".join(f"- `{each}`\n" for each in commands)
     return f"\n{said}{environments(lines)}" if lines else ""
 
