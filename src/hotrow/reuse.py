@@ -1,0 +1,239 @@
+"""How many rows slots of any number would have to fetch, from one pass over a trace.
+
+Sees batch numbers only: of each row of a batch, which batch used it last. All rows of a batch are
+resident together, and a row is counted once in it, however many lookups it has.
+
+Rows whose last use is the same batch are equally recent, so least-recent leaves open which of them
+leaves first. Let a row's last use before batch b be batch a. More recent than it are the rows last
+used between the two, S of them; equally recent are the L whose last use is still a, itself among
+them. Of those L, C - S are in C slots, if that is between 0 and L. With every order equally likely,
+the row is there with probability (C - S) / L; which order it was can change the sum over all rows
+only within bounds that are known, too. So one pass that keeps the number of rows by their last
+batch serves any number of slots.
+
+Belady's choice needs as little: residents are told apart only by the batch that uses them next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NEVER = -1  # the last use of a row that no batch has used
+LONGEST_HOLD = 8  # batches whose rows may have to be resident together
+
+Batches = NDArray[np.int32]
+Numbers = NDArray[np.int64]
+Amounts = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MissCurve:
+    """Rows that are fetched, in all, by how many slots there are. NaN: a batch does not fit."""
+
+    policy: str
+    slots: Numbers  # [n], ascending
+    misses: Amounts  # [n]
+    low: Amounts  # [n]: what it may be at the least, by an order that is open or by sampling
+    high: Amounts  # [n]
+    batches: int  # that are counted
+    unique_rows: float  # of these batches, together
+
+    @property
+    def per_batch(self) -> Amounts:
+        return self.misses / max(1, self.batches)
+
+    @property
+    def ratio(self) -> Amounts:
+        """Of the rows of a batch, the share that is fetched."""
+        return self.misses / max(1.0, self.unique_rows)
+
+
+@dataclass(frozen=True)
+class NextUses:
+    """For each batch: how many of its rows are used next by which later batch."""
+
+    sizes: Amounts  # [T]: rows of each batch
+    starts: Numbers  # [T + 1]: batch a has the entries starts[a] to starts[a + 1]
+    batch: Batches  # [entries]: which uses them next
+    rows: Amounts  # [entries]: how many of them
+
+
+class Reuse:
+    """Counts of one trace, batch by batch.
+
+    reuse = Reuse(slots=[1000, 5000])
+    for rows in batches:              # different ones each
+        reuse.add(last_use[rows])
+        last_use[rows] = reuse.batches - 1
+    reuse.least_recent().misses
+    """
+
+    def __init__(
+        self, slots: Sequence[int] = (), *, first: int = 0, next_uses_bytes: int = 1 << 62
+    ) -> None:
+        """Misses are counted from batch `first` on. Next uses are kept while they fit."""
+        self.slots = np.unique(np.asarray(slots, dtype=np.int64))
+        self.first = first
+        self._most_bytes = next_uses_bytes
+        self._live = np.zeros(1024)  # rows by the batch that used them last
+        self._hits = np.zeros((3, len(self.slots) + 1))  # expected, fewest, most
+        self._sizes: list[float] = []
+        self._apart: list[Amounts] = []  # rows whose last use is more than 0, 1 ... batches ago
+        self._pairs: list[tuple[Batches, Amounts]] | None = []
+        self._bytes = 0
+
+    @property
+    def batches(self) -> int:
+        return len(self._sizes)
+
+    def add(self, last_use: Batches, weights: Amounts | None = None) -> None:
+        """The next batch: of each of its rows the batch that used it last, or NEVER.
+
+        `weights`: how many rows each one stands for, where rows are sampled.
+        """
+        number = self.batches
+        counted = np.bincount(last_use + 1, weights, minlength=number + 1).astype(np.float64)
+        size = float(counted.sum())
+        used = np.flatnonzero(counted[1:])
+        rows = counted[1:][used]
+        if number >= self.first and len(self.slots):
+            self._count_hits(used, rows, number)
+        if number == len(self._live):
+            self._live = np.concatenate([self._live, np.zeros(number)])
+        self._live[used] -= rows
+        self._live[number] = size
+        self._sizes.append(size)
+        recent = np.zeros(LONGEST_HOLD)
+        nearest = counted[1:][-(LONGEST_HOLD - 1) :][::-1]
+        recent[1 : len(nearest) + 1] = nearest
+        self._apart.append(size - np.cumsum(recent))
+        self._keep(used, rows)
+
+    def _count_hits(self, used: Numbers, rows: Amounts, number: int) -> None:
+        live = self._live[:number]
+        as_recent = live[used]
+        more_recent = live[::-1].cumsum()[::-1][used] - as_recent
+        # From `whole` on all are there; from `some` to there a part is.
+        some = np.searchsorted(self.slots, more_recent, side="right")
+        whole = np.searchsorted(self.slots, more_recent + as_recent, side="left")
+        self._hits += np.bincount(whole, rows, minlength=len(self.slots) + 1)[None].cumsum(1)
+        many = whole - some
+        which = np.repeat(np.arange(len(used)), many)
+        if not len(which):
+            return
+        place = np.arange(len(which)) - np.repeat(many.cumsum() - many, many) + some[which]
+        there = self.slots[place] - more_recent[which]
+        mine, among = rows[which], as_recent[which]
+        for kind, hits in enumerate(
+            (mine * there / among, np.maximum(0, mine - (among - there)), np.minimum(mine, there))
+        ):
+            self._hits[kind] += np.bincount(place, hits, minlength=len(self.slots) + 1)
+
+    def _keep(self, used: Numbers, rows: Amounts) -> None:
+        if self._pairs is None:
+            return
+        kept = used.astype(np.int32), rows
+        self._bytes += sum(each.nbytes for each in kept)
+        # Once more in the order of the batches before, and what sorts them.
+        if 3 * self._bytes > self._most_bytes:
+            self._pairs = None
+            return
+        self._pairs.append(kept)
+
+    def least_recent(self) -> MissCurve:
+        """Misses if the least recent rows leave first."""
+        sizes = np.array(self._sizes)
+        unique = float(sizes[self.first :].sum())
+        fits = self.slots >= sizes.max(initial=0.0)
+        expected, high, low = np.where(fits, unique - self._hits[:, :-1], np.nan)
+        counted = max(0, self.batches - self.first)
+        return MissCurve("lru", self.slots, expected, low, high, counted, unique)
+
+    def working_sets(self, batches: int) -> Amounts:
+        """Different rows of each `batches` consecutive ones, [T - batches + 1]."""
+        if not 1 <= batches <= LONGEST_HOLD:
+            raise ValueError(f"batches must be 1 to {LONGEST_HOLD}, not {batches}")
+        apart = np.array(self._apart).reshape(-1, LONGEST_HOLD)
+        windows = max(0, len(apart) - batches + 1)
+        found = np.zeros(windows)
+        for later in range(batches):  # rows that no batch of the window has used before
+            found += apart[later : later + windows, later]
+        return found
+
+    def floor(self, hold_batches: int) -> int:
+        """The fewest slots in which the rows of so many consecutive batches fit together."""
+        held = min(hold_batches, max(1, self.batches))
+        return int(np.ceil(self.working_sets(held).max(initial=0.0)))
+
+    def next_uses(self) -> NextUses | None:
+        """The same by the other end; None: they did not fit."""
+        if self._pairs is None:
+            return None
+        many = np.array([len(used) for used, _ in self._pairs], dtype=np.int64)
+        empty = np.empty(0, np.int32), np.empty(0)
+        before = np.concatenate([empty[0], *(used for used, _ in self._pairs)])
+        order = np.argsort(before, kind="stable")
+        starts = np.zeros(self.batches + 1, dtype=np.int64)
+        np.cumsum(np.bincount(before, minlength=self.batches), out=starts[1:])
+        batch = np.repeat(np.arange(self.batches, dtype=np.int32), many)[order]
+        rows = np.concatenate([empty[1], *(rows for _, rows in self._pairs)])[order]
+        return NextUses(np.array(self._sizes), starts, batch, rows)
+
+
+def fewest_misses(uses: NextUses, slots: Sequence[int]) -> Amounts:
+    """Rows that each batch must fetch if all is known, [slots, T]: Belady's bound.
+
+    All rows of a batch must be resident together, so those leave, among the rows that it does not
+    use, whose next use is farthest, never used again first. The residents whose next use is batch
+    t are the hits of batch t. NaN: a batch does not fit.
+    """
+    wanted, last = np.asarray(slots, dtype=np.float64), len(uses.sizes)
+    fits = wanted >= uses.sizes.max(initial=0.0)
+    room = wanted[fits]
+    resident = np.zeros((len(room), last + 1))  # by the batch that uses them next, or none
+    held = np.zeros(len(room))
+    misses = np.empty((len(room), last))
+    for number, size in enumerate(uses.sizes):
+        hits = resident[:, number]
+        misses[:, number] = size - hits
+        held -= hits
+        later = resident[:, number + 1 :]
+        too_many = np.maximum(0, held + size - room)
+        if too_many.any():
+            leaving = np.minimum(later[:, ::-1].cumsum(1), too_many[:, None])
+            later -= np.diff(leaving, prepend=0)[:, ::-1]
+        held += size - too_many
+        here = slice(uses.starts[number], uses.starts[number + 1])
+        resident[:, uses.batch[here]] += uses.rows[here]
+        resident[:, last] += size - uses.rows[here].sum()
+    found = np.full((len(wanted), last), np.nan)
+    found[fits] = misses
+    return found
+
+
+def belady(
+    uses: NextUses, slots: Sequence[int], *, first: int = 0, counted: int | None = None
+) -> MissCurve:
+    """The bound for the `counted` batches from `first` on, by default for all of them."""
+    ordered = np.unique(np.asarray(slots, dtype=np.int64))
+    end = len(uses.sizes) if counted is None else first + counted
+    here = slice(first, end)
+    misses = fewest_misses(uses, ordered.tolist())[:, here].sum(1)
+    unique = float(uses.sizes[here].sum())
+    return MissCurve("belady", ordered, misses, misses, misses, len(uses.sizes[here]), unique)
+
+
+def next_uses_of(batches: Sequence[NDArray[np.integer]], *, num_rows: int) -> NextUses:
+    """Of batches of different rows each, numbered from 0 to `num_rows` - 1."""
+    reuse = Reuse()
+    last_use = np.full(num_rows, NEVER, dtype=np.int32)
+    for rows in batches:
+        reuse.add(last_use[rows])
+        last_use[rows] = reuse.batches - 1
+    found = reuse.next_uses()
+    assert found is not None
+    return found
