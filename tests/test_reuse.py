@@ -177,7 +177,7 @@ def test_slots_too_few_for_a_batch_have_no_figure() -> None:
 
 
 def test_next_uses_are_kept_only_while_they_fit() -> None:
-    reuse = Reuse(next_uses_bytes=100)
+    reuse = Reuse(next_uses_bytes=300)
     for number in range(10):
         reuse.add(np.full(1, number - 1, dtype=np.int32))
     assert reuse.next_uses() is None

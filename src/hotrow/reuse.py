@@ -16,6 +16,7 @@ Belady's choice needs as little: residents are told apart only by the batch that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 NEVER = -1  # the last use of a row that no batch has used
 LONGEST_HOLD = 8  # batches whose rows may have to be resident together
+_ENTRY_BYTES = 40  # of next uses, while they are sorted
 
 Batches = NDArray[np.int32]
 Numbers = NDArray[np.int64]
@@ -59,7 +61,7 @@ class NextUses:
     sizes: Amounts  # [T]: rows of each batch
     starts: Numbers  # [T + 1]: batch a has the entries starts[a] to starts[a + 1]
     batch: Batches  # [entries]: which uses them next
-    rows: Amounts  # [entries]: how many of them
+    rows: NDArray[np.float32]  # [entries]: how many of them
 
 
 class Reuse:
@@ -83,8 +85,8 @@ class Reuse:
         self._hits = np.zeros((3, len(self.slots) + 1))  # expected, fewest, most
         self._sizes: list[float] = []
         self._apart: list[Amounts] = []  # rows whose last use is more than 0, 1 ... batches ago
-        self._pairs: list[tuple[Batches, Amounts]] | None = []
-        self._bytes = 0
+        self._pairs: list[tuple[Batches, NDArray[np.float32]]] | None = []
+        self._entries = 0
 
     @property
     def batches(self) -> int:
@@ -136,10 +138,9 @@ class Reuse:
     def _keep(self, used: Numbers, rows: Amounts) -> None:
         if self._pairs is None:
             return
-        kept = used.astype(np.int32), rows
-        self._bytes += sum(each.nbytes for each in kept)
-        # Once more in the order of the batches before, and what sorts them.
-        if 3 * self._bytes > self._most_bytes:
+        kept = used.astype(np.int32), rows.astype(np.float32)  # exact below 2^24 rows in a batch
+        self._entries += len(used)
+        if self._entries * _ENTRY_BYTES > self._most_bytes:
             self._pairs = None
             return
         self._pairs.append(kept)
@@ -166,15 +167,14 @@ class Reuse:
 
     def floor(self, hold_batches: int) -> int:
         """The fewest slots in which the rows of so many consecutive batches fit together."""
-        held = min(hold_batches, max(1, self.batches))
-        return int(np.ceil(self.working_sets(held).max(initial=0.0)))
+        return floor_of([self], hold_batches)
 
     def next_uses(self) -> NextUses | None:
         """The same by the other end; None: they did not fit."""
         if self._pairs is None:
             return None
         many = np.array([len(used) for used, _ in self._pairs], dtype=np.int64)
-        empty = np.empty(0, np.int32), np.empty(0)
+        empty = np.empty(0, np.int32), np.empty(0, np.float32)
         before = np.concatenate([empty[0], *(used for used, _ in self._pairs)])
         order = np.argsort(before, kind="stable")
         starts = np.zeros(self.batches + 1, dtype=np.int64)
@@ -182,6 +182,13 @@ class Reuse:
         batch = np.repeat(np.arange(self.batches, dtype=np.int32), many)[order]
         rows = np.concatenate([empty[1], *(rows for _, rows in self._pairs)])[order]
         return NextUses(np.array(self._sizes), starts, batch, rows)
+
+
+def floor_of(samples: Sequence[Reuse], hold_batches: int) -> int:
+    """The same, of one trace of which rows were sampled several times."""
+    held = min(hold_batches, max(1, samples[0].batches))
+    windows = np.mean([each.working_sets(held) for each in samples], axis=0)
+    return math.ceil(float(windows.max(initial=0.0)))
 
 
 def fewest_misses(uses: NextUses, slots: Sequence[int]) -> Amounts:
@@ -209,7 +216,7 @@ def fewest_misses(uses: NextUses, slots: Sequence[int]) -> Amounts:
         held += size - too_many
         here = slice(uses.starts[number], uses.starts[number + 1])
         resident[:, uses.batch[here]] += uses.rows[here]
-        resident[:, last] += size - uses.rows[here].sum()
+        resident[:, last] += size - uses.rows[here].sum(dtype=np.float64)
     found = np.full((len(wanted), last), np.nan)
     found[fits] = misses
     return found

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hotrow.cli._slots import read_slots
 from hotrow.run.config import load
 from hotrow.run.files import to_json
 from hotrow.run.trace import Trace
@@ -84,7 +85,7 @@ def simulate(
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     trace = Trace(config.data, steps=config.model.num_steps)
-    sizes = [_slots(part, trace.num_rows) for part in slots.split(",")]
+    sizes = [read_slots(part, trace.num_rows) for part in slots.split(",")]
     chosen = [find_strategy(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
@@ -123,23 +124,6 @@ def _refuse_unused(setting: str) -> None:
             f"--set {setting}: a simulation uses [data] and run.threads alone"
             + (f"; give {option} instead" if option else "")
         )
-
-
-def _slots(text: str, num_rows: int) -> int:
-    try:
-        if text.strip().endswith("%"):
-            count = int(float(text.strip()[:-1]) / 100 * num_rows)
-        else:
-            count = int(text)
-    except ValueError:
-        raise ValueError(
-            f"--slots: cannot read {text.strip()!r}; write numbers or percent, such as 1%,5%,100000"
-        ) from None
-    if not 0 < count <= num_rows:
-        raise ValueError(
-            f"--slots: {text.strip()} makes {count:,} slots; there may be 1 to {num_rows:,}"
-        )
-    return count
 
 
 def _bar() -> Progress:

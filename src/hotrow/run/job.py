@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.models import MODELS
+from hotrow.profile import Profile, load_profile
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
@@ -148,12 +149,7 @@ def dense_optimizer(
 
 
 def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
-    profile = samples.profile if config.embedding.profile else None
-    if config.embedding.profile and profile is None:
-        raise ValueError(
-            "embedding.profile pins rows by how often they were counted; generated data have no "
-            'counts, unless data.kind is "counted"'
-        )
+    profile = _profile(config.embedding.profile, samples)
     is_sequence = config.model.num_steps is not None
     collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     try:
@@ -171,6 +167,18 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
         if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
             raise ValueError(str(error)) from error
         raise
+
+
+def _profile(given: bool | str, samples: Samples) -> Profile | None:
+    if isinstance(given, str):
+        return load_profile(given)
+    profile = samples.profile if given else None
+    if given and profile is None:
+        raise ValueError(
+            "embedding.profile pins rows by how often they were counted; generated data have no "
+            'counts, unless data.kind is "counted"; `hotrow profile` counts them'
+        )
+    return profile
 
 
 def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
