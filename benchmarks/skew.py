@@ -23,6 +23,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from criteo_sample import NUM_CATEGORIES, NUM_NUMBERS, read_bytes
 
+from hotrow.data.prepared.vocabulary import spread
 from hotrow.run.lookups import OfParquet
 from hotrow.run.profiling import DataProfile, profile_lookups
 
@@ -64,8 +65,9 @@ def covered(table: Any, parts: Sequence[float]) -> tuple[int, list[float]]:
 
 def next_days(table: Any) -> list[float]:
     """The share of each day's clicks, from the second on, that go to the hottest of the day
-    before, where a day is one with clicks; of equally hot ones those with the smaller ids."""
-    articles = np.unique(table["article_id"].to_numpy(), return_inverse=True)[1]
+    before, where a day is one with clicks; of equally hot ones the first in the order of rows."""
+    keys = spread(table["article_id"].to_numpy().astype(np.uint64))  # as rows are numbered
+    articles = np.unique(keys, return_inverse=True)[1]
     seconds = table["timestamp"].to_numpy()
     days, size = (seconds - seconds[0]) // DAY, int(HOT * (articles.max() + 1))
     found, hot = [], None
@@ -74,7 +76,7 @@ def next_days(table: Any) -> list[float]:
         if hot is not None:
             found.append(float(np.isin(today, hot).mean()))
         counts = np.bincount(today)
-        hot = np.argsort(-counts, kind="stable")[:size]
+        hot = np.argsort(-counts, kind="stable")[: min(size, np.count_nonzero(counts))]
     return found
 
 

@@ -23,7 +23,7 @@ from hotrow.run.config import load
 from hotrow.run.files import plain, to_dict, to_json
 from hotrow.run.followed import BYTES_PER_ROW
 from hotrow.run.lookups import Lookups, OfFolder, OfParquet, OfRun
-from hotrow.run.profiling import DataProfile, TableProfile, profile_lookups
+from hotrow.run.profiling import SLOT_PARTS, DataProfile, TableProfile, profile_lookups
 from hotrow.run.skew import TOP, Estimate
 
 _BATCH_SIZE = 2048
@@ -70,8 +70,12 @@ def profile(
         typer.Option(help="Batches before misses are counted.", show_default="half of them"),
     ] = None,
     slots: Annotated[
-        str, typer.Option(help="Slots: numbers or percent of all rows, with commas between.")
-    ] = "1%,2%,5%,10%,20%,50%",
+        str | None,
+        typer.Option(
+            help="Slots: numbers or percent of all rows, with commas between.",
+            show_default=",".join(f"{part:.0%}" for part in SLOT_PARTS),
+        ),
+    ] = None,
     memory: Annotated[
         str, typer.Option(help="The most that counting uses. What does not fit is sampled.")
     ] = "2GiB",
@@ -91,11 +95,12 @@ def profile(
     per sample and different rows per batch; the rows of several batches together; how much of a
     period's accesses the hot rows of the period before still have (drift); which samples read hot
     rows alone; and the rows that slots of several numbers would fetch if the least recent rows
-    leave (lru), if the hottest stay (static), and at the very least (Belady's bound).
+    leave (lru), if the hottest stay, having been there from the start (static), and at the very
+    least (Belady's bound).
 
     Everything is counted exactly while all rows fit into --memory, at 48 bytes a row. Else rows are
-    sampled by a hash of their ids, and what is estimated is told with its error (±, 99 % of the
-    time). Data are read twice.
+    sampled by a hash of their ids, and what is estimated is told with its error (±), as far as
+    smaller samples were apart. Data are read twice.
 
     **Examples**
 
@@ -123,13 +128,16 @@ def profile(
         raise ValueError(
             f"--warm-up must leave batches to count, of {lookups.num_batches:,}; not {warm_up:,}"
         )
+    wanted = slots and [read_slots(part, num_rows) for part in slots.split(",")]
     bar = _bar()
     task = bar.add_task("counting", total=2 * lookups.num_batches)
     with nullcontext() if as_json else bar:
         found = profile_lookups(
             lookups,
             memory_bytes=parse_bytes(memory),
-            slots=[read_slots(part, num_rows) for part in slots.split(",")],
+            slots=None
+            if slots is None
+            else [read_slots(part, num_rows) for part in slots.split(",")],
             first=first,
             hot_part=_percent(hot),
             periods=periods,
@@ -238,17 +246,24 @@ def _shown(found: DataProfile) -> Iterable[Table | str]:
         f"{found.batch_size:,}"
     )
     yield _tables(found)
+    yield "\nThe hottest rows of all tables"
     yield _coverage(found)
+    yield "\nDifferent rows of consecutive batches"
     yield _working_sets(found)
     if len(found.total.drift.own) > 1:
+        yield f"\nAccesses to the {found.total.drift.hot_rows:,} hottest rows"
         yield _drift(found.total)
+    yield (
+        f"\nRows fetched for a batch, of {found.total.unique_rows:,.0f}; the last "
+        f"{found.curves[0].batches:,} batches counted"
+    )
     yield _curves(found)
-    yield _how(found)
+    yield "\n" + _how(found)
     yield from found.notes
 
 
-def _table(title: str, *names: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for place, name in enumerate(names):
         table.add_column(name, justify="right" if place else "left", no_wrap=True)
     return table
@@ -264,7 +279,7 @@ def _count(found: Estimate) -> str:
 
 def _tables(found: DataProfile) -> Table:
     shown = _table(
-        "", "table", "rows", "read", "accesses", "/sample", "/batch", "top 1%", "top 10%",
+        "table", "rows", "read", "accesses", "/sample", "/batch", "top 1%", "top 10%",
         "Zipf",
     )  # fmt: skip
     for each in (*found.tables, found.total):
@@ -285,10 +300,9 @@ def _tables(found: DataProfile) -> Table:
 
 
 def _coverage(found: DataProfile) -> Table:
-    shown = _table(
-        "the hottest rows of all tables", "of the rows", "rows", "accesses", "all-hot samples"
-    )
+    shown = _table("of the rows", "rows", "accesses", "all-hot samples")
     hot = dict(zip(found.all_hot.rows.tolist(), found.all_hot.samples.tolist(), strict=True))
+    at_least = "" if found.is_exact else "≥"
     for part in TOP:
         rows = max(1, int(part * found.total.rows))
         share = hot.get(rows, float("nan"))
@@ -296,13 +310,13 @@ def _coverage(found: DataProfile) -> Table:
             f"{part:.1%}",
             f"{rows:,}",
             _share(found.total.coverage.top(part)),
-            "not known" if share != share else f"{share:.1%}",
+            "not known" if share != share else f"{at_least}{share:.1%}",
         )
     return shown
 
 
 def _working_sets(found: DataProfile) -> Table:
-    shown = _table("different rows of consecutive batches", "batches", "on average", "at most")
+    shown = _table("batches", "on average", "at most")
     for each in found.total.working_sets:
         shown.add_row(f"{each.batches:,}", _count(each.mean), f"{each.most:,.0f}")
     return shown
@@ -310,13 +324,7 @@ def _working_sets(found: DataProfile) -> Table:
 
 def _drift(total: TableProfile) -> Table:
     drift = total.drift
-    shown = _table(
-        f"accesses to the {drift.hot_rows:,} hottest rows",
-        "period",
-        "of its own",
-        "of the one before",
-        "of the first",
-    )
+    shown = _table("period", "of its own", "of the one before", "of the first")
     before = zip(drift.own[1:], drift.previous, drift.first, strict=True)
     shown.add_row("1", f"{drift.own[0]:.1%}", "", "")
     for number, shares in enumerate(before, start=2):
@@ -325,21 +333,13 @@ def _drift(total: TableProfile) -> Table:
 
 
 def _curves(found: DataProfile) -> Table:
-    counted = found.curves[0].batches
-    shown = _table(
-        f"rows fetched for a batch, of {found.total.unique_rows:,.0f}; the last {counted:,} "
-        "batches counted",
-        "slots",
-        *(each.policy for each in found.curves),
-    )
+    shown = _table("slots", *(each.policy for each in found.curves))
     for place, slots in enumerate(found.curves[0].slots.tolist()):
         cells = []
         for each in found.curves:
             rows = each.per_batch[place]
-            spread = max(
-                each.high[place] - each.misses[place], each.misses[place] - each.low[place]
-            )
-            error = "" if found.is_exact else f" ±{spread / max(1, each.batches):,.0f}"
+            spread = (each.high[place] - each.low[place]) / 2 / max(1, each.batches)
+            error = f" ±{spread:,.0f}" if spread and not found.is_exact else ""
             cells.append("does not fit" if rows != rows else f"{rows:,.0f}{error}")
         shown.add_row(f"{slots:,}", *cells)
     return shown

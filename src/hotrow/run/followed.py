@@ -21,8 +21,8 @@ from hotrow.run.skew import CountedRows, Counts
 
 # 21 while counting; at the end, when rows are ranked, up to so many if every row was read.
 BYTES_PER_ROW = 48
+_SAMPLED_BYTES = 96  # of each row where not all are followed: its id, and what weighs it
 GROUPS = 8
-_ID_BYTES = 8  # of a sampled row, whose place does not tell its id
 
 Ids = NDArray[Any]  # int32 or int64
 Places = NDArray[np.int64]
@@ -55,7 +55,7 @@ def fitting_rows(memory_bytes: int, num_rows: int) -> int:
     """How many rows can be followed."""
     if num_rows * BYTES_PER_ROW <= memory_bytes:
         return num_rows
-    return memory_bytes // (BYTES_PER_ROW + _ID_BYTES)
+    return min(num_rows - 1, memory_bytes // _SAMPLED_BYTES)
 
 
 def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0) -> Choice:
@@ -65,7 +65,7 @@ def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0)
     if most < 16 * GROUPS:
         raise ValueError(
             f"--memory has room for {most:,} of {num_rows:,} rows, too few to estimate from; give "
-            f"{16 * GROUPS * (BYTES_PER_ROW + _ID_BYTES):,} bytes at least"
+            f"{16 * GROUPS * _SAMPLED_BYTES:,} bytes at least"
         )
     hottest = np.argsort(-counts, kind="stable")[: most // 2]
     hottest = hottest[counts[hottest] > 1]

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,14 @@ ALL = "all tables"
 HOT_PARTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 SLOT_PARTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 MEMORY = 2 << 30
-_PILOT_BATCHES = 64  # that tell which rows are hot, where not all can be followed
+_PILOT_PART = 16  # of the memory is for ids that tell which rows are hot, if not all are followed
 _NEXT_USES_PART = 8  # of the memory is for Belady's bound
 
 
 @dataclass(frozen=True)
 class AllHot:
-    """Of the samples, the share that reads hot rows alone, by how many rows are hot."""
+    """Of the samples, the share that reads hot rows alone, by how many rows are hot; at least, where
+    not all rows are followed."""
 
     rows: NDArray[np.int64]  # [n]
     samples: NDArray[np.float64]  # [n]; NaN: too few rows are followed to tell
@@ -138,10 +139,10 @@ def profile_lookups(
     pilot: list[LookupBatch] = []
     choice = Choice(num_rows)
     if most < num_rows:
-        pilot = list(islice(batches, _PILOT_BATCHES))
-        choice = choose(
-            num_rows, most, *unique(np.concatenate([each.ids for each in pilot])), seed=seed
-        )
+        pilot = _pilot(batches, memory_bytes // _PILOT_PART)
+        ids, counts = unique(np.concatenate([each.ids for each in pilot]))
+        choice = choose(num_rows, most, ids, counts, seed=seed)
+        del ids, counts
     wanted = slots if slots is not None else (part * num_rows for part in SLOT_PARTS)
     counting = _Counting(
         lookups,
@@ -156,6 +157,17 @@ def profile_lookups(
         counting.add(batch)
         advance(1)
     return counting.result(lookups, advance, started)
+
+
+def _pilot(batches: Iterator[LookupBatch], most_bytes: int) -> list[LookupBatch]:
+    """The first batches, one at least."""
+    found: list[LookupBatch] = []
+    for batch in batches:
+        found.append(batch)
+        most_bytes -= batch.ids.nbytes
+        if most_bytes <= 0:
+            break
+    return found
 
 
 class _Counting:
@@ -254,6 +266,8 @@ class _Counting:
         order = np.argsort(-followed.counts[places], kind="stable")
         hottest = places[order]
         curves, notes = self._curves(hottest)
+        if not followed.choice.is_exact:
+            notes.append("drift and static misses are estimates with no error of their own")
         choice = followed.choice
         profile = DataProfile(
             data=lookups.name,

@@ -74,18 +74,22 @@ class CountedRows:
             ones = np.ones(len(self.counts))
             found = of(self.counts, ones, ones)
             return found, np.zeros_like(found)
+        found = self._of_samples(of, range(1, self.groups + 1))
+        each = [self._of_samples(of, [number]) for number in range(1, self.groups + 1)]
+        mean, error = mean_of(each)
+        # Whatever smaller samples have in common, the large one has less of.
+        return found, error + np.abs(found - mean)
+
+    def _of_samples(self, of: Of, numbers: Sequence[int]) -> Numbers:
+        assert self.group is not None
         certain = self.group == 0
-        rest = self.accesses - int(self.counts[certain].sum())
-        each = []
-        for number in range(1, self.groups + 1):
-            mine = certain | (self.group == number)
-            counts, is_certain = self.counts[mine], certain[mine]
-            rows = np.where(is_certain, 1.0, self.weight * self.groups)
-            sampled = int(counts[~is_certain].sum())
-            # All accesses are known, so a sample is scaled to what is left of them.
-            scale = np.where(is_certain, 1.0, rest / max(1, sampled))
-            each.append(of(counts, rows, scale))
-        return mean_of(each)
+        mine = certain | np.isin(self.group, numbers)
+        counts, is_certain = self.counts[mine], certain[mine]
+        rows = np.where(is_certain, 1.0, self.weight * self.groups / len(numbers))
+        # All accesses are known, so a sample is scaled to what is left of them.
+        rest = self.accesses - int(counts[is_certain].sum())
+        scale = np.where(is_certain, 1.0, rest / max(1, int(counts[~is_certain].sum())))
+        return of(counts, rows, scale)
 
 
 def mean_of(samples: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
