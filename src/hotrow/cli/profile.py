@@ -135,9 +135,7 @@ def profile(
         found = profile_lookups(
             lookups,
             memory_bytes=parse_bytes(memory),
-            slots=None
-            if slots is None
-            else [read_slots(part, num_rows) for part in slots.split(",")],
+            slots=wanted or None,
             first=first,
             hot_part=_percent(hot),
             periods=periods,

@@ -48,8 +48,8 @@ _NEXT_USES_PART = 8  # of the memory is for Belady's bound
 
 @dataclass(frozen=True)
 class AllHot:
-    """Of the samples, the share that reads hot rows alone, by how many rows are hot; at least, where
-    not all rows are followed."""
+    """Of the samples, the share that reads hot rows alone, by how many rows are hot; the least that
+    it can be, where not all rows are followed."""
 
     rows: NDArray[np.int64]  # [n]
     samples: NDArray[np.float64]  # [n]; NaN: too few rows are followed to tell
