@@ -1,11 +1,13 @@
 """Does `hotrow profile` find in real logs what plain counting finds?
 
     python benchmarks/skew.py --criteo train.txt.zst --globo clicks.parquet
+    python benchmarks/skew.py --speed
 
-reads a file in the format of Criteo's display-advertising challenge and the Globo.com click log,
-profiles both as the command does, and compares with counts by pyarrow and numpy: what share of
-Criteo's accesses the hottest ids have (missing values are no ids), and how much of the clicks of a
-day go to the articles that were hot the day before. Ends with an error where they differ.
+The first reads a file in the format of Criteo's display-advertising challenge and the Globo.com
+click log, profiles both as the command does, and compares with counts by pyarrow and numpy: what
+share of Criteo's accesses the hottest ids have (missing values are no ids), and how much of the
+clicks of a day go to the articles that were hot the day before. It ends with an error where they
+differ. The second profiles a generated trace of Kaggle's shape, 101 M lookups, and tells the time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 from criteo_sample import NUM_CATEGORIES, NUM_NUMBERS, read_bytes
+from traces import Trace
 
+from hotrow.budget import parse_bytes, show_bytes
+from hotrow.data import KAGGLE_ROWS
 from hotrow.data.prepared.vocabulary import spread
-from hotrow.run.lookups import OfParquet
+from hotrow.run.lookups import LookupBatch, OfParquet
 from hotrow.run.profiling import DataProfile, profile_lookups
 
 CATEGORIES = [f"C{number}" for number in range(1, NUM_CATEGORIES + 1)]
@@ -115,13 +121,63 @@ def check_globo(path: Path) -> None:
     same("clicks on the hottest of the day before", mine, next_days(table), within=1e-12)
 
 
+class Generated:
+    """Ids in a file, so that what is measured is counting."""
+
+    name, batch_size = "generated", 2048
+
+    def __init__(self, folder: Path, num_batches: int) -> None:
+        self.rows = {f"cat_{table}": rows for table, rows in enumerate(KAGGLE_ROWS)}
+        self.num_batches = num_batches
+        trace = Trace(KAGGLE_ROWS, steps=num_batches, batch=self.batch_size, skew=1.05, lock=False)
+        bases = np.cumsum([0, *KAGGLE_ROWS[:-1]])
+        self._file = folder / "ids"
+        with self._file.open("wb") as file:
+            for ids in trace.ids:
+                (ids.numpy() + bases).astype(np.int32).tofile(file)
+        trace.close()
+
+    def batches(self) -> Iterator[LookupBatch]:
+        lookups = self.batch_size * len(self.rows)
+        with self._file.open("rb") as file:
+            for _ in range(self.num_batches):
+                yield LookupBatch(np.fromfile(file, np.int32, lookups), self.batch_size)
+
+
+def show_speed(num_batches: int, memory: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        lookups = Generated(Path(folder), num_batches)
+        started, spent = time.perf_counter(), time.process_time()
+        tracemalloc.start()
+        found = profile_lookups(lookups, memory_bytes=parse_bytes(memory), first=num_batches // 2)
+        peak = tracemalloc.get_traced_memory()[1]
+        wall, cpu = time.perf_counter() - started, time.process_time() - spent
+    profile = found.profile
+    print(
+        f"{profile.total.accesses:,} lookups in {wall:.1f} s, {cpu:.1f} s of a core, "
+        f"{show_bytes(peak)}; {profile.followed_rows:,} rows followed"
+    )
+    top = profile.total.coverage.top(0.01)
+    print(f"  accesses of the hottest 1 %: {top.value:.4f} ± {top.error:.4f}")
+    for curve in profile.curves:
+        error = (curve.high - curve.low) / 2 / curve.batches
+        rows = zip(curve.slots, curve.per_batch, error, strict=True)
+        told = (f"{slots:,}: {misses:,.0f} ± {spread:,.0f}" for slots, misses, spread in rows)
+        print(f"  {curve.policy:7}", ", ".join(told))
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("--criteo", type=Path, help="train.txt, or train.txt.zst")
     made.add_argument("--globo", type=Path, help="clicks.parquet")
+    made.add_argument("--speed", action="store_true", help="measure on a generated trace")
+    made.add_argument("--batches", type=int, default=1900, help="of the generated trace")
+    made.add_argument("--memory", default="2GiB", help="for the generated trace")
     arguments = made.parse_args()
-    if arguments.criteo is None and arguments.globo is None:
-        made.error("give --criteo, --globo or both")
+    if not (arguments.criteo or arguments.globo or arguments.speed):
+        made.error("give --criteo, --globo or --speed")
+    if arguments.speed:
+        show_speed(arguments.batches, arguments.memory)
     if arguments.criteo is not None:
         check_criteo(arguments.criteo)
     if arguments.globo is not None:
