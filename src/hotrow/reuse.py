@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 NEVER = -1  # the last use of a row that no batch has used
 LONGEST_HOLD = 8  # batches whose rows may have to be resident together
 _ENTRY_BYTES = 40  # of next uses, while they are sorted
+_BLOCK = 256
 
 Batches = NDArray[np.int32]
 Numbers = NDArray[np.int64]
@@ -198,28 +199,69 @@ def fewest_misses(uses: NextUses, slots: Sequence[int]) -> Amounts:
     use, whose next use is farthest, never used again first. The residents whose next use is batch
     t are the hits of batch t. NaN: a batch does not fit.
     """
-    wanted, last = np.asarray(slots, dtype=np.float64), len(uses.sizes)
-    fits = wanted >= uses.sizes.max(initial=0.0)
-    room = wanted[fits]
-    resident = np.zeros((len(room), last + 1))  # by the batch that uses them next, or none
-    held = np.zeros(len(room))
-    misses = np.empty((len(room), last))
-    for number, size in enumerate(uses.sizes):
-        hits = resident[:, number]
-        misses[:, number] = size - hits
-        held -= hits
-        later = resident[:, number + 1 :]
-        too_many = np.maximum(0, held + size - room)
-        if too_many.any():
-            leaving = np.minimum(later[:, ::-1].cumsum(1), too_many[:, None])
-            later -= np.diff(leaving, prepend=0)[:, ::-1]
-        held += size - too_many
+    fits = [each >= uses.sizes.max(initial=0.0) for each in slots]
+    nothing = np.full(len(uses.sizes), np.nan)
+    found = [_fewest(uses, each) if fit else nothing for each, fit in zip(slots, fits, strict=True)]
+    return np.array(found).reshape(len(fits), len(uses.sizes))
+
+
+def _fewest(uses: NextUses, slots: int) -> Amounts:
+    last = len(uses.sizes)
+    resident = _Residents(last + 1)
+    held, misses = 0.0, np.empty(last)
+    for number, size in enumerate(uses.sizes.tolist()):
+        hits = resident.take(number)
+        misses[number] = size - hits
+        leaving = max(0.0, held - hits + size - slots)
+        resident.drop_farthest(leaving)
+        held += size - hits - leaving
         here = slice(uses.starts[number], uses.starts[number + 1])
-        resident[:, uses.batch[here]] += uses.rows[here]
-        resident[:, last] += size - uses.rows[here].sum(dtype=np.float64)
-    found = np.full((len(wanted), last), np.nan)
-    found[fits] = misses
-    return found
+        rows = uses.rows[here].astype(np.float64)
+        resident.add(uses.batch[here], rows, never=size - float(rows.sum()))
+    return misses
+
+
+class _Residents:
+    """Rows in slots, counted by the batch that uses them next; the last number is none.
+
+    In blocks with a sum each, so that the farthest are found without a look at all of them.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._rows = np.zeros((-(-numbers // _BLOCK), _BLOCK))
+        self._flat = self._rows.reshape(-1)
+        self._sums = np.zeros(len(self._rows))
+        self._never = numbers - 1
+
+    def take(self, number: int) -> float:
+        """Those that are used now; they are counted anew by their next use."""
+        rows = float(self._flat[number])
+        self._flat[number] = 0
+        self._sums[number // _BLOCK] -= rows
+        return rows
+
+    def add(self, numbers: Batches, rows: Amounts, *, never: float) -> None:
+        self._flat[numbers] += rows
+        self._flat[self._never] += never
+        self._sums += np.bincount(numbers // _BLOCK, rows, minlength=len(self._sums))
+        self._sums[-1] += never
+
+    def drop_farthest(self, count: float) -> None:
+        if count <= 0:
+            return
+        from_end = self._sums[::-1].cumsum()
+        whole = int(np.searchsorted(from_end, count, side="right"))  # blocks that leave at once
+        end = len(self._sums) - whole
+        if whole:
+            count -= float(from_end[whole - 1])
+            self._rows[end + np.flatnonzero(self._sums[end:])] = 0
+            self._sums[end:] = 0
+        if end and count > 0:
+            block = self._rows[end - 1]
+            leaving = np.minimum(block[::-1].cumsum(), count)
+            leaving[1:] -= leaving[:-1].copy()
+            block -= leaving[::-1]
+            self._sums[end - 1] -= count
 
 
 def belady(
