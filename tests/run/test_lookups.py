@@ -124,7 +124,7 @@ RUNS = [
 @pytest.mark.parametrize("settings", RUNS)
 def test_a_run_looks_up_what_its_trace_has(settings: list[str]) -> None:
     config = load(overrides=settings)
-    lookups = OfRun(config, name="run", batches=5)
+    lookups = OfRun(config.data, steps=config.model.num_steps, batches=5)
     trace = Trace(config.data, steps=config.model.num_steps)
     assert sum(lookups.rows.values()) == trace.num_rows
     for mine, theirs in zip(lookups.batches(), trace.batches(5), strict=True):
@@ -135,7 +135,7 @@ def test_a_run_looks_up_what_its_trace_has(settings: list[str]) -> None:
 
 def test_a_run_on_a_folder_reads_its_samples(folder: Path, tmp_path: Path) -> None:
     overrides = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=64"]
-    lookups = OfRun(load(overrides=overrides), name="run")
+    lookups = OfRun(load(overrides=overrides).data)
     samples = Prepared(folder / "out").samples("train")
     assert lookups.num_batches == samples // 64
     assert lookups.rows == Prepared(folder / "out").table_rows
@@ -146,7 +146,8 @@ def test_sequences_of_a_folder_are_padded_with_nothing(tmp_path: Path) -> None:
     words = ["prepare", "taobao", str(tmp_path / "UserBehavior.csv"), "--out"]
     assert CliRunner().invoke(make_app(), [*words, str(tmp_path / "out")]).exit_code == 0
     overrides = ["model.kind=tbsm", "data.kind=prepared", f"data.folder={tmp_path / 'out'}"]
-    lookups = OfRun(load(overrides=[*overrides, "data.batch_size=16"]), name="run")
+    config = load(overrides=[*overrides, "data.batch_size=16"])
+    lookups = OfRun(config.data, steps=config.model.num_steps)
     batch = next(lookups.batches())
     assert (batch.ids == NO_ROW).any()
     assert batch.ids.max() < sum(lookups.rows.values())

@@ -198,7 +198,8 @@ def _opened(
         )
     sized = [] if batch_size is None else [f"data.batch_size={batch_size}"]
     config = load(data, overrides=[*settings, *sized])
-    return OfRun(config, name=str(data), batches=batches)
+    steps = config.model.num_steps
+    return OfRun(config.data, steps=steps, name=str(data), batches=batches)
 
 
 def _percent(text: str) -> float:

@@ -20,7 +20,8 @@ from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
 from hotrow.data.prepared.columns import column_keys, kind_of
 from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
-from hotrow.run.config import RunConfig
+from hotrow.profile import Profile
+from hotrow.run.config import DataSection
 from hotrow.run.source import open_samples
 from hotrow.told import few
 
@@ -150,19 +151,32 @@ class OfFolder:
 class OfRun:
     """What a run would look up, in its order: generated, or read as it reads."""
 
-    def __init__(self, config: RunConfig, *, name: str, batches: int | None = None) -> None:
-        steps = config.model.num_steps
-        self.name, self.batch_size = name, config.data.batch_size
+    def __init__(
+        self,
+        data: DataSection,
+        *,
+        steps: int | None = None,
+        name: str = "a run",
+        batches: int | None = None,
+    ) -> None:
+        """`steps`: of sequences, before their targets."""
+        self.name, self.batch_size = name, data.batch_size
         self._padded = steps is not None
-        self._samples = open_samples(config.data, pin_memory=False, steps=steps)
+        self._samples = open_samples(data, pin_memory=False, steps=steps)
         tables = self._samples.tables
         self.rows = {table: rows - self._padded for table, (rows, _) in tables.items()}
         features = {name: table for table, (_, names) in tables.items() for name in names}
         self._features = _Features(self.rows, features)
         self.num_batches = batches or self._samples.batches_per_epoch
 
-    def batches(self) -> Iterator[LookupBatch]:
-        for batch in self._samples.batches(self.num_batches):
+    @property
+    def profile(self) -> Profile | None:
+        """How often rows are read in training, where that was counted."""
+        return self._samples.profile
+
+    def batches(self, count: int | None = None) -> Iterator[LookupBatch]:
+        """So many, epoch after epoch; by default those of the trace."""
+        for batch in self._samples.batches(count or self.num_batches):
             yield self._features.batch(batch.sparse, len(batch), padded=self._padded)
 
 
