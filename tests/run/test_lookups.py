@@ -114,6 +114,19 @@ def test_columns_that_cannot_be_ids_are_refused(tmp_path: Path) -> None:
             OfParquet(tmp_path / name, categories=["item"], batch_size=4)
 
 
+def test_a_column_without_any_value_is_a_table_without_rows(tmp_path: Path) -> None:
+    columns = {"seen": pa.array([[], None, []], pa.list_(pa.int64())), "item": pa.array([1, 2, 2])}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    found = profile_lookups(
+        OfParquet(tmp_path / "a.parquet", categories=["seen", "item"], batch_size=2)
+    ).profile
+    assert (found.table("seen").rows, found.table("seen").accesses) == (0, 0)
+    assert np.isnan(found.table("seen").zipf.skew)
+    assert found.total.accesses == 3
+    with pytest.raises(ValueError, match="has no value in seen"):
+        OfParquet(tmp_path / "a.parquet", categories=["seen"], batch_size=2)
+
+
 RUNS = [
     ["data.batch_size=32", "data.samples=320"],
     ["data.batch_size=32", "data.samples=320", "data.lookups=[1, 1, 3, 1, 1, 1, 1, 2]"],

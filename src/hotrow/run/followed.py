@@ -44,7 +44,7 @@ class Choice:
     @property
     def weight(self) -> float:
         """Rows that a sampled one stands for."""
-        return self.num_rows / max(1, self.sampled)
+        return 1.0 if self.certain is None else self.num_rows / self.sampled
 
     @property
     def num_followed(self) -> int:

@@ -239,8 +239,8 @@ class OfParquet:
         self._dtype = np.int32 if bases[-1] < 2**31 else np.int64
         all_batches = -(-self._open().metadata.num_rows // batch_size)
         self.num_batches = min(all_batches, batches or all_batches)
-        if not self.num_batches:
-            raise ValueError(f"{file} has no rows")
+        if not bases[-1]:
+            raise ValueError(f"{file} has no value in {few(categories)}")
 
     def _open(self) -> Any:
         try:

@@ -1,6 +1,6 @@
 """What a trace is like: who is read how often, what batches need, and how long that stays so.
 
-    profile = profile_lookups(OfFolder(Path("prepared/criteo"), batch_size=2048))
+    profile = profile_lookups(OfFolder(Path("prepared/criteo"), batch_size=2048)).profile
     profile.total.coverage.top(0.01), profile.table("C3").zipf, profile.curve("lru").per_batch
 
 One pass counts; a second one, when the hottest rows are known, asks which samples read nothing
@@ -17,6 +17,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hotrow.copied import nobody
@@ -85,7 +86,7 @@ class DataProfile:
     curves: tuple[MissCurve, ...]
     floors: tuple[int, ...]  # slots in which the rows of 1, 2 ... consecutive batches fit
     followed_rows: int
-    sampled_part: float  # of the rows; 1: all are followed, and nothing is estimated
+    sampled_part: float  # of the rows that are not followed for themselves; 1: all rows are
     notes: tuple[str, ...]
     seconds: float
 
@@ -244,7 +245,7 @@ class _Counting:
         places, ids = followed.read_rows(followed.counts)
         edges = np.searchsorted(ids, bases)
         parts = [places[low:high] for low, high in pairwise(edges.tolist())]
-        windows = self._windows.result(followed.choice.weight, exact=followed.choice.is_exact)
+        windows = self._windows.result(followed.choice.weight)
         tables = tuple(
             self._table(
                 name, int(size), int(accesses), float(unique), parts[number], windows[number],
@@ -280,7 +281,7 @@ class _Counting:
             curves=tuple(curves),
             floors=self._floors(),
             followed_rows=choice.num_followed,
-            sampled_part=1.0 if choice.is_exact else 1 / choice.weight,
+            sampled_part=1 / choice.weight,
             notes=tuple(notes),
             seconds=time.monotonic() - started,
         )
@@ -369,8 +370,6 @@ class _Counting:
     def _table_counts(
         self, ids: NDArray[np.int64], places: NDArray[np.int64], edges: NDArray[np.int64]
     ) -> dict[str, TableCounts]:
-        import torch
-
         found: dict[str, TableCounts] = {}
         for name, base, (low, high) in zip(
             self._names, self._followed.bases, pairwise(edges.tolist()), strict=False

@@ -101,6 +101,7 @@ def mean_of(samples: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
 
 def coverage(counted: CountedRows, num_rows: int) -> Coverage:
     """At ranks that lie evenly on a logarithmic scale, and at those of TOP."""
+    num_rows = max(1, num_rows)  # a column without any value has none
     decades = max(1, math.ceil(_POINTS_PER_DECADE * math.log10(max(10, num_rows))))
     points = np.geomspace(1, num_rows, decades + 1).round().astype(np.int64)
     told = [max(1, math.floor(part * num_rows)) for part in TOP]

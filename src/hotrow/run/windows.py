@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hotrow.run.followed import Read
 from hotrow.run.skew import Estimate
 
+_DEVIATIONS = 2.6  # of a normal distribution, to either side, hold 99 %
 WINDOWS = tuple(1 << power for power in range(9))  # batches whose rows are counted together
 
 
@@ -50,8 +51,8 @@ class Windows:
                 np.maximum(self._most[place], self._now[place], out=self._most[place])
                 self._now[place] = 0
 
-    def result(self, weight: float, *, exact: bool) -> list[tuple[WorkingSet, ...]]:
-        """Of each table, and at last of all."""
+    def result(self, weight: float) -> list[tuple[WorkingSet, ...]]:
+        """Of each table, and at last of all; a sampled row stands for `weight` rows."""
         self._sampled[:, -1] = self._sampled[:, :-1].sum(1)
         found = []
         for table in range(self._sum.shape[1]):
@@ -62,8 +63,10 @@ class Windows:
                 mean = self._sum[place, table] / windows
                 # Each row of a window is in the sample or not; windows share rows, so that many
                 # of them tell little more than one.
-                sampled = 0.0 if exact else self._sampled[place, table] / windows
-                error = 2.6 * math.sqrt(sampled * max(0.0, 1 - 1 / weight)) * weight
-                sets.append(WorkingSet(size, Estimate(mean, error), self._most[place, table]))
+                sampled = self._sampled[place, table] / windows
+                error = _DEVIATIONS * math.sqrt(sampled * (1 - 1 / weight)) * weight
+                sets.append(
+                    WorkingSet(size, Estimate(float(mean), error), float(self._most[place, table]))
+                )
             found.append(tuple(sets))
         return found
