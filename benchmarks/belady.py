@@ -55,6 +55,7 @@ TARGET_SLOTS = 7_920_952  # that 5 % of the bytes hold on a GPU, everything coun
 FILLED = (
     Case("kaggle-2", KAGGLE, int(0.02 * sum(KAGGLE_ROWS))),
     Case("kaggle-5", KAGGLE, int(0.05 * sum(KAGGLE_ROWS))),
+    Case("kaggle-10", KAGGLE, int(0.1 * sum(KAGGLE_ROWS))),
     Case("target", SETTINGS[0], TARGET_SLOTS),
 )
 CASES = FILLED + tuple(

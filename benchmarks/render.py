@@ -43,8 +43,9 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
 | `python benchmarks/drift.py clicks.parquet` | popular samples while a click log drifts |
 | `python benchmarks/skew.py --globo clicks.parquet` | profiles beside plain counting |
+| `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
 
-All but the last five take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last six take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 
