@@ -6,7 +6,8 @@ plans the batches of each log, in the order of time and without rows, with a par
 slots and so many batches known ahead, and counts rows fetched against the fewest that anyone could
 fetch who knows all. Batches have 1,024 samples, of MovieLens 64. Counting starts when slots have
 been filled, or at half of the log. Where `depth` exceeds `useful`, slots over misses, knowing more
-would change little.
+would change little. Rows of a batch in training may not leave for the next one's, which the second
+bound obeys, too.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def lines(log: Log, part: float, depths: Sequence[int], most: int) -> Iterator[s
         return
     yield f"{where} belady | {least:,.0f} | 1.000 | useful {slots / least:,.0f} |"
     ahead = STRATEGIES["lookahead"]
+    past = ahead.hold.past
+    held = belady(uses, [slots], first=first, counted=counted, past=past).per_batch[0]
+    yield f"| | | | belady, {past + 1} batches held | {held:,.0f} | {held / least:.3f} | |"
     chosen = [replace(ahead, look_ahead=depth) for depth in depths]
     planned = simulate(
         log.tensors(first + counted + max(depths)),

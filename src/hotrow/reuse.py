@@ -17,6 +17,7 @@ Belady's choice needs as little: residents are told apart only by the batch that
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ NEVER = -1  # the last use of a row that no batch has used
 LONGEST_HOLD = 8  # batches whose rows may have to be resident together
 _ENTRY_BYTES = 40  # of next uses, while they are sorted
 _BLOCK = 256
+_ROUNDING = 1e-9  # of sums of weights
 
 Batches = NDArray[np.int32]
 Numbers = NDArray[np.int64]
@@ -192,33 +194,51 @@ def floor_of(samples: Sequence[Reuse], hold_batches: int) -> int:
     return math.ceil(float(windows.max(initial=0.0)))
 
 
-def fewest_misses(uses: NextUses, slots: Sequence[int]) -> Amounts:
+def fewest_misses(uses: NextUses, slots: Sequence[int], *, past: int = 0) -> Amounts:
     """Rows that each batch must fetch if all is known, [slots, T]: Belady's bound.
 
     All rows of a batch must be resident together, so those leave, among the rows that it does not
     use, whose next use is farthest, never used again first. The residents whose next use is batch
-    t are the hits of batch t. NaN: a batch does not fit.
+    t are the hits of batch t. Rows of the `past` batches before may not leave, either, where a hold
+    says so. NaN: what must be resident together does not fit.
     """
-    fits = [each >= uses.sizes.max(initial=0.0) for each in slots]
-    nothing = np.full(len(uses.sizes), np.nan)
-    found = [_fewest(uses, each) if fit else nothing for each, fit in zip(slots, fits, strict=True)]
-    return np.array(found).reshape(len(fits), len(uses.sizes))
+    found = [_fewest(uses, each, past) for each in slots]
+    return np.array(found).reshape(len(found), len(uses.sizes))
 
 
-def _fewest(uses: NextUses, slots: int) -> Amounts:
+def _fewest(uses: NextUses, slots: int, past: int) -> Amounts:
     last = len(uses.sizes)
-    resident = _Residents(last + 1)
-    held, misses = 0.0, np.empty(last)
+    resident, held = _Residents(last + 1), deque[_Held]()
+    total, misses = 0.0, np.empty(last)  # all residents, whether they are held or not
     for number, size in enumerate(uses.sizes.tolist()):
-        hits = resident.take(number)
+        hits = resident.take(number) + sum(each.take(number) for each in held)
         misses[number] = size - hits
-        leaving = max(0.0, held - hits + size - slots)
+        leaving = max(0.0, total - hits + size - slots)
+        if leaving > resident.total + _ROUNDING * total:
+            return np.full(last, np.nan)
         resident.drop_farthest(leaving)
-        held += size - hits - leaving
+        total += size - hits - leaving
         here = slice(uses.starts[number], uses.starts[number + 1])
-        rows = uses.rows[here].astype(np.float64)
-        resident.add(uses.batch[here], rows, never=size - float(rows.sum()))
+        held.append(_Held(uses.batch[here], uses.rows[here].astype(np.float64), size))
+        if len(held) > past:
+            resident.add(held.popleft())
     return misses
+
+
+class _Held:
+    """Rows of a batch, by the batch that uses them next."""
+
+    def __init__(self, numbers: Batches, rows: Amounts, size: float) -> None:
+        self.numbers, self.rows = numbers, rows  # ascending
+        self.never = size - float(rows.sum())
+
+    def take(self, number: int) -> float:
+        """Those that are used now."""
+        if not len(self.numbers) or self.numbers[0] != number:
+            return 0.0
+        found = float(self.rows[0])
+        self.numbers, self.rows = self.numbers[1:], self.rows[1:]
+        return found
 
 
 class _Residents:
@@ -233,6 +253,10 @@ class _Residents:
         self._sums = np.zeros(len(self._rows))
         self._never = numbers - 1
 
+    @property
+    def total(self) -> float:
+        return float(self._sums.sum())
+
     def take(self, number: int) -> float:
         """Those that are used now; they are counted anew by their next use."""
         rows = float(self._flat[number])
@@ -240,11 +264,11 @@ class _Residents:
         self._sums[number // _BLOCK] -= rows
         return rows
 
-    def add(self, numbers: Batches, rows: Amounts, *, never: float) -> None:
-        self._flat[numbers] += rows
-        self._flat[self._never] += never
-        self._sums += np.bincount(numbers // _BLOCK, rows, minlength=len(self._sums))
-        self._sums[-1] += never
+    def add(self, rows: _Held) -> None:
+        self._flat[rows.numbers] += rows.rows
+        self._flat[self._never] += rows.never
+        self._sums += np.bincount(rows.numbers // _BLOCK, rows.rows, minlength=len(self._sums))
+        self._sums[-1] += rows.never
 
     def drop_farthest(self, count: float) -> None:
         if count <= 0:
@@ -265,13 +289,19 @@ class _Residents:
 
 
 def belady(
-    uses: NextUses, slots: Sequence[int], *, first: int = 0, counted: int | None = None
+    uses: NextUses,
+    slots: Sequence[int],
+    *,
+    first: int = 0,
+    counted: int | None = None,
+    past: int = 0,
 ) -> MissCurve:
-    """The bound for the `counted` batches from `first` on, by default for all of them."""
+    """The bound for the `counted` batches from `first` on, by default for all of them; `past`: see
+    fewest_misses."""
     ordered = np.unique(np.asarray(slots, dtype=np.int64))
     end = len(uses.sizes) if counted is None else first + counted
     here = slice(first, end)
-    misses = fewest_misses(uses, ordered.tolist())[:, here].sum(1)
+    misses = fewest_misses(uses, ordered.tolist(), past=past)[:, here].sum(1)
     unique = float(uses.sizes[here].sum())
     return MissCurve("belady", ordered, misses, misses, misses, len(uses.sizes[here]), unique)
 
