@@ -44,8 +44,10 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/drift.py clicks.parquet` | popular samples while a click log drifts |
 | `python benchmarks/real.py --criteo train.txt` | every system on real clicks |
 | `python benchmarks/rounding.py` | where two trainings part that differ by rounding alone |
+| `python benchmarks/skew.py --globo clicks.parquet` | profiles beside plain counting |
+| `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
 
-All but the last six take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last eight take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 

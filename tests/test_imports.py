@@ -69,6 +69,7 @@ LAYERS = [
         "manifests",
         "masters",
         "progress",
+        "reuse",
         "scalars",
         "told",
         "watch",

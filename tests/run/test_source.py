@@ -331,13 +331,6 @@ def test_data_that_do_not_fit_the_model_are_one_sentence(
     assert "Traceback" not in result.output
 
 
-def test_a_simulation_draws_its_ids(folder: Path) -> None:
-    words = ["simulate", "--set", "data.kind=prepared", "--set", "data.folder=out"]
-    result = CliRunner().invoke(make_app(), words)
-    assert result.exit_code == 2
-    assert 'kind = "counted" with the same folder' in result.stderr
-
-
 @pytest.mark.parametrize("length", ["training.epochs=2", "training.steps=5"])
 @pytest.mark.filterwarnings("ignore")  # so few samples are not what FAE is made for
 def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: str) -> None:
@@ -397,3 +390,23 @@ def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name
         assert sum(record.samples for record in job.train()) > 0
     said = "there is no test loss" if name == "fae" else "Slipstream has no test= batches"
     assert any(said in str(each.message) for each in told)
+
+
+@pytest.mark.parametrize("pin", ["ranks", "learned"])
+def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
+    data = ("data.kind=prepared", "data.folder=out", "data.batch_size=16")
+    also = ("--json", "--batches", "30", "--warm-up", "5", "--slots", "60", "--pin", pin)
+    lines = [json.loads(line) for line in invoke("simulate", *data, also=also).splitlines()]
+    assert [line["strategy"] for line in lines][-2:] == ["lookahead", "belady"]
+    # More batches than an epoch has, each with a lookup of four features for every sample.
+    assert all(line["lookups"] == 30 * 16 * 4 for line in lines)
+    fetched = {line["strategy"]: line["fetched_rows"] for line in lines}
+    assert fetched["belady"] <= fetched["lru"] < fetched["uncached"]
+
+
+def test_the_hottest_rows_of_a_folder_are_those_it_has_counted(folder: Path) -> None:
+    section = DataSection(kind="prepared", folder="out", batch_size=16)
+    trace, data = Trace(section), Prepared(folder)
+    every = np.concatenate([data.counts(table) for table in data.table_rows])
+    assert trace.num_rows == len(every)
+    assert every[trace.hottest(20).numpy()].tolist() == sorted(every, reverse=True)[:20]

@@ -236,13 +236,14 @@ class RowOptimizerSection:
 @dataclass(frozen=True)
 class EmbeddingSection:
     """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, how a
-    GPU moves rows, and whether the counts of prepared data say which rows are hot."""
+    GPU moves rows, and whether the counts of prepared data say which rows are hot, or those in a
+    folder that `hotrow profile` has made."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
     depth: str | int = "auto"
     fill: str = "auto"
-    profile: bool = False
+    profile: bool | str = False
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from hotrow import __version__
@@ -155,15 +156,15 @@ def read_steps(folder: str | Path) -> Iterator[StepRecord]:
 
 def to_dict(record: Any) -> dict[str, Any]:
     """A record as plain values; NaN and infinity become None, which JSON can say."""
-    plain = asdict(record)
+    found = asdict(record)
     if isinstance(record, StepRecord):
-        plain["hit_rate"] = record.hit_rate
-    return {key: _plain(value) for key, value in plain.items()}
+        found["hit_rate"] = record.hit_rate
+    return {key: plain(value) for key, value in found.items()}
 
 
 def to_json(record: Any, *, indent: int | None = None) -> str:
-    plain = _plain(record) if isinstance(record, Mapping) else to_dict(record)
-    return json.dumps(plain, indent=indent, allow_nan=False)
+    found = plain(record) if isinstance(record, Mapping) else to_dict(record)
+    return json.dumps(found, indent=indent, allow_nan=False)
 
 
 def now() -> str:
@@ -214,13 +215,16 @@ def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
     raise AssertionError("unreachable")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
 
 

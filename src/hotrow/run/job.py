@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.models import MODELS
+from hotrow.profile import Profile, load_profile
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
@@ -75,7 +76,8 @@ def total_steps(config: RunConfig, samples: Samples) -> int:
 
 def build(config: RunConfig, samples: Samples | None = None) -> Job:
     samples = samples or open_data(config)
-    embedding = _embedding(config, samples)
+    profile = _profile(config.embedding.profile, samples)
+    embedding = _embedding(config, samples, profile)
     model = MODELS[config.model.kind](
         embedding,
         samples.num_dense,
@@ -90,7 +92,7 @@ def build(config: RunConfig, samples: Samples | None = None) -> Job:
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
-        system=make_system(config, samples, lambda: total_steps(config, samples)),
+        system=make_system(config, samples, profile, lambda: total_steps(config, samples)),
     )
     # What is told of its memory before the first batch is to be what it will be.
     if samples.lookups is not None:
@@ -151,13 +153,9 @@ def dense_optimizer(
     return DENSE_OPTIMIZERS[section.name](model.parameters(), **options)
 
 
-def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
-    profile = samples.profile if config.embedding.profile else None
-    if config.embedding.profile and profile is None:
-        raise ValueError(
-            "embedding.profile pins rows by how often they were counted; generated data have no "
-            'counts, unless data.kind is "counted"'
-        )
+def _embedding(
+    config: RunConfig, samples: Samples, profile: Profile | None
+) -> EmbeddingBagCollection:
     is_sequence = config.model.num_steps is not None
     collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     try:
@@ -175,6 +173,18 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
         if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
             raise ValueError(str(error)) from error
         raise
+
+
+def _profile(given: bool | str, samples: Samples) -> Profile | None:
+    if isinstance(given, str):
+        return load_profile(given)
+    profile = samples.profile if given else None
+    if given and profile is None:
+        raise ValueError(
+            "embedding.profile pins rows by how often they were counted; generated data have no "
+            'counts, unless data.kind is "counted"; `hotrow profile` counts them'
+        )
+    return profile
 
 
 def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:

@@ -16,7 +16,7 @@ from hotrow.trainer import System
 
 
 def make_system(
-    config: RunConfig, samples: Samples, total_steps: Callable[[], int]
+    config: RunConfig, samples: Samples, profile: Profile | None, total_steps: Callable[[], int]
 ) -> System[AnyBatch] | None:
     """What the run's strategy names beside where rows are; None: batches come as they are."""
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
@@ -24,7 +24,6 @@ def make_system(
         return None  # whoever evaluates need not have a whole batch to train on
     steps, test = total_steps(), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
-    profile = samples.profile if config.embedding.profile else None
     if named.system is None:
         assert named.skip is not None
         return _skip(named.skip, config, epoch, test, profile)

@@ -339,7 +339,7 @@ class ParquetSource:
                 lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
                 column = column.flatten()
             try:
-                keys[feature.name] = _keys(column)
+                keys[feature.name] = column_keys(column)
             except pyarrow().ArrowInvalid as error:
                 raise ValueError(
                     f"column {feature.name!r} of {column.type} has values that are too large: "
@@ -401,7 +401,7 @@ def _kinds(path: Path, columns: Columns) -> dict[str, str]:
             )
     found = {}
     for name in columns.categories:
-        kind = _kind(value_type(types[name]))
+        kind = kind_of(value_type(types[name]))
         if kind is None:
             raise ValueError(
                 f"{path}: column {name!r} of {types[name]} cannot be a category: only whole "
@@ -412,11 +412,11 @@ def _kinds(path: Path, columns: Columns) -> dict[str, str]:
     return found
 
 
-def _kind(found: Any) -> str | None:
+def kind_of(found: Any) -> str | None:
     """What a column holds, in words; None: what no category is made of."""
     types = pyarrow("types")
     if types.is_dictionary(found):
-        return _kind(found.value_type)
+        return kind_of(found.value_type)
     if types.is_null(found):
         return _NOTHING
     if types.is_integer(found) or types.is_boolean(found) or _is_whole_decimal(found):
@@ -428,7 +428,7 @@ def _may_be_numbers(found: Any) -> bool:
     types = pyarrow("types")
     if types.is_dictionary(found):
         found = found.value_type
-    return types.is_floating(found) or types.is_decimal(found) or _kind(found) is not None
+    return types.is_floating(found) or types.is_decimal(found) or kind_of(found) is not None
 
 
 def _is_whole_decimal(kind: Any) -> bool:
@@ -466,7 +466,7 @@ def _float(text: str | bytes) -> float:
         return math.nan
 
 
-def _keys(column: Any) -> Keys:
+def column_keys(column: Any) -> Keys:
     """Whole numbers as they are, texts as in CSV files."""
     arrow, types = pyarrow(), pyarrow("types")
     if types.is_dictionary(column.type):
