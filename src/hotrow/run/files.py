@@ -30,7 +30,16 @@ import torch
 from hotrow import __version__
 from hotrow.disk import Disk
 from hotrow.manifests import read_json
-from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
+from hotrow.records import (
+    ComparisonRecord,
+    EvalRecord,
+    Limit,
+    RunRecord,
+    StepRecord,
+    Summary,
+    TableRecord,
+    Times,
+)
 from hotrow.run.arriving import Arriving
 from hotrow.told import warn
 
@@ -140,6 +149,11 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+        tables = found.get("tables", {}).items()  # which earlier versions left out, as what follows
+        found["tables"] = {name: _from_dict(TableRecord, each) for name, each in tables}
+        for name, kind in (("times", Times), ("limit", Limit)):
+            if found.get(name) is not None:
+                found[name] = _from_dict(kind, found[name])
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
