@@ -88,8 +88,8 @@ class Pace:
     Where training was given work that needs no rows first, what counts is the wait after it.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._trainings = clock, 0
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock, self._trainings = clock or Clock(), 0
         self._ticket: Ticket | None = None  # what began last, if it is looked at
         self._before: Mark | None = None
         self._unread: deque[tuple[set[Any], list[Mark]]] = deque()

@@ -27,7 +27,7 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 78rem; color: var(--ink);
   background: var(--paper); font: 16px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 h3 { font-size: 1rem; margin: 0 }
-p, li, td { overflow-wrap: anywhere }
+p, li, details td, .differs td { overflow-wrap: anywhere }
 .advice { border-left: 4px solid var(--bar); padding: .5rem 1rem }
 .faint { color: var(--faint); font-size: .9rem; margin: .2rem 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr));

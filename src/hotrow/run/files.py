@@ -19,6 +19,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -240,9 +241,14 @@ def _plain(value: Any) -> Any:
 
 def _from_dict(kind: type[Record], found: Mapping[str, Any]) -> Record:
     """Builds a record; keys a newer version has added are left out."""
-    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    known = _types_of(kind)  # type: ignore[arg-type]
     values = {key: value for key, value in found.items() if key in known}
     for key, value in values.items():
         if value is None and known[key] == "float":
             values[key] = math.nan
     return kind(**values)
+
+
+@cache  # a run may have a million steps
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    return {each.name: each.type for each in fields(kind)}

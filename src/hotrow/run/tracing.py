@@ -28,11 +28,11 @@ class Traced:
     """Which steps are traced."""
 
     steps: int
-    first: int | None = None  # None: as late as the run allows, 68 at most
+    first: int | None = None  # None: in the middle of the run, the 68th at most
 
     def within(self, total: int) -> Traced:
         """The same, of a run of so many steps."""
-        first = self.first or max(1, min(_USUAL_FIRST, total - self.steps + 1))
+        first = self.first or max(1, min(_USUAL_FIRST, (total - self.steps) // 2))
         if first > total:
             raise ValueError(f"--trace steps={self.steps},from={first}: the run has {total} steps")
         return replace(self, first=first)
