@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep, Late
-from hotrow.clock import MOVING, Clock, named
+from hotrow.clock import Clock, named
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.graphed import GraphedStep, check_optimizer, label_of, lanes_in
 from hotrow.lanes import Lanes, lanes_of
@@ -218,9 +218,9 @@ class Trainer(Generic[Batch]):
 def _times(clock: Clock) -> dict[str, float]:
     """The host's seconds so far, named as in a StepRecord."""
     return {
-        "read_seconds": clock.seconds("read"),
-        "plan_seconds": clock.seconds("plan"),
-        "rows_seconds": clock.seconds(*MOVING),
+        "read_seconds": clock.read.seconds,
+        "plan_seconds": clock.plan.seconds,
+        "rows_seconds": clock.rows.seconds,
     }
 
 

@@ -126,7 +126,8 @@ def test_a_run_that_did_not_end_is_drawn_as_far_as_it_came(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)["runs"]
     assert (run["outcome"], run["summary"]["steps"]) == ("not ended", 7)
-    assert invoke("report", str(tmp_path / "killed")).exit_code == 0
+    assert invoke("report", "killed", "--runs", str(tmp_path)).exit_code == 0
+    assert (tmp_path / "killed" / "report.html").is_file()
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def report(
         raise ValueError("--text or --json, not both")
     if not (as_text or as_json) and library() is None:
         raise ValueError(NEEDS_PLOTLY)
-    folders = [find_run(name, runs) for name in names]
+    folders = [_find(name, runs) for name in names]
     seen = [_see(folder, name) for folder, name in zip(folders, _told_apart(folders), strict=True)]
     if as_json:
         typer.echo(to_json({"runs": [_values(run) for run in seen]}))
@@ -89,6 +89,14 @@ def report(
     page = out or (folders[0] if len(folders) == 1 else runs) / REPORT_PAGE
     Disk(page.parent).write(page.name, [page_of_runs(seen).encode()])
     typer.echo(f"written to {page}")
+
+
+def _find(name: str, runs: Path) -> Path:
+    """Also a run that has left its steps alone."""
+    for folder in (Path(name), runs / name):
+        if (folder / STEPS_FILE).is_file():
+            return folder
+    return find_run(name, runs)
 
 
 def _told_apart(folders: Sequence[Path]) -> list[str]:

@@ -202,6 +202,8 @@ _DRAW = """
   };
   const draw = (how) => boxes.forEach((box) => {
     const {data, layout} = JSON.parse(box.nextElementSibling.textContent);
+    const ink = style.getPropertyValue("--ink");
+    data.filter((each) => each.error_x).forEach((each) => each.error_x.color = ink);
     Plotly[how](box, data, themed(layout), {responsive: true, displaylogo: false,
       displayModeBar: false});
   });

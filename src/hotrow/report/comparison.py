@@ -47,7 +47,8 @@ def page_of(record: ComparisonRecord) -> str:
 def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
     if not timed:
         return paragraph("No strategy was timed.")
-    if library() is None:
+    # Under way a page is written after every turn, and has no use for a library of megabytes.
+    if record.outcome == "under way" or library() is None:
         return _drawing(timed)
     names = [each.strategy for each in timed]
     speeds = Bars(
@@ -77,8 +78,8 @@ def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
                 note=f"The budget is {record.budget_bytes / mib:,.1f} MiB.",
             ),
             Chart(
-                "Hit rate", "share of lookups that caused no fetch", "", (hits,), order=order,
-                x_format=".0%", from_zero=True,
+                "Hit rate", "share of lookups", "", (hits,), order=order, x_format=".0%",
+                from_zero=True, note="Lookups that caused no fetch.",
             ),
             Chart("Moved per sample", "KiB, both ways", "", (moved,), order=order, from_zero=True),
         ]

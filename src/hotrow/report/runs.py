@@ -196,7 +196,7 @@ def tables_hit(runs: Sequence[Seen]) -> Chart:
     left = len(lookups) - len(order)
     note = f"The {len(order)} tables with most lookups; {left} more are left out." if left else ""
     return Chart(
-        "Hit rate by table", "share of lookups that caused no fetch", "", bars, note,
+        "Hit rate by table", "share of lookups", "", bars, note,
         x_format=".0%", from_zero=True, order=order,
     )  # fmt: skip
 
