@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -172,6 +173,32 @@ def test_a_trace_opens_in_chrome_and_has_the_steps_asked_for() -> None:
     assert sum(span.name == "train" for span in spans) == 4
     assert {span.place for span in spans} == {"host"}
     assert all(a.start <= b.start for a, b in pairwise(spans))
+
+
+def test_stages_of_a_gpu_have_lanes_of_their_own(tmp_path: Path) -> None:
+    def event(kind: str, name: str, start: int, length: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
+
+    launched = [("plan", 0, 20), ("fill", 25, 10), ("train", 40, 50)]
+    events = [
+        event(kind, f"hotrow: {name}", 1000 * step + start + late, length)
+        for step in range(6)
+        for name, start, length in launched
+        for kind, late in (("user_annotation", 0), ("gpu_user_annotation", 300))
+    ]
+    others = [event("kernel", "gemm", 0, 5), event("user_annotation", "another's", 0, 5)]
+    (tmp_path / "gpu").mkdir()
+    shutil.copy("runs/first/steps.jsonl", tmp_path / "gpu" / "steps.jsonl")
+    with gzip.open(tmp_path / "gpu" / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": others + events}, file)
+    invoke("report", str(tmp_path / "gpu"))
+    found = charts((tmp_path / "gpu" / "report.html").read_text())["gpu: 4 steps"]
+    assert [trace["name"] for trace in found] == ["plan", "fill", "train"]
+    for trace in found:
+        assert sorted(set(trace["y"])) == [f"{place}: {trace['name']}" for place in ("GPU", "host")]
+        assert trace["y"].count(f"GPU: {trace['name']}") == 4
+    assert found[2]["base"][:2] == [0, 0.3]  # milliseconds since the first shown
+    assert found[2]["x"][:2] == [0.05, 0.05]
 
 
 @pytest.mark.parametrize(

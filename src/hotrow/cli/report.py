@@ -34,7 +34,7 @@ REPORT_PAGE = "report.html"
 def report(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="RUNS...", help="Folders of runs, or their names in --runs."),
+        typer.Argument(metavar="RUNS", help="Folders of runs, or their names in --runs."),
     ],
     out: Annotated[
         Path | None,
@@ -87,6 +87,7 @@ def report(
         _print(seen)
         return
     page = out or (folders[0] if len(folders) == 1 else runs) / REPORT_PAGE
+    page.parent.mkdir(parents=True, exist_ok=True)
     Disk(page.parent).write(page.name, [page_of_runs(seen).encode()])
     typer.echo(f"written to {page}")
 

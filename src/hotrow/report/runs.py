@@ -154,7 +154,7 @@ def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
 def waits(runs: Sequence[Seen]) -> Chart:
     return Chart(
         "Training waited for rows", "step", "share of a step",
-        _lines(runs, lambda x: x.waited), y_format=".0%", from_zero=True,
+        _lines(runs, lambda x: x.waited), y_format=".3~%", from_zero=True,
         note="On a GPU measured every few steps, between marks in its lanes.",
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def hit_rates(runs: Sequence[Seen]) -> Chart:
     return Chart(
         "Hit rate", "step", "share of lookups", _lines(runs, lambda x: x.hit_rate),
         "The share of lookups that caused no fetch, for batches that were planned meanwhile.",
-        y_format=".0%",
+        y_format=".3~%",
     )  # fmt: skip
 
 
