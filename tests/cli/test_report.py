@@ -150,6 +150,7 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
         (["first", "runs/first"], "run runs/first is named twice"),
         (["first", "--text", "--json"], "--text or --json, not both"),
         (["."], "has neither run.json nor steps.jsonl"),
+        (["first", "--out", "runs"], "--out runs is a folder; name a page in it: runs/report.html"),
     ],
 )
 def test_mistakes_end_in_a_sentence(words: list[str], said: str) -> None:

@@ -87,6 +87,8 @@ def report(
         _print(seen)
         return
     page = out or (folders[0] if len(folders) == 1 else runs) / REPORT_PAGE
+    if page.is_dir():
+        raise ValueError(f"--out {page} is a folder; name a page in it: {page / REPORT_PAGE}")
     page.parent.mkdir(parents=True, exist_ok=True)
     Disk(page.parent).write(page.name, [page_of_runs(seen).encode()])
     typer.echo(f"written to {page}")
