@@ -93,6 +93,20 @@ def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.glob("runs/first/events.*"))
 
 
+def test_the_commands_about_reports_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        "[run]\nsave = false\n[data]\nrows = [400, 60, 5]\nbatch_size = 16\nsamples = 320\n"
+        "eval_batches = 4\n[model]\nembedding_dim = 4\n[embedding]\nbudget = '60%'\n"
+    )
+    page = (ROOT / "docs" / "report.md").read_text()
+    for command in re.findall(r"^hotrow (.*)$", page, re.MULTILINE):
+        result = CliRunner().invoke(make_app(), command.split())
+        assert result.exit_code == 0, f"{command}: {result.output}"
+    assert (tmp_path / "runs" / "one" / "report.html").is_file()
+    assert (tmp_path / "both.html").is_file()
+
+
 def test_every_run_file_in_configs_can_be_read() -> None:
     found = sorted((ROOT / "configs").glob("*.toml"))
     assert found

@@ -61,6 +61,7 @@ def parts_imported_by(module: str) -> set[str]:
 # From the bottom up: a part imports only from the lines above its own.
 LAYERS = [
     {
+        "clock",
         "disk",
         "hashing",
         "kernels",

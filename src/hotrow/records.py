@@ -23,6 +23,14 @@ class StepRecord:
     evicted_rows: int
     bytes_fetched: int
     bytes_evicted: int
+    # Of `seconds`, what the host has spent: waiting for the loader, deciding, moving rows. On a GPU
+    # the latter two are launches.
+    read_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    rows_seconds: float = 0.0
+    # Share of the step in which training waited for rows; NaN: not measured. On a GPU it is
+    # measured every few steps, and told some later.
+    waited: float = math.nan
 
     @property
     def hit_rate(self) -> float:
@@ -77,6 +85,57 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Where the host's seconds went, over all steps but the first ones; see StepRecord."""
+
+    steps: int
+    seconds: float
+    read_seconds: float
+    plan_seconds: float
+    rows_seconds: float
+    waited: float = math.nan  # mean over the steps in which it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a run waits for most."""
+
+    part: str  # "link", "planning", "loader" or "dense part"
+    share: float  # of a step's time
+    message: str  # with what to change
+
+    @property
+    def is_to_be_told(self) -> bool:
+        """Training itself is what a step is for."""
+        return self.part != "dense part"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecord:
+    """Lookups and moves of one table in training. `unique_rows` counts a row once per batch."""
+
+    lookups: int
+    unique_rows: int
+    fetched_rows: int
+    evicted_rows: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that caused no fetch."""
+        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage that was at work, as a profiler saw it."""
+
+    place: str  # "host" or "GPU"
+    name: str  # "read", "plan", "fill", "train" ...
+    start: float  # seconds since whenever
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Everything about a run but its steps."""
 
@@ -91,6 +150,9 @@ class RunRecord:
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
     system: Mapping[str, Any] = field(default_factory=dict)  # what ordered or left out samples
     told: Mapping[str, str] = field(default_factory=dict)  # the same in words
+    tables: Mapping[str, TableRecord] = field(default_factory=dict)  # by the tables' names
+    times: Times | None = None  # None: there were too few steps
+    limit: Limit | None = None  # None: nothing stands out
 
 
 @dataclass(frozen=True, slots=True)

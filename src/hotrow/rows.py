@@ -17,6 +17,7 @@ from torch import Tensor
 from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
+from hotrow.clock import named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
@@ -271,7 +272,8 @@ class RowGroup:
         assert work.plan is not None
         leaving, work.outgoing, rows = work.plan.moves.leaving, None, work.outgoing
         if rows is not None:
-            self.store.write(leaving[leaving >= 0], rows)
+            with named("write-back"):
+                self.store.write(leaving[leaving >= 0], rows)
 
     def insert(self, work: Work) -> None:
         assert work.plan is not None

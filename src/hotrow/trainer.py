@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep, Late
+from hotrow.clock import Clock, named
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.graphed import GraphedStep, check_optimizer, label_of, lanes_in
 from hotrow.lanes import Lanes, lanes_of
@@ -138,15 +139,22 @@ class Trainer(Generic[Batch]):
         """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
-            before, started = self._counters(), perf_counter() if asked is None else asked
+            clock = source.clock
+            before = self._counters() | _times(clock)
+            started = perf_counter() if asked is None else asked
             for batch in source:
-                loss = self._train(batch)
+                with clock.part("train"):
+                    loss = self._train(batch)
                 samples = len(self.labels(batch))
-                after = self._counters()
+                after = self._counters() | _times(clock)
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
+                waited = clock.take_waited()
+                if self.device.type == "cpu":  # where rows move, and then the batch is trained
+                    waited = moved["rows_seconds"] / seconds
                 kind = LateStepRecord if callable(loss) else StepRecord
-                yield kind(self.step, loss, samples, seconds, **moved)  # type: ignore[arg-type]
+                moved |= {"seconds": seconds, "waited": waited}
+                yield kind(self.step, loss, samples, **moved)  # type: ignore[arg-type]
                 before, started = after, perf_counter()  # the caller's time is not ours
         finally:
             source.close()
@@ -157,7 +165,7 @@ class Trainer(Generic[Batch]):
         Changes no bit of the training, so it may be called between any two steps.
         """
         scores, labels = [], []
-        with self._algorithms(), _evaluation(self.model, self.device):
+        with named("evaluate"), self._algorithms(), _evaluation(self.model, self.device):
             for batch in batches:
                 batch = to_device(batch, self.device)
                 scores.append(self.model(batch).double())
@@ -239,6 +247,15 @@ class Trainer(Generic[Batch]):
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals
+
+
+def _times(clock: Clock) -> dict[str, float]:
+    """The host's seconds so far, named as in a StepRecord."""
+    return {
+        "read_seconds": clock.read.seconds,
+        "plan_seconds": clock.plan.seconds,
+        "rows_seconds": clock.rows.seconds,
+    }
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from hotrow.report.cells import (
     speed_cells,
     speed_title,
 )
-from hotrow.report.page import page_of
+from hotrow.report.comparison import page_of
 from hotrow.run.compare import USUAL, Comparison, Turn, choose
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison

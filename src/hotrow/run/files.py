@@ -19,6 +19,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
@@ -31,7 +32,16 @@ import torch
 from hotrow import __version__
 from hotrow.disk import Disk
 from hotrow.manifests import read_json
-from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
+from hotrow.records import (
+    ComparisonRecord,
+    EvalRecord,
+    Limit,
+    RunRecord,
+    StepRecord,
+    Summary,
+    TableRecord,
+    Times,
+)
 from hotrow.run.arriving import Arriving
 from hotrow.told import many, warn
 
@@ -141,6 +151,11 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+        tables = found.get("tables", {}).items()  # which earlier versions left out, as what follows
+        found["tables"] = {name: _from_dict(TableRecord, each) for name, each in tables}
+        for name, kind in (("times", Times), ("limit", Limit)):
+            if found.get(name) is not None:
+                found[name] = _from_dict(kind, found[name])
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
@@ -230,9 +245,14 @@ def plain(value: Any) -> Any:
 
 def _from_dict(kind: type[Record], found: Mapping[str, Any]) -> Record:
     """Builds a record; keys a newer version has added are left out."""
-    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    known = _types_of(kind)  # type: ignore[arg-type]
     values = {key: value for key, value in found.items() if key in known}
     for key, value in values.items():
         if value is None and known[key] == "float":
             values[key] = math.nan
     return kind(**values)
+
+
+@cache  # a run may have a million steps
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    return {each.name: each.type for each in fields(kind)}
