@@ -19,20 +19,15 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from harness import RESULTS, Results, results_for
 
-from hotrow import samples as samples_of
 from hotrow.cli import make_app
 from hotrow.cli._exits import INTERRUPTED, USER_ERROR
-from hotrow.run.config import RunConfig
-from hotrow.run.named import find_named
-from hotrow.run.source import AnyBatch, Samples
-from hotrow.run.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
+from hotrow.run.systems import SYSTEMS, register, reordered
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 STRATEGIES = (
@@ -131,31 +126,9 @@ def write(results: Results, kind: str, found: dict[str, Any], only: str | None =
 # -- samples in another order ------------------------------------------------------------
 
 
-class Reordered:
-    """The same batches, the samples of each in another order."""
-
-    def __init__(self, samples: Samples, seed: int) -> None:
-        self._samples, self._seed = samples, seed
-
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        draw = torch.Generator().manual_seed(self._seed)
-        for batch in self._samples.batches(steps):
-            size = len(batch.label)
-            yield samples_of.take(batch, torch.randperm(size, generator=draw), size=size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._samples, name)
-
-
 def register_reordered(seed: int) -> None:
-    def build(config: RunConfig, samples: Samples) -> StrategySystem:
-        config = with_strategy(config, find_named("all-fast"))
-        return StrategySystem(config, Reordered(samples, seed))  # type: ignore[arg-type]
-
-    name = f"reordered-{seed}"
-    if name not in SYSTEMS:
-        about = "all-fast, the samples of each batch in another order"
-        kind = SystemKind(name, about, "exact up to rounding", build=build, is_bounded=False)
+    kind = reordered(seed)
+    if kind.name not in SYSTEMS:
         register(kind)
 
 

@@ -374,7 +374,7 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     rows = [line for line in lines[: head + 6] if line.strip()]
     assert max(map(len, rows)) <= 80
     assert "…" not in result.stdout
-    for word in ("samples/s", "p20-p80", "over hybrid", "fast memory", "hit rate", "log-loss"):
+    for word in ("samples/s", "p20-p80", "speed-up", "memory", "hit rate", "log-loss"):
         assert word in result.stdout
 
 

@@ -38,7 +38,7 @@ def spread(figures: Figures) -> str:
 
 
 def _short(rate: float) -> str:
-    for unit, word in ((1e6, " M"), (1e3, " k")):
+    for unit, word in ((1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * unit:
             return f"{rate / unit:.3g}{word}"
     return f"{rate:.3g}"
@@ -113,5 +113,6 @@ def conditions(record: ComparisonRecord) -> str:
         f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
         f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
         f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "
-        "differ."
+        "differ; or, where rounding was carried further, both are at most twice as far as all-fast "
+        "is from itself with the samples of each batch in another order."
     )

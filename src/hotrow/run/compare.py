@@ -36,19 +36,21 @@ from hotrow.run.likeness import (
     OUTLIERS,
     RELATIVE,
     Bits,
+    Distance,
     Reference,
     bits_of,
     room_for_reference,
 )
 from hotrow.run.named import followed
 from hotrow.run.source import AnyBatch, Samples
-from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system
+from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system, reordered
 from hotrow.run.tally import Tally
 from hotrow.skip import SkipRecord
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.told import few, many
 
 REFERENCE = "all-fast"
+CONTROLS = (1, 2)  # seeds
 BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
 _MOST_KEPT = 4 << 30  # bytes of batches that are kept in memory
@@ -73,6 +75,7 @@ class Entry:
     bits: Bits | None = None
     equal: str = "not compared"
     equal_note: str = ""
+    distance: Distance | None = None  # from all-fast, where no bits are promised
     changes: list[str] = field(default_factory=list)  # repetitions that ended in other bits
 
     @property
@@ -172,6 +175,8 @@ class Comparison:
                 for entry in self.entries:
                     if repetition <= entry.repetitions and not entry.has_failed:
                         yield from self._turn(entry, repetition)
+                if repetition == 1:
+                    yield from self._measure_rounding()
         finally:
             gc.unfreeze()
             if self._reference is not None:
@@ -280,10 +285,32 @@ class Comparison:
             return "no", "it changes the training, and says so"
         if self._reference is None:
             return "not compared", f"bits differ; {self._why_no_distance}"
-        distance = self._reference.distance(system, tally.losses)
+        distance = entry.distance = self._reference.distance(system, tally.losses)
         if distance is None:
             return "no", f"it has other things: {few(unlike, most=3)}"
         return "tolerance" if distance.is_tolerable else "no", str(distance)
+
+    def _measure_rounding(self) -> Iterator[Turn]:
+        """Where some are beyond the tolerance: how far all-fast is from itself in another order of
+        sums, and whether they are about as near."""
+        far = [
+            (entry, entry.distance)
+            for entry in self.entries
+            if entry.distance is not None and not entry.distance.is_tolerable
+        ]
+        if not far or self._reference is None:
+            return
+        controls: list[Distance] = []
+        for seed in CONTROLS:
+            control = Entry(reordered(seed), 1)
+            yield from self._turn(control, 1)
+            if control.distance is not None:
+                controls.append(control.distance)
+        for entry, distance in far:
+            if controls and distance.is_as_near(controls):
+                entry.equal = "tolerance"
+            for each in controls:
+                entry.equal_note += f". Rounding alone, by another order of samples: {each}"
 
     def _keep_batches(self) -> Iterator[Turn]:
         """The same batches for everybody, from memory if they fit: no speed is that of the data."""

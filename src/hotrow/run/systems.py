@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from hotrow.run.job import build, dense_weights
 from hotrow.run.named import SKIPS, Named, find_named
 from hotrow.run.named import SYSTEMS as NAMED_SYSTEMS
 from hotrow.run.plain import PlainHybrid, why_not_plain
-from hotrow.run.source import Samples
+from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.training import skip_of
+from hotrow.samples import take
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 
@@ -131,6 +132,39 @@ class StrategySystem:
 
     def memory(self) -> Mapping[str, int]:
         return self._job.embedding.memory()
+
+
+class Reordered:
+    """Samples of a run whose batches have theirs in another order."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
+        draw = torch.Generator().manual_seed(self._seed)
+        for batch in self._samples.batches(steps):
+            size = len(batch.label)
+            yield take(batch, torch.randperm(size, generator=draw), size=size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+
+def reordered(seed: int) -> SystemKind:
+    """all-fast with the samples of each batch in another order, so that sums are made in another:
+    how far it ends from all-fast is what rounding does to this run."""
+
+    def build(config: RunConfig, samples: Samples) -> StrategySystem:
+        config = with_strategy(config, find_named("all-fast"))
+        return StrategySystem(config, cast(Samples, Reordered(samples, seed)))
+
+    return SystemKind(
+        f"reordered-{seed}",
+        "all-fast, the samples of each batch in another order",
+        "exact up to rounding",
+        build=build,
+        is_bounded=False,
+    )
 
 
 def with_strategy(config: RunConfig, named: Named) -> RunConfig:
