@@ -349,9 +349,19 @@ class Comparison:
             budget_bytes=self.budget_bytes,
             rows_bytes=self.rows_bytes,
             tolerance={"relative": RELATIVE, "absolute": ABSOLUTE, "outliers": OUTLIERS},
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._over_budget()),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
         )
+
+    def _over_budget(self) -> Iterator[str]:
+        """Who has rows in fast memory by the budget, and takes more for what goes with them."""
+        for entry in self.entries:
+            over = sum(entry.memory.values()) - self.budget_bytes
+            if entry.kind.is_budgeted and over > 0:
+                yield (
+                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget of "
+                    f"{show_bytes(self.budget_bytes)}: its batches need that much beside the slots"
+                )
 
     def _baseline(self) -> Entry | None:
         """hybrid; or else the first that was asked for; or else what there is."""

@@ -71,6 +71,7 @@ class SystemKind:
     build: Callable[[RunConfig, Samples], System]
     refuses: Callable[[RunConfig], str | None] = _never  # why it cannot train a run; None: it can
     is_bounded: bool = True  # by the budget, or it has no rows in fast memory
+    is_budgeted: bool = False  # it keeps as many rows there as a budget holds
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -183,6 +184,7 @@ def _of_named(named: Named) -> SystemKind:
         named.contract,
         build=lambda config, samples: StrategySystem(with_strategy(config, named), samples),
         is_bounded=not named.rows.everything,
+        is_budgeted=named.rows.has_slots and not named.rows.everything,
     )
 
 
