@@ -359,8 +359,8 @@ class Comparison:
             over = sum(entry.memory.values()) - self.budget_bytes
             if entry.kind.is_budgeted and over > 0:
                 yield (
-                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget of "
-                    f"{show_bytes(self.budget_bytes)}: its batches need that much beside the slots"
+                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
+                    f"of {show_bytes(self.budget_bytes)}: batches need that much beside its slots"
                 )
 
     def _baseline(self) -> Entry | None:
