@@ -279,6 +279,7 @@ class SkipStale:
         if not self.settings.target:
             yield batches
             return
+        self._refill.clear()
         stream = _Stream(batches)
         while stream.has_more():
             while self._position == self._until:
@@ -566,6 +567,7 @@ class SkipRandom:
         yield self._thinned(batches) if self._dropped else batches
 
     def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._refill.clear()
         for batch in batches:
             self._position += 1
             yield from self._refill.add(batch, self._keep(batch))
@@ -621,6 +623,11 @@ class _Refill:
         self._take, self._join = take, join or samples.join
         self._is_ours = take is None and join is None
         self._pins = False  # what came was page-locked, and what is made of it has to be
+        self.clear()
+
+    def clear(self) -> None:
+        """Samples that wait are lost with the run that was left, as batches are that it had read
+        ahead; also where the same epoch goes on."""
         self._parts: list[Any] = []
         self._count = self._size = 0  # samples in the parts, and in a batch
 
