@@ -495,6 +495,8 @@ class HalfOf:
     def note(self, validation_loss: float) -> None:
         self.noted.append(validation_loss)
 
+    def renew(self, hot: Any) -> None: ...
+
     def close(self) -> None:
         self.closed += 1
 

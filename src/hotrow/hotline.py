@@ -31,7 +31,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, begun
+from hotrow.skip import Bindable, Skip, Validating, begun
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -110,9 +110,10 @@ class Hotline:
     batches (by default as many as at first); `relearn=0` counts every batch, which takes the host
     some time for each, and then learns again at once: for data that drifts by the hour.
 
-    An epoch is one `run()`, or `batches_per_epoch` of its batches. `skip` leaves out samples
-    before batches are split. `take` is for batches that are not made of tensors alone.
-    Collections need `strategy="static"`; all-fast ones may be beside them.
+    An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` leaves out
+    samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
+    `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
+    all-fast ones may be beside them.
     """
 
     def __init__(
@@ -209,8 +210,11 @@ class Hotline:
                 "the model has dropout, whose masks are drawn for each part of a batch: results "
                 "differ from those of whole batches, as they do by another seed"
             )
-        self._named, self._ids = named, trainer.ids
+        self._trainer, self._named, self._ids = trainer, named, trainer.ids
         self._members, self._bound = [], None
+        self._left = 0
+        self._parts.clear()
+        self._record = HotlineRecord()
         self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
 
     # -- passes ------------------------------------------------------------------------
@@ -255,6 +259,8 @@ class Hotline:
             member.learning.begin_epoch(count)
         if self._bound is not None:
             self._bound.begin(count)
+        if isinstance(self.skip, Validating):
+            self.skip.begin_to_validate(self._trainer, count)
 
     def _make_member(self, name: str, first: Any, count: int) -> _Member:
         embedding = self._pinned[name]
@@ -283,7 +289,9 @@ class Hotline:
                 return
             self._bound = self._bind(self.skip)
         for segment in self._bound.segments(counted):
-            yield from self._segment(iter(segment))
+            skip = self.skip
+            for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
+                yield from self._segment(iter(part))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -317,7 +325,11 @@ class Hotline:
     def _pin(self) -> None:
         due = [member for member in self._members if member.is_due]
         for member in due:
+            before = member.hot
             member.pin()
+            if self._bound is not None and not _same(before, member.hot):
+                assert member.hot is not None
+                self._bound.renew(member.hot)
         if due and self._is_pinned:
             hot = {each.name: each.hot for each in self._members if each.hot is not None}
             self._splitter.pin(hot)
@@ -398,6 +410,10 @@ class Hotline:
 
     def _parsed(self, batch: Any, name: str) -> Batch:
         return parse(self._features(batch, name), self._pinned[name].features, None)
+
+
+def _same(one: HotSet | None, other: HotSet | None) -> bool:
+    return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
 
 
 def _on_cpu(batch: Batch) -> Batch:
