@@ -400,6 +400,7 @@ def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
     assert same_bits(model, twin)
     assert fae.record.hot_share == 1
     assert fae.record.switches == 0
+    assert len(fae.record.test_losses) == 2  # half of the batches each
     assert sum(each.fetched_rows for each in records) == 0
 
 
@@ -417,7 +418,28 @@ def test_a_budget_for_no_row_makes_every_sample_cold(cold: Any) -> None:
     assert seen.samples == ALL
 
 
+def test_a_skip_is_told_of_evaluations_though_all_samples_are_hot() -> None:
+    skip = HalfOf()
+    fae = FAE(sample_rate=0.5, hot_budget="100%", test=TEST, epochs=2, skip=skip)
+    with pytest.warns(UserWarning, match="holds every row"):
+        train(Model("adam", slots=600), fae)
+    assert len(skip.noted) >= 4
+    assert skip.noted == [loss for _, loss in fae.record.test_losses]
+
+
 # -- in a trainer ------------------------------------------------------------------------
+
+
+def test_a_second_trainer_begins_anew() -> None:
+    fae, rates = Falling(sample_rate=0.5, test=TEST, epochs=2), []
+    first, second = Model(), Model()
+    for model in (first, second):
+        fae.losses = iter([1.0, 2.0, 3.0, *[4.0] * 30])
+        train(model, fae)
+        rates.append(fae.record.rates)
+    assert rates[0] == rates[1]
+    assert len(rates[0]) > 2
+    assert same_bits(first, second)
 
 
 def test_a_second_run_over_the_same_batches_counts_no_more() -> None:

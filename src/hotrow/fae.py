@@ -107,7 +107,8 @@ class FAE:
     brought up to date, with their optimizer state.
 
     `test` are batches to evaluate on after each pair of segments, by whose loss the Shuffle
-    Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent.
+    Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent. Where
+    all samples are of one kind, they are evaluated on after each segment.
     `skip` leaves out samples of hot segments (Slipstream, RandomDrop). `most_samples` are trained
     in each run, those that were left out counted; the last batch is not cut for it.
 
@@ -159,6 +160,7 @@ class FAE:
         default = SMALL_TABLE_BYTES if choose == "threshold" else 0
         self.small_table_bytes = default if small_table_bytes is None else small_table_bytes
         self._test, self._rate, self._folder = test, ShuffleRate(shuffle_rate), folder
+        self._first_rate = shuffle_rate
         self._epochs, self._seed, self._take, self._join = epochs, seed, take, join
         self.skip = skip
         self._skip: Skip | None = None  # the same, when it is known which rows are hot
@@ -186,13 +188,17 @@ class FAE:
             )
         embedding.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
+        # What was found belongs to other rows.
+        self._separated = self._skip = self.hot = None
+        self._rate, self.record = ShuffleRate(self._first_rate), FAERecord()
 
     # -- what is trained when ----------------------------------------------------------
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Segments, each when all of those before it have been trained."""
         sets = self._prepared(batches)
-        order, epoch = HotColdOrder(sets, rate=self._rate), -1
+        order = HotColdOrder(sets, rate=self._rate, evaluates=self._test is not None)
+        epoch = -1
         self._note_rate()
         before: Kind | None = None
         self._offered = 0
