@@ -114,9 +114,9 @@ class FAE:
 
     The loader must be one that can be read again. Its hot and cold samples are kept in memory or in
     a `folder`; where it is a `Loader`, only their numbers, which the next run finds in the folder.
-    For other loaders, which are one epoch, `epochs` and `seed` are said here. `take` and `join` are
-    for batches that are not made of tensors alone. Changes results: the same samples in other
-    batches.
+    For other loaders, which are one epoch, `epochs` and `seed` are said here. `take` and `join`,
+    both of them, are for batches that are not made of tensors alone, which are kept in memory.
+    Changes results: the same samples in other batches.
     """
 
     def __init__(

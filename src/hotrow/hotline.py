@@ -31,7 +31,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, Validating, begun
+from hotrow.skip import Bindable, Skip, Validating, batches_per_epoch, begun
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -237,12 +237,7 @@ class Hotline:
 
     def _count(self, batches: Iterable[Any]) -> int:
         """The batches of an epoch."""
-        if self._per_epoch is not None:
-            return self._per_epoch
-        # A loader that goes through its data several times says so.
-        count: int | None = getattr(batches, "batches_per_epoch", None)
-        if count is None and hasattr(batches, "__len__"):
-            count = len(batches)  # type: ignore[arg-type]
+        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
         if count is None:
             raise ValueError(
                 f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "

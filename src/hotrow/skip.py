@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -185,6 +186,16 @@ class Validating(Protocol):
 
     def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
         """A segment of what is bound, in parts, between which the model is evaluated."""
+
+
+def batches_per_epoch(batches: Iterable[Any]) -> int | None:
+    """As a loader says that goes through its data several times, or how many there are; None:
+    nobody knows."""
+    count: int | None = getattr(batches, "batches_per_epoch", None)
+    if count is None and isinstance(batches, Sized):
+        with suppress(TypeError):  # what a DataLoader of an IterableDataset says
+            count = len(batches)
+    return count
 
 
 def begun(

@@ -52,6 +52,7 @@ from hotrow.skip import (
     SkipRecord,
     SkipSettings,
     SkipStale,
+    batches_per_epoch,
     rows_of,
 )
 from hotrow.staleness import Rows
@@ -108,13 +109,7 @@ class _AsTheyCome(ABC):
 
     def _count(self, batches: Iterable[Any]) -> int | None:
         """The batches of an epoch; None: nobody knows."""
-        if self.batches_per_epoch is not None:
-            return self.batches_per_epoch
-        # A loader that goes through its data several times says so.
-        count: int | None = getattr(batches, "batches_per_epoch", None)
-        if count is None and hasattr(batches, "__len__"):
-            count = len(batches)  # type: ignore[arg-type]
-        return count or None
+        return self.batches_per_epoch or batches_per_epoch(batches) or None
 
 
 class Slipstream(_AsTheyCome):
