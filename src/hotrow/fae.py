@@ -16,6 +16,7 @@ elsewhere; here is what happens when.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -36,6 +37,7 @@ from hotrow.calibrate import (
     Chosen,
     HotReport,
     by_threshold,
+    most_used,
     sampled,
     top_k,
 )
@@ -307,7 +309,7 @@ class FAE:
         counted = perf_counter() - started
         self._rows = self._hottest_first(chosen.hot, counts)
         self.hot = self._pin()
-        self._describe(chosen.report, self.hot, counts.num_samples)
+        self._describe(chosen.report, self.hot, counts)
         started = perf_counter()
         sets = self._told_apart(batches, self.hot)
         apart = perf_counter() - started
@@ -357,20 +359,21 @@ class FAE:
             raise ValueError("the loader gave no batch to find hot rows in")
 
     def _hottest_first(self, hot: HotSet, counts: AccessCounts) -> dict[str, Tensor]:
-        """By table, so that those stay if there is not room for all."""
-        rows = {}
-        for table in self._embedding.tables:
-            mine = hot.rows(table.name)
-            order = counts.of(table.name)[mine].sort(descending=True, stable=True)[1]
-            rows[table.name] = mine[order]
-        return rows
+        """By table, as many as there is room for in each width: rows were chosen by bytes, of
+        whatever width."""
+        room, found = self._embedding.room_for_pins(), dict[str, Tensor]()
+        for group in self._embedding.groups:
+            rows = {table.name: hot.rows(table.name) for table in group.layout.tables}
+            uses = {name: counts.of(name)[mine] for name, mine in rows.items()}
+            found |= most_used(rows, uses, room[group.dim])
+        return found
 
     def _pin(self) -> HotSet:
         hot = self._embedding.pin_rows(self._rows)
         self._pins_version = self._embedding.pins_version
         return hot
 
-    def _describe(self, report: HotReport, hot: HotSet, counted: int) -> None:
+    def _describe(self, report: HotReport, hot: HotSet, counts: AccessCounts) -> None:
         notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
         if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
@@ -388,9 +391,9 @@ class FAE:
             self.record,
             hot_rows={table.name: len(hot.rows(table.name)) for table in self._embedding.tables},
             hot_bytes=hot.num_bytes(self._row_bytes),
-            covered=report.covered,
+            covered=_covered(hot, counts),
             threshold=report.threshold,
-            counted_samples=counted,
+            counted_samples=counts.num_samples,
             notes=notes,
         )
 
@@ -477,6 +480,13 @@ def _on_host(batch: Batch) -> Batch:
         return batch
     offsets = None if batch.offsets is None else batch.offsets.cpu()
     return replace(batch, values=batch.values.cpu(), offsets=offsets)
+
+
+def _covered(hot: HotSet, counts: AccessCounts) -> float:
+    """The share of what was counted that reads hot rows; NaN: nothing was."""
+    accesses = sum(counts.accesses().values())
+    mine = sum(int(counts.of(t.name)[hot.rows(t.name)].sum()) for t in hot.places.tables)
+    return mine / accesses if accesses else math.nan
 
 
 def _key_of(hot: HotSet) -> str:

@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hotrow.ahead import features_of, to_device
 from hotrow.batch import Batch, parse
+from hotrow.calibrate import most_used
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
@@ -436,16 +437,12 @@ def _by_use(
     for in each width. A log that does not count has no first ones."""
     found: dict[str, Tensor] = {}
     for group in embedding.groups:
-        names = [table.name for table in group.layout.tables]
-        rows = [learning.hot.rows(name).cpu() for name in names]
-        uses = torch.zeros(sum(map(len, rows)), dtype=torch.float64)
+        rows = {table.name: learning.hot.rows(table.name).cpu() for table in group.layout.tables}
+        uses = {name: torch.zeros(len(mine)) for name, mine in rows.items()}
         if isinstance(learning.log, DecayedCounts):
-            counts = zip(names, rows, strict=True)
-            uses = torch.cat([learning.log.of(name).cpu()[mine] for name, mine in counts])
-        order = uses.sort(descending=True, stable=True)[1][: room[group.dim]]
-        table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([len(r) for r in rows]))
-        every = torch.cat(rows)
-        found |= {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+            log = learning.log
+            uses = {name: log.of(name).cpu()[mine] for name, mine in rows.items()}
+        found |= most_used(rows, uses, room[group.dim])
     return found
 
 
