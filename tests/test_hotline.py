@@ -865,6 +865,36 @@ def test_batch_statistics_are_refused_and_those_of_a_sample_are_not() -> None:
     trainer_of(model, Hotline())
 
 
+def by_weight(predictions: Tensor, labels: Tensor) -> Tensor:
+    weights = 1 + 4 * labels
+    return (per_sample(predictions, labels) * weights).sum() / weights.sum()
+
+
+def weighted(predictions: Tensor, labels: Tensor) -> Tensor:
+    return per_sample(predictions, labels) * (1 + 4 * labels)
+
+
+def summed(predictions: Tensor, labels: Tensor) -> Tensor:
+    return per_sample(predictions, labels).sum()
+
+
+@pytest.mark.parametrize("loss", [by_weight, summed])
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
+    trainer = trainer_of(Model("static"), hotline())
+    trainer.loss_fn = loss
+    with pytest.raises(ValueError, match=r"no mean over samples: of 16 it gives .*'lookahead'"):
+        list(trainer.run(batches_of()))
+
+
+def test_weights_of_samples_are_no_reason_to_refuse_a_loss() -> None:
+    models = Model("static"), Model("all-fast")
+    for model, system in zip(models, (hotline(), None), strict=True):
+        trainer = trainer_of(model, system)
+        trainer.loss_fn = weighted
+        list(trainer.run(batches_of()))
+    assert_alike(models[0].numbers(), models[1].numbers())
+
+
 @pytest.mark.parametrize("strategy", ["lookahead", "lru", "hybrid"])
 def test_another_strategy_is_refused(strategy: str) -> None:
     with pytest.raises(ValueError, match=f"strategy='static'.*{strategy!r}"):

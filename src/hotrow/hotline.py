@@ -41,6 +41,7 @@ from hotrow.trainer import Trainer
 LOGS = ("exact", "srrip")
 _AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
 _WINDOW = 32  # batches over which the share of popular samples is smoothed
+_ROUNDING = 1e-4  # of a loss: by so much those of its parts may miss it
 _KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
 
 
@@ -115,6 +116,10 @@ class Hotline:
     samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
     `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
     all-fast ones may be beside them.
+
+    The loss must be a mean over samples, or one number for each: parts of another one, such as a
+    mean by weights of classes, do not add up. It is tried once, before any batch is split, on the
+    first one's predictions, and refused if they do not.
     """
 
     def __init__(
@@ -153,6 +158,7 @@ class Hotline:
         self._rests = True  # the log, between learning phases
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
+        self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
 
@@ -251,6 +257,7 @@ class Hotline:
         self._left = count
         if not self._members:
             self._members = [self._make_member(name, first, count) for name in self._pinned]
+            self._unchecked = first
         for member in self._members:
             member.learning.begin_epoch(count)
         if self._bound is not None:
@@ -328,6 +335,9 @@ class Hotline:
                 self._bound.renew(member.hot)
         if due and self._is_pinned:
             hot = {each.name: each.hot for each in self._members if each.hot is not None}
+            if self._unchecked is not None:
+                _refuse_other_losses(self._trainer, self._unchecked)
+                self._unchecked = None
             self._splitter.pin(hot)
             self._classified = self._popular = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
@@ -455,3 +465,32 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
                 "results would not be those of whole batches. LayerNorm looks at each sample by "
                 "itself; or train by another strategy, such as 'lookahead'"
             )
+
+
+def _refuse_other_losses(trainer: Trainer[Any], batch: Any) -> None:
+    """Those whose parts do not add up, as far as one batch can tell."""
+    predictions, labels = trainer.predict(batch), trainer.labels(batch)
+    if not isinstance(predictions, Tensor) or not 1 < len(labels) == len(predictions):
+        return
+    labels = labels.to(predictions.device)
+    # Of coarser numbers sums are too coarse to tell.
+    predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    if labels.ndim == 1:  # classes that weigh more are then in one part
+        order = labels.argsort(stable=True)
+        predictions, labels = predictions[order], labels[order]
+    size, first = len(labels), len(labels) // 2
+    cuda = [predictions.device] if predictions.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(cuda):
+        whole, *parts = [
+            float(trainer.loss_fn(predictions[low:high], labels[low:high]).mean())
+            * ((high - low) / size)
+            for low, high in ((0, size), (0, first), (first, size))
+        ]
+    if math.isfinite(whole) and not abs(whole - sum(parts)) <= _ROUNDING * sum(map(abs, parts)):
+        raise ValueError(
+            f"Hotline trains each batch in two parts, and this loss_fn is no mean over samples: of "
+            f"{size:,} it gives {whole:.6g}, and the shares of {first:,} and {size - first:,} of "
+            f"them, {parts[0]:.6g} and {parts[1]:.6g}, make {sum(parts):.6g}, so results would not "
+            "be those of whole batches. One number for each sample (reduction='none') can be "
+            "split; or train by another strategy, such as 'lookahead'"
+        )
