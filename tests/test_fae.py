@@ -476,6 +476,12 @@ def test_a_skip_is_told_of_evaluations_though_all_samples_are_hot() -> None:
     assert skip.noted == [loss for _, loss in fae.record.test_losses]
 
 
+def test_the_samples_that_a_skip_would_evaluate_on_serve() -> None:
+    fae = FAE(sample_rate=0.5, skip=Slipstream(target=0, test=TEST))
+    train(Model(), fae)  # and nobody says that there are none
+    assert len(fae.record.test_losses) == 2
+
+
 # -- in a trainer ------------------------------------------------------------------------
 
 

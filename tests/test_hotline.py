@@ -598,7 +598,7 @@ def test_slipstream_evaluates_on_its_own_samples_and_stops_when_the_loss_rises()
     trainer, steps = trainer_of(Model("static"), hotline(skip=skip)), list[int]()
 
     def rising(batches: Any) -> float:
-        assert batches == skip._test
+        assert batches == skip.test
         steps.append(trainer.step)
         return 0.1 * len(steps) ** 2
 

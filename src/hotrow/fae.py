@@ -111,8 +111,10 @@ class FAE:
     `test` are batches to evaluate on after each pair of segments, by whose loss the Shuffle
     Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent. Where
     all samples are of one kind, they are evaluated on after each segment.
-    `skip` leaves out samples of hot segments (Slipstream, RandomDrop). `most_samples` are trained
-    in each run, those that were left out counted; the last batch is not cut for it.
+
+    `skip` leaves out samples of hot segments (Slipstream, RandomDrop); its own `test` serves where
+    none is given here. `most_samples` are trained in each run, those that were left out counted;
+    the last batch is not cut for it.
 
     The loader must be one that can be read again. Its hot and cold samples are kept in memory or in
     a `folder`; where it is a `Loader`, only their numbers, which the next run finds in the folder.
@@ -155,6 +157,8 @@ class FAE:
             raise ValueError(f"epochs must be at least 1, not {epochs!r}")
         if most_samples is not None and most_samples < 1:
             raise ValueError(f"most_samples must be at least 1, not {most_samples!r}")
+        if test is None:
+            test = getattr(skip, "test", None)
         check_evaluated_again(test)
         self._most_samples, self._offered = most_samples, 0
         self.hot_budget, self.sample_rate, self.choose = hot_budget, sample_rate, choose

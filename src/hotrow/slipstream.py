@@ -19,7 +19,8 @@ splits samples has them as its `skip`, and binds them when it knows its hot rows
     finally:
         skip.close()                                # no row stays frozen
 
-FAE evaluates by itself, on its own test samples; Hotline has none, so that those of its skip serve.
+Hotline evaluates on `test` whenever `validate_every` says; FAE when it switches, on its own test
+samples if it has any.
 `counted` and what else finds hot rows are then unused.
 What is skipped, and when, is decided in skip.py.
 """
@@ -157,7 +158,7 @@ class Slipstream(_AsTheyCome):
         self.hot_budget, self._profile, self._given, self._counted = (
             hot_budget, profile, hot, counted,
         )  # fmt: skip
-        self._test, self._validate_every = test, validate_every
+        self.test, self._validate_every = test, validate_every
         self._is_told = False
         self.hot_report: HotReport | None = None  # of rows that it has chosen by counts
 
@@ -242,7 +243,7 @@ class Slipstream(_AsTheyCome):
     def begin_to_validate(self, trainer: Trainer[Any], num_batches: int) -> None:
         """An epoch of so many batches begins, whoever trains it."""
         every = self._validate_every
-        if self._test is None or not self._skips:
+        if self.test is None or not self._skips:
             if every != 0 and self._skips and not self._is_told:
                 self._is_told = True
                 warn(
@@ -266,8 +267,8 @@ class Slipstream(_AsTheyCome):
             if self._trainer.step >= self._next:
                 self._next = self._trainer.step + self._every
                 assert self._skip is not None
-                assert self._test is not None
-                self._skip.note(self._trainer.mean_loss(self._test))
+                assert self.test is not None
+                self._skip.note(self._trainer.mean_loss(self.test))
 
 
 class RandomDrop(_AsTheyCome):
