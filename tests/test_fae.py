@@ -375,6 +375,55 @@ def test_more_rows_than_there_is_room_for_are_cut_and_that_is_said() -> None:
     assert every.record.covered == fae.record.covered < 1
 
 
+class ThreeTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        table = hotrow.EmbeddingBagConfig
+        tables = [table("a", 400, 4, ["a"]), table("b", 60, 4, ["b"]), table("c", 400, 16, ["c"])]
+        shares = [hotrow.Share(slots, buffer_rows=64, dense_map=True) for slots in (120, 150)]
+        budget = hotrow.Budget(tuple(shares), window_bytes=1 << 20)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            tables, RULES["sgd"], budget, strategy="static"
+        )
+        self.top = nn.Linear(24, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = self.top(self.embedding(batch["ids"]).values()).squeeze(1)
+        return logits
+
+
+def test_rows_of_one_width_are_cut_by_their_use_whatever_their_table() -> None:
+    draw = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(40):
+        ids = [
+            (torch.rand(16, generator=draw) ** power * rows).long()
+            for rows, power in ((400, 3), (60, 1), (400, 3))
+        ]
+        batches.append({"ids": torch.stack(ids, 1), "label": torch.rand(16, generator=draw)})
+    fae = FAE(sample_rate=1.0, test=batches[:1])
+    trainer: hotrow.Trainer[Any] = hotrow.Trainer(
+        ThreeTables(),
+        F.binary_cross_entropy_with_logits,
+        dense_optimizer=None,
+        ids=lambda batch: batch["ids"],
+        labels=lambda batch: batch["label"],
+        system=fae,
+    )
+    list(trainer.run(batches))
+    assert fae.hot is not None
+    every = torch.cat([batch["ids"] for batch in batches])
+    counts = {name: every[:, place].bincount(minlength=60) for place, name in enumerate("abc")}
+    hot = {name: fae.hot.mask(name)[: len(counts[name])] for name in "abc"}
+    assert 60 < fae.record.hot_rows["a"] + fae.record.hot_rows["b"] < 120
+    least = min(int(counts[name][hot[name]].min()) for name in "ab")
+    most = max(int(counts[name][~hot[name]].max()) for name in "ab" if not hot[name].all())
+    assert least >= most
+    assert fae.record.hot_rows["b"] > 50  # most are read more often than many of a's
+    mine = sum(int(counts[name][hot[name]].sum()) for name in "abc")
+    assert fae.record.covered == pytest.approx(mine / (3 * len(every)))
+
+
 def test_no_room_to_pin_is_told() -> None:
     fae = FAE(sample_rate=1.0, test=TEST)
     expected = "no room to pin rows|holds no row|samples is hot|passes through in chunks"
@@ -400,6 +449,7 @@ def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
     assert same_bits(model, twin)
     assert fae.record.hot_share == 1
     assert fae.record.switches == 0
+    assert len(fae.record.test_losses) == 2  # half of the batches each
     assert sum(each.fetched_rows for each in records) == 0
 
 
@@ -417,7 +467,34 @@ def test_a_budget_for_no_row_makes_every_sample_cold(cold: Any) -> None:
     assert seen.samples == ALL
 
 
+def test_a_skip_is_told_of_evaluations_though_all_samples_are_hot() -> None:
+    skip = HalfOf()
+    fae = FAE(sample_rate=0.5, hot_budget="100%", test=TEST, epochs=2, skip=skip)
+    with pytest.warns(UserWarning, match="holds every row"):
+        train(Model("adam", slots=600), fae)
+    assert len(skip.noted) >= 4
+    assert skip.noted == [loss for _, loss in fae.record.test_losses]
+
+
+def test_the_samples_that_a_skip_would_evaluate_on_serve() -> None:
+    fae = FAE(sample_rate=0.5, skip=Slipstream(target=0, test=TEST))
+    train(Model(), fae)  # and nobody says that there are none
+    assert len(fae.record.test_losses) == 2
+
+
 # -- in a trainer ------------------------------------------------------------------------
+
+
+def test_a_second_trainer_begins_anew() -> None:
+    fae, rates = Falling(sample_rate=0.5, test=TEST, epochs=2), []
+    first, second = Model(), Model()
+    for model in (first, second):
+        fae.losses = iter([1.0, 2.0, 3.0, *[4.0] * 30])
+        train(model, fae)
+        rates.append(fae.record.rates)
+    assert rates[0] == rates[1]
+    assert len(rates[0]) > 2
+    assert same_bits(first, second)
 
 
 def test_a_second_run_over_the_same_batches_counts_no_more() -> None:
@@ -494,6 +571,8 @@ class HalfOf:
 
     def note(self, validation_loss: float) -> None:
         self.noted.append(validation_loss)
+
+    def renew(self, hot: Any) -> None: ...
 
     def close(self) -> None:
         self.closed += 1

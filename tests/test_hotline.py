@@ -568,6 +568,8 @@ class DropSome:
             kept = [{k: v[:10] for k, v in b.items()} for b in (first, *islice(stream, 1))]
             yield kept
 
+    def renew(self, hot: Any) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 
@@ -583,6 +585,80 @@ def test_what_a_skip_lets_through_is_split() -> None:
     assert skip.closed
     kept = [batches[0], *({k: v[:10] for k, v in b.items()} for b in batches[1:])]
     assert_alike(model.numbers(), plain(kept)[0])
+
+
+def slipstream(**changes: Any) -> hotrow.Slipstream:
+    settings = {"target": 0.4, "tolerance": 0.35, "validate_every": 0, "recheck_every": 0}
+    settings |= {"watched": 0.1, "sample_rate": 0.2}
+    return hotrow.Slipstream(**{**settings, **changes})
+
+
+def test_slipstream_evaluates_on_its_own_samples_and_stops_when_the_loss_rises() -> None:
+    skip = slipstream(test=batches_of(2, seed=9), validate_every=4)
+    trainer, steps = trainer_of(Model("static"), hotline(skip=skip)), list[int]()
+
+    def rising(batches: Any) -> float:
+        assert batches == skip.test
+        steps.append(trainer.step)
+        return 0.1 * len(steps) ** 2
+
+    trainer.mean_loss = rising  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="validation loss rose"):
+        list(trainer.run(batches_of(40)))
+    assert steps == list(range(4, trainer.step + 1, 4))
+    assert skip.record.dropped > 0
+    assert skip.record.stopped
+
+
+def test_slipstream_without_samples_to_evaluate_on_says_so() -> None:
+    skip = slipstream(validate_every=None)
+    with pytest.warns(UserWarning, match="no test= batches"):
+        list(trainer_of(Model("static"), hotline(skip=skip)).run(batches_of(40)))
+
+
+def test_slipstream_goes_by_the_rows_that_are_pinned_now() -> None:
+    skip = slipstream()
+    system = hotline(skip=skip, floor=0.8, learned=0.1)
+    trainer = trainer_of(Model("static"), system)
+    dropped = [0]
+    for shift in (0, 20):
+        list(trainer.run(batches_of(40, shift=shift)))
+        assert skip.record.hot_rows == system.record.pinned_rows
+        dropped.append(skip.record.dropped)
+    assert 0 < dropped[1] < dropped[2]
+    drifting = batches_of(20) + batches_of(30, seed=1, shift=20)
+    list(trainer.run(drifting))
+    assert system.record.relearnings >= 1
+    assert skip.record.hot_rows == system.record.pinned_rows
+
+
+@pytest.mark.parametrize("mode", ["samples", "rows"])
+def test_an_epoch_of_several_runs_is_skipped_from_to_its_end(mode: str) -> None:
+    skip, batches = slipstream(mode=mode), batches_of(40)
+    model = Model("static")
+    trainer = trainer_of(model, hotline(skip=skip, batches_per_epoch=40))
+    left_out, frozen = [0], []
+    for low, high in ((0, 10), (10, 25), (25, 40)):
+        for _ in trainer.run(batches[low:high]):
+            bits = model.embedding.groups[0].frozen
+            frozen.append(bits is not None and bool(bits.any()))
+        left_out.append(skip.record.dropped)
+        assert model.embedding.groups[0].frozen is None  # nobody knows that the epoch goes on
+    if mode == "samples":
+        assert 0 < left_out[1] < left_out[2] < left_out[3]
+    else:
+        assert frozen == [False] * frozen.count(False) + [True] * frozen.count(True)
+        assert frozen.count(True) > 30
+
+
+def test_a_second_trainer_begins_anew_in_the_middle_of_an_epoch() -> None:
+    system, batches = hotline(batches_per_epoch=20), batches_of(12)
+    for _ in range(2):
+        model = Model("static")
+        list(trainer_of(model, system).run(batches))
+        assert system.record.batches == 12
+        assert system.record.split_batches > 0
+        assert_alike(model.numbers(), plain(batches)[0])
 
 
 # -- captured steps --------------------------------------------------------------------------
@@ -787,6 +863,36 @@ def test_batch_statistics_are_refused_and_those_of_a_sample_are_not() -> None:
         trainer_of(model, Hotline())
     model.top[3] = nn.GroupNorm(2, 8)
     trainer_of(model, Hotline())
+
+
+def by_weight(predictions: Tensor, labels: Tensor) -> Tensor:
+    weights = 1 + 4 * labels
+    return (per_sample(predictions, labels) * weights).sum() / weights.sum()
+
+
+def weighted(predictions: Tensor, labels: Tensor) -> Tensor:
+    return per_sample(predictions, labels) * (1 + 4 * labels)
+
+
+def summed(predictions: Tensor, labels: Tensor) -> Tensor:
+    return per_sample(predictions, labels).sum()
+
+
+@pytest.mark.parametrize("loss", [by_weight, summed])
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any) -> None:
+    trainer = trainer_of(Model("static"), hotline())
+    trainer.loss_fn = loss
+    with pytest.raises(ValueError, match=r"no mean over samples: of 16 it gives .*'lookahead'"):
+        list(trainer.run(batches_of()))
+
+
+def test_weights_of_samples_are_no_reason_to_refuse_a_loss() -> None:
+    models = Model("static"), Model("all-fast")
+    for model, system in zip(models, (hotline(), None), strict=True):
+        trainer = trainer_of(model, system)
+        trainer.loss_fn = weighted
+        list(trainer.run(batches_of()))
+    assert_alike(models[0].numbers(), models[1].numbers())
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "lru", "hybrid"])

@@ -153,6 +153,28 @@ def test_with_one_kind_alone_nothing_switches(hot: int, cold: int, kind: str) ->
     assert found == [(kind, [(kind, epoch, i) for i in range(7)]) for epoch in range(2)]
 
 
+@pytest.mark.parametrize(("hot", "cold", "kind"), [(0, 7, "cold"), (7, 0, "hot")])
+def test_with_one_kind_alone_the_loss_is_asked_for_where_somebody_evaluates(
+    hot: int, cold: int, kind: str
+) -> None:
+    order, found = HotColdOrder(sets(hot, cold, epochs=2), evaluates=True), []
+    for segment in order:
+        assert segment.ends_pair
+        found.append((segment.kind, [batch[1:] for batch in segment]))
+        order.note(float(len(found)))  # ever worse: 50 %, 50 %, 25 %, 12.5 %, ...
+    assert {each for each, _ in found} == {kind}
+    assert [len(batches) for _, batches in found] == [4, 3, 2, 1, 1, 1, 1, 1]
+    every = [batch for _, batches in found for batch in batches]
+    assert every == [(epoch, i) for epoch in range(2) for i in range(7)]
+
+
+def test_when_one_kind_has_ended_the_other_is_evaluated_on_all_the_same() -> None:
+    few = sets(hot=300, cold=1)
+    assert lengths(HotColdOrder(few, rate=ShuffleRate(25))) == [("cold", 1), ("hot", 300)]
+    found = lengths(HotColdOrder(few, rate=ShuffleRate(25), evaluates=True))
+    assert found == [("cold", 1), ("hot", 75), ("hot", 75), ("hot", 75), ("hot", 75)]
+
+
 def test_no_samples_at_all_are_refused() -> None:
     with pytest.raises(ValueError, match="both sets are empty"):
         HotColdOrder(sets(0, 0))
@@ -169,8 +191,9 @@ counts = st.integers(0, 60)
     losses=st.lists(st.sampled_from([0.1, 0.2, 0.3, None]), max_size=40),
     stops=st.lists(st.integers(0, 200), max_size=3),
     ahead=st.integers(0, 3),
+    evaluates=st.booleans(),
 )
-@example(hot=60, cold=1, percent=50.0, losses=[], stops=[], ahead=0)
+@example(hot=60, cold=1, percent=50.0, losses=[], stops=[], ahead=0, evaluates=False)
 @pytest.mark.filterwarnings("ignore:there is no test loss")
 def test_every_batch_comes_once_an_epoch_however_often_it_is_stopped(
     hot: int,
@@ -179,6 +202,7 @@ def test_every_batch_comes_once_an_epoch_however_often_it_is_stopped(
     losses: list[float | None],
     stops: list[int],
     ahead: int,
+    evaluates: bool,
 ) -> None:
     """Stopped by saving the place, with some batches handed out and not trained."""
     assume(hot + cold)
@@ -186,7 +210,8 @@ def test_every_batch_comes_once_an_epoch_however_often_it_is_stopped(
 
     def run(stops: list[int]) -> list[tuple[str, int, int]]:
         trained: list[tuple[str, int, int]] = []
-        order = HotColdOrder(sets(hot, cold, epochs=epochs), rate=ShuffleRate(percent))
+        mine, rate = sets(hot, cold, epochs=epochs), ShuffleRate(percent)
+        order = HotColdOrder(mine, rate=rate, evaluates=evaluates)
         noted = 0
         while True:
             for segment in order:
@@ -208,7 +233,7 @@ def test_every_batch_comes_once_an_epoch_however_often_it_is_stopped(
                 break
             else:
                 return trained
-            order = HotColdOrder(sets(hot, cold, epochs=epochs))
+            order = HotColdOrder(sets(hot, cold, epochs=epochs), evaluates=evaluates)
             order.load(place)
 
     found = run([])

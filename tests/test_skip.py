@@ -552,6 +552,32 @@ def test_what_is_dropped_at_random_is_spread_evenly() -> None:
     assert all(250 < count < 350 for count in by_place.values())  # 300 each; the deviation is 9
 
 
+@pytest.mark.parametrize("kind", ["stale", "random"])
+@pytest.mark.parametrize("is_new_epoch", [True, False])
+def test_samples_that_wait_in_a_run_that_was_left_are_not_trained_in_the_next(
+    kind: str, is_new_epoch: bool
+) -> None:
+    moving = Moving(STEPS)
+    skip: Skip = moving.slipstream() if kind == "stale" else random_drop(3, 10)
+    old, trained = moving.batches(), 0
+    for segment in skip.segments(old):
+        for batch in segment:
+            moving.train(batch)
+            trained += 1
+            if skip.record.dropped and trained > 12:
+                break
+        else:
+            continue
+        break
+    assert skip.record.dropped % SIZE  # some were waiting
+    if is_new_epoch:
+        skip.begin(BATCHES)
+    new = [Clicks(each.sparse[:5], each.label[:5] + 1000) for each in moving.batches(seed=1)]
+    again = moving.run(skip, new)
+    assert min(samples_in(again)) >= 1000
+    assert max(len(each.label) for each in again) == 5  # nor is their size that of the old ones
+
+
 # -- settings --------------------------------------------------------------------------------
 
 

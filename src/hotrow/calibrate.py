@@ -217,6 +217,17 @@ def top_k(
     return choice.done(None)
 
 
+def most_used(
+    rows: Mapping[str, Tensor], uses: Mapping[str, Tensor], most: int
+) -> dict[str, Tensor]:
+    """Of row numbers by table, on the CPU, the most used first, and so many of all tables."""
+    names = list(rows)
+    table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, rows.values())]))
+    every = torch.cat([rows[name] for name in names])
+    order = torch.cat([uses[name] for name in names]).sort(descending=True, stable=True)[1][:most]
+    return {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+
+
 class _Choice:
     """A hot set while it is being chosen."""
 

@@ -2,7 +2,8 @@
 
 Samples of one kind make blocks of about a thousand: their tensors in memory, or one after the other
 in a file, as bytes, so that ids stay the whole numbers they are. Epochs are read from there in the
-order that blocks.py gives. What a batch looks like is told by the first one.
+order that blocks.py gives. What a batch looks like is told by the first one. Batches of which that
+cannot be told, with functions that take and join their samples, are kept in memory as they are.
 
 Knows nothing of rows, nor why a sample is of one kind.
 """
@@ -70,6 +71,11 @@ class SetOptions:
             return self.take(batch, places)
         return samples.take(batch, places, size=size)
 
+    @property
+    def knows_batches(self) -> bool:
+        """Whether batches may be anything."""
+        return self.take is not None and self.join is not None
+
     def joined(self, batches: Sequence[Any]) -> Any:
         if len(batches) == 1:
             return batches[0]
@@ -84,7 +90,7 @@ class Copies:
     ) -> None:
         self._options, self._room = options, _Room(most_bytes, folder)
         self._outline: Any = None
-        self._blocks = {is_hot: _Blocks(self._room) for is_hot in (True, False)}
+        self._blocks: dict[bool, _Blocks | _Kept] = {}
         self._waiting: dict[bool, list[Any]] = {True: [], False: []}
         self._counts = {True: 0, False: 0}  # of samples that wait
 
@@ -99,7 +105,7 @@ class Copies:
             for is_hot in (True, False):
                 self._add(batch, mask if is_hot else ~mask, is_hot)
             advance(len(mask))
-        for is_hot in (True, False):
+        for is_hot in self._blocks:
             self._flush(is_hot)
         if not any(each.sizes for each in self._blocks.values()):
             raise ValueError(_why_nothing(batches))
@@ -107,9 +113,16 @@ class Copies:
         return Separated(hot, cold, size, self._options.epochs)
 
     def _check(self, batch: Any, number: int) -> None:
-        seen = samples.outline(batch)
+        try:
+            seen = samples.outline(batch)
+        except ValueError:
+            if not self._options.knows_batches:
+                raise
+            seen = None
         if number == 0:
             self._outline = seen
+            for is_hot in (True, False):
+                self._blocks[is_hot] = _Kept() if seen is None else _Blocks(self._room)
         if seen != self._outline:
             here, there = _first_difference(seen, self._outline)
             raise ValueError(
@@ -285,10 +298,29 @@ class _Blocks:
         return found.view(length, *shape)
 
 
+class _Kept:
+    """Samples of one kind, some at a time, in batches of which nothing is known."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._batches: list[Any] = []
+        self.sizes: list[int] = []
+
+    def add(self, batch: Any, count: int) -> None:
+        self._batches.append(batch)
+        self.sizes.append(count)
+
+    def finish(self) -> None: ...
+
+    def read(self, block: int) -> Any:
+        return self._batches[block]
+
+
 class CopiedSet:
     """Copied samples of one kind, in batches. Reads one stretch ahead, in a thread."""
 
-    def __init__(self, blocks: _Blocks, options: SetOptions) -> None:
+    def __init__(self, blocks: _Blocks | _Kept, options: SetOptions) -> None:
         assert options.batch_size is not None
         blocks.finish()
         self._blocks, self._options, self._size = blocks, options, options.batch_size
@@ -340,7 +372,8 @@ class CopiedSet:
         return made
 
     def _pinned(self, batch: Any) -> Any:
-        return samples.pinned(batch) if self._options.pin_memory else batch
+        is_known = isinstance(self._blocks, _Blocks)
+        return samples.pinned(batch) if self._options.pin_memory and is_known else batch
 
 
 def _one_ahead(

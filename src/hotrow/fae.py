@@ -16,6 +16,7 @@ elsewhere; here is what happens when.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -36,6 +37,7 @@ from hotrow.calibrate import (
     Chosen,
     HotReport,
     by_threshold,
+    most_used,
     sampled,
     top_k,
 )
@@ -107,15 +109,18 @@ class FAE:
     brought up to date, with their optimizer state.
 
     `test` are batches to evaluate on after each pair of segments, by whose loss the Shuffle
-    Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent.
-    `skip` leaves out samples of hot segments (Slipstream, RandomDrop). `most_samples` are trained
-    in each run, those that were left out counted; the last batch is not cut for it.
+    Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent. Where
+    all samples are of one kind, they are evaluated on after each segment.
+
+    `skip` leaves out samples of hot segments (Slipstream, RandomDrop); its own `test` serves where
+    none is given here. `most_samples` are trained in each run, those that were left out counted;
+    the last batch is not cut for it.
 
     The loader must be one that can be read again. Its hot and cold samples are kept in memory or in
     a `folder`; where it is a `Loader`, only their numbers, which the next run finds in the folder.
-    For other loaders, which are one epoch, `epochs` and `seed` are said here. `take` and `join` are
-    for batches that are not made of tensors alone. Changes results: the same samples in other
-    batches.
+    For other loaders, which are one epoch, `epochs` and `seed` are said here. `take` and `join`,
+    both of them, are for batches that are not made of tensors alone, which are kept in memory.
+    Changes results: the same samples in other batches.
     """
 
     def __init__(
@@ -152,6 +157,8 @@ class FAE:
             raise ValueError(f"epochs must be at least 1, not {epochs!r}")
         if most_samples is not None and most_samples < 1:
             raise ValueError(f"most_samples must be at least 1, not {most_samples!r}")
+        if test is None:
+            test = getattr(skip, "test", None)
         check_evaluated_again(test)
         self._most_samples, self._offered = most_samples, 0
         self.hot_budget, self.sample_rate, self.choose = hot_budget, sample_rate, choose
@@ -159,6 +166,7 @@ class FAE:
         default = SMALL_TABLE_BYTES if choose == "threshold" else 0
         self.small_table_bytes = default if small_table_bytes is None else small_table_bytes
         self._test, self._rate, self._folder = test, ShuffleRate(shuffle_rate), folder
+        self._first_rate = shuffle_rate
         self._epochs, self._seed, self._take, self._join = epochs, seed, take, join
         self.skip = skip
         self._skip: Skip | None = None  # the same, when it is known which rows are hot
@@ -186,13 +194,17 @@ class FAE:
             )
         embedding.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
+        # What was found belongs to other rows.
+        self._separated = self._skip = self.hot = None
+        self._rate, self.record = ShuffleRate(self._first_rate), FAERecord()
 
     # -- what is trained when ----------------------------------------------------------
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Segments, each when all of those before it have been trained."""
         sets = self._prepared(batches)
-        order, epoch = HotColdOrder(sets, rate=self._rate), -1
+        order = HotColdOrder(sets, rate=self._rate, evaluates=self._test is not None)
+        epoch = -1
         self._note_rate()
         before: Kind | None = None
         self._offered = 0
@@ -301,7 +313,7 @@ class FAE:
         counted = perf_counter() - started
         self._rows = self._hottest_first(chosen.hot, counts)
         self.hot = self._pin()
-        self._describe(chosen.report, self.hot, counts.num_samples)
+        self._describe(chosen.report, self.hot, counts)
         started = perf_counter()
         sets = self._told_apart(batches, self.hot)
         apart = perf_counter() - started
@@ -351,20 +363,21 @@ class FAE:
             raise ValueError("the loader gave no batch to find hot rows in")
 
     def _hottest_first(self, hot: HotSet, counts: AccessCounts) -> dict[str, Tensor]:
-        """By table, so that those stay if there is not room for all."""
-        rows = {}
-        for table in self._embedding.tables:
-            mine = hot.rows(table.name)
-            order = counts.of(table.name)[mine].sort(descending=True, stable=True)[1]
-            rows[table.name] = mine[order]
-        return rows
+        """By table, as many as there is room for in each width: rows were chosen by bytes, of
+        whatever width."""
+        room, found = self._embedding.room_for_pins(), dict[str, Tensor]()
+        for group in self._embedding.groups:
+            rows = {table.name: hot.rows(table.name) for table in group.layout.tables}
+            uses = {name: counts.of(name)[mine] for name, mine in rows.items()}
+            found |= most_used(rows, uses, room[group.dim])
+        return found
 
     def _pin(self) -> HotSet:
         hot = self._embedding.pin_rows(self._rows)
         self._pins_version = self._embedding.pins_version
         return hot
 
-    def _describe(self, report: HotReport, hot: HotSet, counted: int) -> None:
+    def _describe(self, report: HotReport, hot: HotSet, counts: AccessCounts) -> None:
         notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
         if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
@@ -382,9 +395,9 @@ class FAE:
             self.record,
             hot_rows={table.name: len(hot.rows(table.name)) for table in self._embedding.tables},
             hot_bytes=hot.num_bytes(self._row_bytes),
-            covered=report.covered,
+            covered=_covered(hot, counts),
             threshold=report.threshold,
-            counted_samples=counted,
+            counted_samples=counts.num_samples,
             notes=notes,
         )
 
@@ -471,6 +484,13 @@ def _on_host(batch: Batch) -> Batch:
         return batch
     offsets = None if batch.offsets is None else batch.offsets.cpu()
     return replace(batch, values=batch.values.cpu(), offsets=offsets)
+
+
+def _covered(hot: HotSet, counts: AccessCounts) -> float:
+    """The share of what was counted that reads hot rows; NaN: nothing was."""
+    accesses = sum(counts.accesses().values())
+    mine = sum(int(counts.of(t.name)[hot.rows(t.name)].sum()) for t in hot.places.tables)
+    return mine / accesses if accesses else math.nan
 
 
 def _key_of(hot: HotSet) -> str:

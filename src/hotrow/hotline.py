@@ -27,11 +27,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hotrow.ahead import features_of, to_device
 from hotrow.batch import Batch, parse
+from hotrow.calibrate import most_used
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, begun
+from hotrow.skip import Bindable, Skip, Validating, batches_per_epoch, begun
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -40,6 +41,7 @@ from hotrow.trainer import Trainer
 LOGS = ("exact", "srrip")
 _AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
 _WINDOW = 32  # batches over which the share of popular samples is smoothed
+_ROUNDING = 1e-4  # of a loss: by so much those of its parts may miss it
 _KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
 
 
@@ -110,9 +112,14 @@ class Hotline:
     batches (by default as many as at first); `relearn=0` counts every batch, which takes the host
     some time for each, and then learns again at once: for data that drifts by the hour.
 
-    An epoch is one `run()`, or `batches_per_epoch` of its batches. `skip` leaves out samples
-    before batches are split. `take` is for batches that are not made of tensors alone.
-    Collections need `strategy="static"`; all-fast ones may be beside them.
+    An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` leaves out
+    samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
+    `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
+    all-fast ones may be beside them.
+
+    The loss must be a mean over samples, or one number for each: parts of another one, such as a
+    mean by weights of classes, do not add up. It is tried once, before any batch is split, on the
+    first one's predictions, and refused if they do not.
     """
 
     def __init__(
@@ -151,6 +158,7 @@ class Hotline:
         self._rests = True  # the log, between learning phases
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
+        self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
 
@@ -209,8 +217,11 @@ class Hotline:
                 "the model has dropout, whose masks are drawn for each part of a batch: results "
                 "differ from those of whole batches, as they do by another seed"
             )
-        self._named, self._ids = named, trainer.ids
+        self._trainer, self._named, self._ids = trainer, named, trainer.ids
         self._members, self._bound = [], None
+        self._left = 0
+        self._parts.clear()
+        self._record = HotlineRecord()
         self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
 
     # -- passes ------------------------------------------------------------------------
@@ -233,12 +244,7 @@ class Hotline:
 
     def _count(self, batches: Iterable[Any]) -> int:
         """The batches of an epoch."""
-        if self._per_epoch is not None:
-            return self._per_epoch
-        # A loader that goes through its data several times says so.
-        count: int | None = getattr(batches, "batches_per_epoch", None)
-        if count is None and hasattr(batches, "__len__"):
-            count = len(batches)  # type: ignore[arg-type]
+        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
         if count is None:
             raise ValueError(
                 f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
@@ -251,10 +257,13 @@ class Hotline:
         self._left = count
         if not self._members:
             self._members = [self._make_member(name, first, count) for name in self._pinned]
+            self._unchecked = first
         for member in self._members:
             member.learning.begin_epoch(count)
         if self._bound is not None:
             self._bound.begin(count)
+        if isinstance(self.skip, Validating):
+            self.skip.begin_to_validate(self._trainer, count)
 
     def _make_member(self, name: str, first: Any, count: int) -> _Member:
         embedding = self._pinned[name]
@@ -283,7 +292,9 @@ class Hotline:
                 return
             self._bound = self._bind(self.skip)
         for segment in self._bound.segments(counted):
-            yield from self._segment(iter(segment))
+            skip = self.skip
+            for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
+                yield from self._segment(iter(part))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -317,9 +328,16 @@ class Hotline:
     def _pin(self) -> None:
         due = [member for member in self._members if member.is_due]
         for member in due:
+            before = member.hot
             member.pin()
+            if self._bound is not None and not _same(before, member.hot):
+                assert member.hot is not None
+                self._bound.renew(member.hot)
         if due and self._is_pinned:
             hot = {each.name: each.hot for each in self._members if each.hot is not None}
+            if self._unchecked is not None:
+                _refuse_other_losses(self._trainer, self._unchecked)
+                self._unchecked = None
             self._splitter.pin(hot)
             self._classified = self._popular = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
@@ -400,6 +418,10 @@ class Hotline:
         return parse(self._features(batch, name), self._pinned[name].features, None)
 
 
+def _same(one: HotSet | None, other: HotSet | None) -> bool:
+    return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
+
+
 def _on_cpu(batch: Batch) -> Batch:
     offsets = None if batch.offsets is None else batch.offsets.cpu()
     return replace(batch, values=batch.values.cpu(), offsets=offsets)
@@ -425,16 +447,12 @@ def _by_use(
     for in each width. A log that does not count has no first ones."""
     found: dict[str, Tensor] = {}
     for group in embedding.groups:
-        names = [table.name for table in group.layout.tables]
-        rows = [learning.hot.rows(name).cpu() for name in names]
-        uses = torch.zeros(sum(map(len, rows)), dtype=torch.float64)
+        rows = {table.name: learning.hot.rows(table.name).cpu() for table in group.layout.tables}
+        uses = {name: torch.zeros(len(mine)) for name, mine in rows.items()}
         if isinstance(learning.log, DecayedCounts):
-            counts = zip(names, rows, strict=True)
-            uses = torch.cat([learning.log.of(name).cpu()[mine] for name, mine in counts])
-        order = uses.sort(descending=True, stable=True)[1][: room[group.dim]]
-        table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([len(r) for r in rows]))
-        every = torch.cat(rows)
-        found |= {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+            log = learning.log
+            uses = {name: log.of(name).cpu()[mine] for name, mine in rows.items()}
+        found |= most_used(rows, uses, room[group.dim])
     return found
 
 
@@ -447,3 +465,32 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
                 "results would not be those of whole batches. LayerNorm looks at each sample by "
                 "itself; or train by another strategy, such as 'lookahead'"
             )
+
+
+def _refuse_other_losses(trainer: Trainer[Any], batch: Any) -> None:
+    """Those whose parts do not add up, as far as one batch can tell."""
+    predictions, labels = trainer.predict(batch), trainer.labels(batch)
+    if not isinstance(predictions, Tensor) or not 1 < len(labels) == len(predictions):
+        return
+    labels = labels.to(predictions.device)
+    # Of coarser numbers sums are too coarse to tell.
+    predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    if labels.ndim == 1:  # classes that weigh more are then in one part
+        order = labels.argsort(stable=True)
+        predictions, labels = predictions[order], labels[order]
+    size, first = len(labels), len(labels) // 2
+    cuda = [predictions.device] if predictions.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(cuda):
+        whole, *parts = [
+            float(trainer.loss_fn(predictions[low:high], labels[low:high]).mean())
+            * ((high - low) / size)
+            for low, high in ((0, size), (0, first), (first, size))
+        ]
+    if math.isfinite(whole) and not abs(whole - sum(parts)) <= _ROUNDING * sum(map(abs, parts)):
+        raise ValueError(
+            f"Hotline trains each batch in two parts, and this loss_fn is no mean over samples: of "
+            f"{size:,} it gives {whole:.6g}, and the shares of {first:,} and {size - first:,} of "
+            f"them, {parts[0]:.6g} and {parts[1]:.6g}, make {sum(parts):.6g}, so results would not "
+            "be those of whole batches. One number for each sample (reduction='none') can be "
+            "split; or train by another strategy, such as 'lookahead'"
+        )

@@ -106,6 +106,7 @@ class SrripLog:
     """
 
     _EMPTY, _LATE, _NEW = -1, 3, 2
+    _LOOKED = 1 << 12  # tags, about, that are looked at in one go
 
     def __init__(
         self,
@@ -155,34 +156,35 @@ class SrripLog:
 
         Sets know nothing of each other, so the first access of every set is done at once, then
         the second of each, and so on. Two things shorten that. The same row several times in a
-        row, for its set, is one access and a hit. And hits before a set's first miss move no tag,
-        so they are done all at once; after a miss, others have become such hits.
+        row, for its set, is one access and a hit. And hits before a set's next miss move no tag,
+        so they are done all at once, as far as is looked ahead: the farther, the fewer sets.
         """
         sets, order = torch.sort(self.set_of(places), stable=True)
         places, lengths = torch.unique_consecutive(places[order], return_counts=True)
         sets, is_again = sets[lengths.cumsum(0) - lengths], lengths > 1
+        sets, counts = torch.unique_consecutive(sets, return_counts=True)
+        ends = counts.cumsum(0)
+        next_ = ends - counts  # access of each set
         while True:
-            is_left = ~self._hit_at_once(sets, places)
-            sets, places, is_again = sets[is_left], places[is_left], is_again[is_left]
-            if not len(places):
+            next_ = next_ + self._hits(sets, places, next_, ends)
+            is_left = next_ < ends
+            sets, next_, ends = sets[is_left], next_[is_left], ends[is_left]
+            if not len(sets):
                 return
-            # A turn takes as long as looking for hits among so many accesses.
-            num_turns = max(1, len(places) // 2048)
-            ranks, order = torch.sort(_ranks(sets), stable=True)
-            for now in order.split(torch.bincount(ranks).tolist())[:num_turns]:
-                self._turn(sets[now], places[now], is_again[now])
-            later = order[ranks >= num_turns].sort()[0]
-            sets, places, is_again = sets[later], places[later], is_again[later]
+            self._turn(sets, places[next_], is_again[next_])
+            next_ = next_ + 1
 
-    def _hit_at_once(self, sets: Tensor, places: Tensor) -> Tensor:
-        """Hits before the first miss of their set, done; `sets` are rising."""
-        is_here = self.tags[sets] == places.unsqueeze(1)
-        is_hit = is_here.any(1)
-        misses = torch.nn.functional.pad((~is_hit).cumsum(0), (1, 0))[:-1]  # before each access
-        firsts = torch.arange(len(sets), device=sets.device) - _ranks(sets)
-        is_early = is_hit & (misses == misses[firsts])
-        self.values[sets[is_early], is_here[is_early].int().argmax(1)] = 0
-        return is_early
+    def _hits(self, sets: Tensor, places: Tensor, first: Tensor, ends: Tensor) -> Tensor:
+        """How many hits come before the next miss of each set, done."""
+        far = max(1, self._LOOKED // max(1, self.tags.shape[1] * len(sets)))
+        here = first.unsqueeze(1) + torch.arange(far, device=first.device)
+        coming = places[here.clamp(max=len(places) - 1)]
+        is_here = self.tags[sets].unsqueeze(1) == coming.unsqueeze(2)
+        is_hit = is_here.any(2) & (here < ends.unsqueeze(1))
+        is_early = is_hit.cumprod(1).bool()
+        rank, place = is_early.nonzero(as_tuple=True)
+        self.values[sets[rank], is_here[rank, place].int().argmax(1)] = 0
+        return is_early.sum(1)
 
     def _turn(self, sets: Tensor, places: Tensor, is_again: Tensor) -> None:
         """One access to each of several sets."""
@@ -212,13 +214,6 @@ class SrripLog:
     def clear(self) -> None:
         self.tags.fill_(self._EMPTY)
         self.values.fill_(self._LATE)
-
-
-def _ranks(sets: Tensor) -> Tensor:
-    """How many stand before each of its kind; `sets` are rising."""
-    _, counts = torch.unique_consecutive(sets, return_counts=True)
-    firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return torch.arange(len(sets), device=sets.device) - firsts
 
 
 @dataclass(frozen=True)

@@ -164,16 +164,19 @@ class HotColdOrder:
     Percents are counted over an epoch, so that both sets end together, and a pair of segments has
     at least one batch of each while there are any. The rate may change after every pair. Where one
     set is empty or has come to its end, the rest of the other is one segment, since nothing would
-    switch.
+    switch; with `evaluates`, somebody wants to know the test loss all the same, and it goes on in
+    segments at the rate.
 
     A segment is known when the one before it has been handed out, so a caller that reads ahead does
     so inside of a segment. Whoever leaves a segment finds the rest of it in the next one.
     """
 
-    def __init__(self, sets: Separated, *, rate: ShuffleRate | None = None) -> None:
+    def __init__(
+        self, sets: Separated, *, rate: ShuffleRate | None = None, evaluates: bool = False
+    ) -> None:
         if not sets.samples:
             raise ValueError("there are no samples to order: both sets are empty")
-        self.sets, self.rate = sets, rate or ShuffleRate()
+        self.sets, self.rate, self._evaluates = sets, rate or ShuffleRate(), evaluates
         self.epoch = 0
         self._readers: dict[Kind, Iterator[Any]] = {}
         self._done: dict[Kind, int] = {}  # handed out in this epoch
@@ -272,18 +275,19 @@ class HotColdOrder:
 
     def _next_pair(self) -> None:
         self._is_open, totals = True, self._totals
-        if any(self._done[kind] == totals[kind] for kind in KINDS):
+        going = [kind for kind in KINDS if self._done[kind] < totals[kind]]
+        if len(going) == 1 and not self._evaluates:
             self._until = totals
             return
         # Sums of rates are kept exactly: after so many pairs an epoch is over, not nearly over.
         step = Fraction(self.rate.percent)
-        least = max(Fraction(100 * self._done[kind], totals[kind]) for kind in KINDS)
+        least = max(Fraction(100 * self._done[kind], totals[kind]) for kind in going)
         self._share += step
         if self._share <= least:  # a set so small that a pair would have none of it
             self._share += step * ((least - self._share) // step + 1)
         share = min(self._share / 100, Fraction(1))
         self._until = {kind: math.ceil(share * totals[kind]) for kind in KINDS}
-        if self._until["cold"] == totals["cold"]:
+        if self._until["cold"] == totals["cold"] and not self._evaluates:
             self._until = totals
 
     def _segment(self, kind: Kind) -> Segment:
@@ -295,7 +299,7 @@ class HotColdOrder:
             self.epoch,
             first,
             last,
-            ends_pair=is_last and min(totals.values()) > 0,
+            ends_pair=is_last and (self._evaluates or min(totals.values()) > 0),
             ends_epoch=is_last and self._until == totals,
             _order=self,
         )

@@ -1,7 +1,8 @@
 """Samples out of batches: for orders, splits and filters that choose among them.
 
 A batch is whatever a loader gives: tensors in tuples, lists, dicts and dataclasses, whose first
-dimension is the samples', and jagged ids. Knows nothing of models or rows.
+dimension is the samples', and jagged ids: TorchRec's, or what looks like them, become hotrow's.
+Knows nothing of models or rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.batch import KeyedJaggedTensor
+from hotrow.batch import KeyedJaggedTensor, raw_weights
 
 Take = Callable[[Any, Tensor], Any]  # a batch and places of samples -> a batch of those
 
@@ -86,7 +87,8 @@ def outline(batch: Any) -> Any:
     """
     if isinstance(batch, Tensor):
         return ("tensor", batch.dtype, tuple(batch.shape[1:]))
-    if isinstance(batch, KeyedJaggedTensor):
+    if _is_jagged(batch):
+        batch = _ours(batch)
         weights = batch.weights_or_none()
         kinds = batch.values().dtype, None if weights is None else weights.dtype
         return ("jagged", tuple(batch.keys()), *kinds)
@@ -101,7 +103,8 @@ def outline(batch: Any) -> Any:
         return batch
     raise ValueError(
         f"a batch holds a {type(batch).__module__}.{type(batch).__name__}, of which samples cannot "
-        "be taken; tensors and hotrow.KeyedJaggedTensor in tuples, lists, dicts and dataclasses can"
+        "be taken; tensors and hotrow.KeyedJaggedTensor in tuples, lists, dicts and dataclasses "
+        "can, and others by functions of your own: take= and join="
     )
 
 
@@ -132,8 +135,8 @@ def _map(
 
     if isinstance(first, Tensor):
         return of_tensors(batches)
-    if isinstance(first, KeyedJaggedTensor):
-        return of_jagged(batches)
+    if _is_jagged(first):
+        return of_jagged([_ours(each) for each in batches])
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(inside(parts) for parts in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):
@@ -151,6 +154,18 @@ def _map(
         "give take=, a function of a batch and a tensor of places that makes a batch of the "
         "samples there"
     )
+
+
+def _is_jagged(part: Any) -> bool:
+    """What `hotrow.batch.parse` takes for jagged ids."""
+    return all(callable(getattr(part, name, None)) for name in ("keys", "values", "offsets"))
+
+
+def _ours(ids: Any) -> KeyedJaggedTensor:
+    if isinstance(ids, KeyedJaggedTensor):
+        return ids
+    weights = raw_weights(ids)
+    return KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), weights=weights)
 
 
 def _check_samples(tensor: Tensor, size: int) -> None:

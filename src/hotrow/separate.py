@@ -56,7 +56,9 @@ def separate(
     first one, or `batch_size`; `seed=None` leaves the order as it is.
 
     `take` and `join` are for batches whose tensors are not by samples: the samples at some places
-    of a batch, and one batch of several. `advance` is called with numbers of samples done.
+    of a batch, and one batch of several. With both, batches may be of any class; those that are not
+    made of tensors alone are kept in memory, however many. `advance` is called with numbers of
+    samples done.
     """
     if isinstance(batches, Separable):
         found = batches.separated(popular, folder=folder, key=key, advance=advance)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -160,8 +161,11 @@ class Skip(Protocol):
     def note(self, validation_loss: float) -> None:
         """How well the model does on samples that it is not trained on."""
 
+    def renew(self, hot: Rows | HotSet) -> None:
+        """Other rows are hot from the next batch on. Nothing is in flight."""
+
     def close(self) -> None:
-        """Training is over: no row stays frozen."""
+        """A run is over: no row stays frozen. `segments` goes on with the epoch."""
 
 
 class Bindable(Protocol):
@@ -171,6 +175,27 @@ class Bindable(Protocol):
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> Skip:
         """For a first epoch of so many batches, of which a collection looks up `ids`."""
+
+
+@runtime_checkable
+class Validating(Protocol):
+    """A skip as a user asks for it, with samples to evaluate on, for a system that has none."""
+
+    def begin_to_validate(self, trainer: Any, num_batches: int) -> None:
+        """An epoch of so many batches begins."""
+
+    def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """A segment of what is bound, in parts, between which the model is evaluated."""
+
+
+def batches_per_epoch(batches: Iterable[Any]) -> int | None:
+    """As a loader says that goes through its data several times, or how many there are; None:
+    nobody knows."""
+    count: int | None = getattr(batches, "batches_per_epoch", None)
+    if count is None and isinstance(batches, Sized):
+        with suppress(TypeError):  # what a DataLoader of an IterableDataset says
+            count = len(batches)
+    return count
 
 
 def begun(
@@ -198,6 +223,8 @@ class KeepAll:
         yield batches
 
     def note(self, validation_loss: float) -> None: ...
+
+    def renew(self, hot: Rows | HotSet) -> None: ...
 
     def close(self) -> None: ...
 
@@ -234,17 +261,15 @@ class SkipStale:
         self.settings = SkipSettings() if settings is None else settings
         self._embedding, self._ids = embedding, ids
         self._all = Numbering(embedding.tables, torch.device(device))
-        self._hot = self._all.number(hot)
-        self._hot_there = self._hot.to(self._all.device)
         self._refill = _Refill(ids, embedding.features, take, join)
-        counts = {name: len(rows) for name, rows in self._all.by_table(self._hot).items()}
-        self.record = SkipRecord(self.settings.mode, hot_rows=counts)
+        self.record = SkipRecord(self.settings.mode)
+        self._take_hot(hot)
         self._best, self._above = math.inf, 0  # validation losses
         self._noted: list[float] = []
         self._stale: Tensor | None = None  # numbers of rows that are skipped, or in question
         self._stale_bits: Tensor | None = None  # of them; None: no sample is left out now
+        self._frozen: Tensor | None = None  # numbers of rows that are not updated now
         self._freezes = False  # whether the collection has bits of frozen rows
-        self._hot_bits: Tensor | None = None
         self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
         self._snapshot: Snapshot | None = None
         self._between = 0  # batches from one snapshot to the next
@@ -253,24 +278,48 @@ class SkipStale:
 
     def begin(self, num_batches: int) -> None:
         """A new epoch decides anew, unless a guard has ended skipping."""
-        s = self.settings
-        self._position = 0
+        self._position, self._num_batches = 0, num_batches
+        self._begin_anew()
+
+    def renew(self, hot: Rows | HotSet) -> None:
+        """Other rows are hot from the next batch on, and what is stale is decided anew."""
+        self._take_hot(rows_of(hot))
+        self._begin_anew()
+
+    def _take_hot(self, hot: Rows) -> None:
+        self._hot = self._all.number(hot)
+        self._hot_there = self._hot.to(self._all.device)
+        self._hot_bits: Tensor | None = None
+        self.record = replace(self.record, hot_rows=self._counts(self._hot), stale_rows={})
+
+    def _begin_anew(self) -> None:
+        """The first snapshot comes when its batch has, or now."""
+        self._forget()
+        here, left = self._position, self._num_batches - self._position
+        s = replace(self.settings, starting_batch=max(0, self.settings.starting_batch - here))
+        # Once samples were offered in an epoch, all that follow are.
+        is_first = here <= self.record.first_batch
+        try:
+            first, second = s.snapshots(left)
+        except ValueError as error:
+            if not here:
+                warn(f"{error}; all are trained")
+            if is_first:
+                self.record = replace(self.record, first_batch=self._num_batches)
+            return
+        longest = min(int(_LONGEST * left), left - 1 - first)
+        self._longest = max(second - first, longest)
+        self._between = min(max(second - first, self._between), self._longest)
+        self._sampled = max(1, math.ceil(s.sample_rate * left))
+        if is_first:
+            self.record = replace(self.record, first_batch=here + first + self._between)
+        if s.target and not self.record.stopped:
+            self._due(here + first, self._watch)
+
+    def _forget(self) -> None:
         self._pause()
         self._stale = self._visits = self._snapshot = None
         self._due(None)
-        try:
-            first, second = s.snapshots(num_batches)
-        except ValueError as error:
-            warn(f"{error}; all are trained")
-            self.record = replace(self.record, first_batch=num_batches)
-            return
-        longest = min(int(_LONGEST * num_batches), num_batches - 1 - first)
-        self._longest = max(second - first, longest)
-        self._between = min(max(second - first, self._between), self._longest)
-        self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
-        self.record = replace(self.record, first_batch=first + self._between)
-        if s.target and not self.record.stopped:
-            self._due(first, self._watch)
 
     # -- batches -----------------------------------------------------------------------
 
@@ -279,6 +328,9 @@ class SkipStale:
         if not self.settings.target:
             yield batches
             return
+        self._refill.clear()
+        if self._frozen is not None and not self._freezes:  # since a run was over
+            self._freeze(self._frozen)
         stream = _Stream(batches)
         while stream.has_more():
             while self._position == self._until:
@@ -286,8 +338,8 @@ class SkipStale:
             yield self._segment(stream)
 
     def _segment(self, stream: _Stream) -> Iterator[Any]:
-        end = self._until
-        while self._position != end and stream.has_more():
+        # Where it ends may change on the way, when rows are renewed or a guard ends skipping.
+        while self._position != self._until and stream.has_more():
             batch = stream.next()
             self._position += 1
             yield from self._refill.add(batch, self._keep(batch))
@@ -377,7 +429,8 @@ class SkipStale:
         if not more or most >= min(1.0, _CHOICE * self.settings.target):
             return False
         self._between += more
-        self.record = replace(self.record, first_batch=self.record.first_batch + more)
+        if self._position == self.record.first_batch:
+            self.record = replace(self.record, first_batch=self._position + more)
         self._due(self._position + more, self._decide)
         return True
 
@@ -468,16 +521,19 @@ class SkipStale:
             self._pause()
             return
         if self.settings.mode == "rows":
-            self._embedding.freeze_rows(self._all.by_table(stale))
-            self._freezes = True
+            self._freeze(stale)
         else:
             self._stale_bits = self._all.bits(stale)
         if self.settings.recheck_every:
             self._due(self._position + self.settings.recheck_every, self._probe)
 
+    def _freeze(self, stale: Tensor) -> None:
+        self._embedding.freeze_rows(self._all.by_table(stale))
+        self._frozen, self._freezes = stale, True
+
     def _pause(self) -> None:
         """Skip nothing. Bits of frozen rows stay where they are, for captured steps."""
-        self._stale_bits = None
+        self._stale_bits = self._frozen = None
         if self._freezes:
             self._embedding.freeze_rows({})
 
@@ -505,19 +561,25 @@ class SkipStale:
             f"{s.mode} were skipped; from batch {self._position:,} on all are trained"
         )
         self.close()
+        self._forget()
         self.record = replace(self.record, stopped=said, stale_rows={})
         warn(said)
 
     def close(self) -> None:
-        """Nothing is skipped any more, and no row stays frozen."""
+        """No row stays frozen, until `segments` goes on with the epoch."""
         if self._freezes:
             self._embedding.freeze_rows(None)
             self._freezes = False
-        self._stale = self._stale_bits = self._snapshot = self._visits = None
-        self._due(None)
 
 
 def _nothing(stream: _Stream) -> None: ...
+
+
+def rows_of(hot: Rows | HotSet) -> Rows:
+    """Row numbers by table."""
+    if isinstance(hot, HotSet):
+        return {table.name: hot.rows(table.name) for table in hot.places.tables}
+    return hot
 
 
 def noise_of(losses: Sequence[float]) -> float:
@@ -566,6 +628,7 @@ class SkipRandom:
         yield self._thinned(batches) if self._dropped else batches
 
     def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._refill.clear()
         for batch in batches:
             self._position += 1
             yield from self._refill.add(batch, self._keep(batch))
@@ -583,6 +646,8 @@ class SkipRandom:
         return keep
 
     def note(self, validation_loss: float) -> None: ...
+
+    def renew(self, hot: Rows | HotSet) -> None: ...
 
     def close(self) -> None: ...
 
@@ -621,6 +686,11 @@ class _Refill:
         self._take, self._join = take, join or samples.join
         self._is_ours = take is None and join is None
         self._pins = False  # what came was page-locked, and what is made of it has to be
+        self.clear()
+
+    def clear(self) -> None:
+        """Samples that wait are lost with the run that was left, as batches are that it had read
+        ahead; also where the same epoch goes on."""
         self._parts: list[Any] = []
         self._count = self._size = 0  # samples in the parts, and in a batch
 

@@ -14,11 +14,14 @@ splits samples has them as its `skip`, and binds them when it knows its hot rows
         for segment in skip.segments(batches):      # the epoch's next ones, in one call or several
             ...                                     # trained before the next is asked for
         skip.note(test_loss)                        # whenever there is one
+        skip.renew(hot)                             # other rows are hot now
         skip.begin(num_batches)                     # another epoch
     finally:
         skip.close()                                # no row stays frozen
 
-Such a system evaluates by itself; `test`, `counted` and what else finds hot rows are then unused.
+Hotline evaluates on `test` whenever `validate_every` says; FAE when it switches, on its own test
+samples if it has any.
+`counted` and what else finds hot rows are then unused.
 What is skipped, and when, is decided in skip.py.
 """
 
@@ -42,7 +45,17 @@ from hotrow.hotset import HotSet
 from hotrow.profile import Profile
 from hotrow.samples import Take
 from hotrow.separate import check_evaluated_again
-from hotrow.skip import Ids, Join, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale
+from hotrow.skip import (
+    Ids,
+    Join,
+    Skip,
+    SkipRandom,
+    SkipRecord,
+    SkipSettings,
+    SkipStale,
+    batches_per_epoch,
+    rows_of,
+)
 from hotrow.staleness import Rows
 from hotrow.told import warn
 from hotrow.trainer import Trainer
@@ -97,13 +110,7 @@ class _AsTheyCome(ABC):
 
     def _count(self, batches: Iterable[Any]) -> int | None:
         """The batches of an epoch; None: nobody knows."""
-        if self.batches_per_epoch is not None:
-            return self.batches_per_epoch
-        # A loader that goes through its data several times says so.
-        count: int | None = getattr(batches, "batches_per_epoch", None)
-        if count is None and hasattr(batches, "__len__"):
-            count = len(batches)  # type: ignore[arg-type]
-        return count or None
+        return self.batches_per_epoch or batches_per_epoch(batches) or None
 
 
 class Slipstream(_AsTheyCome):
@@ -151,7 +158,7 @@ class Slipstream(_AsTheyCome):
         self.hot_budget, self._profile, self._given, self._counted = (
             hot_budget, profile, hot, counted,
         )  # fmt: skip
-        self._test, self._validate_every = test, validate_every
+        self.test, self._validate_every = test, validate_every
         self._is_told = False
         self.hot_report: HotReport | None = None  # of rows that it has chosen by counts
 
@@ -173,7 +180,7 @@ class Slipstream(_AsTheyCome):
         the loader's batches are. From now on `record` is its record."""
         starting = max(self.settings.starting_batch, done)
         skip = SkipStale(
-            embedding, _rows_of(hot), num_batches,
+            embedding, rows_of(hot), num_batches,
             replace(self.settings, starting_batch=starting), ids=ids,
             take=self._take, join=self._join, device=device, done=done,
         )  # fmt: skip
@@ -190,14 +197,14 @@ class Slipstream(_AsTheyCome):
                 "Slipstream must know how many batches an epoch has, and these do not say (no "
                 "len()); give batches_per_epoch="
             )
-        self._begin_to_validate(count)
+        self.begin_to_validate(self._trainer, count)
         if self._skip is not None:
             self._skip.begin(count)
         else:
             yield from self._bind(batches, count)
         assert self._skip is not None
         for segment in self._skip.segments(batches):
-            yield from self._validated(segment)
+            yield from self.validated(segment)
 
     # -- hot rows ----------------------------------------------------------------------
 
@@ -229,24 +236,26 @@ class Slipstream(_AsTheyCome):
         budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
         chosen = top_k(counts, sizes, budget)
         self.hot_report = chosen.report
-        return _rows_of(chosen.hot)
+        return rows_of(chosen.hot)
 
     # -- validation --------------------------------------------------------------------
 
-    def _begin_to_validate(self, count: int) -> None:
+    def begin_to_validate(self, trainer: Trainer[Any], num_batches: int) -> None:
+        """An epoch of so many batches begins, whoever trains it."""
         every = self._validate_every
-        if self._test is None:
-            if every != 0 and not self._is_told:
+        if self.test is None or not self._skips:
+            if every != 0 and self._skips and not self._is_told:
                 self._is_told = True
                 warn(
                     "Slipstream has no test= batches, by whose loss it would notice that skipping "
                     "does harm: it goes on whatever happens. validate_every=0 says that it is meant"
                 )
             every = 0
-        self._every = max(1, count // _VALIDATIONS) if every is None else every
-        self._next = self._trainer.step + self._every
+        self._trainer = trainer
+        self._every = max(1, num_batches // _VALIDATIONS) if every is None else every
+        self._next = trainer.step + self._every
 
-    def _validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
+    def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
         """In parts, between which nothing is in flight and the model can be evaluated."""
         if not self._every:
             yield segment
@@ -258,8 +267,8 @@ class Slipstream(_AsTheyCome):
             if self._trainer.step >= self._next:
                 self._next = self._trainer.step + self._every
                 assert self._skip is not None
-                assert self._test is not None
-                self._skip.note(self._trainer.mean_loss(self._test))
+                assert self.test is not None
+                self._skip.note(self._trainer.mean_loss(self.test))
 
 
 class RandomDrop(_AsTheyCome):
@@ -330,12 +339,6 @@ class RandomDrop(_AsTheyCome):
             self._skip.begin(count or 0)
         assert self._skip is not None
         yield from self._skip.segments(batches)
-
-
-def _rows_of(hot: Rows | HotSet) -> Rows:
-    if isinstance(hot, HotSet):
-        return {table.name: hot.rows(table.name) for table in hot.places.tables}
-    return hot
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:

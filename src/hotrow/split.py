@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotrow import samples
 from hotrow.ahead import features_of, tensors_in, to_device
-from hotrow.batch import parse
+from hotrow.batch import compared, parse
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet, popular
 from hotrow.lanes import Mark, lanes_of
@@ -93,7 +93,7 @@ class Splitter:
         device = self.lanes.device
         if device.type == "cuda" and all(isinstance(each, Tensor) for each in features.values()):
             return self._on_device(batch)
-        where = next((each.device for each in tensors_in(list(features.values()))), device)
+        where = compared(next(iter(features.values())))[0].device
         order, counts, size = self._ordered(features, where)
         total, *each = counts.tolist()
         if total >= self._least(size):

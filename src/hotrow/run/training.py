@@ -27,7 +27,7 @@ def make_system(
     if named.system is None:
         assert named.skip is not None
         return _skip(named.skip, config, epoch, test, profile)
-    skip = None if named.skip is None else _skip(named.skip, config, epoch)
+    skip = None if named.skip is None else _skip(named.skip, config, epoch, test)
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
