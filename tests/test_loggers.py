@@ -417,3 +417,25 @@ def test_a_hot_set_that_stays_is_not_chosen_again_and_again() -> None:
         shares[every] = float(mass[learning.hot.mask("t")].sum())
         assert len(learning.history) < 12
     assert shares[0] > shares[16] + 0.02
+
+
+def test_what_has_drifted_once_is_followed_from_then_on() -> None:
+    """Popularity moves on every 60 batches; whoever learns and rests is late each time."""
+    tables = [hotrow.EmbeddingBagConfig("a", 4000, 4, ["a"])]
+    draw = torch.Generator().manual_seed(0)
+    shares = {}
+    for wakes in (False, True):
+        log = DecayedCounts(tables, {"a": 1}, 40)
+        learning = Learning(log, relearn=40, floor=0.95, window=512, wakes=wakes)
+        learning.begin_epoch(800)
+        total = 0
+        for number in range(800):
+            rows = torch.randint(40, (64, 1), generator=draw) + 40 * (number // 60)
+            batch = Batch(rows, None, ("a",), 64)
+            mine = int(popular(batch, learning.hot).sum())
+            total += mine
+            learning.told(mine, 64)
+            learning.add(batch)
+        shares[wakes] = total / (800 * 64)
+    assert shares[False] < 0.5
+    assert shares[True] > shares[False] + 0.2

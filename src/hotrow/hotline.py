@@ -42,6 +42,7 @@ LOGS = ("exact", "srrip")
 _AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
 _WINDOW = 32  # batches over which the share of popular samples is smoothed
 _ROUNDING = 1e-4  # of a loss: by so much those of its parts may miss it
+_MOST_COUNTED = 1 << 15  # lookups of a batch that are counted while no learning phase is
 _KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
 
 
@@ -108,9 +109,10 @@ class Hotline:
     `learned` is the share of an epoch's batches by which rows are found popular; `log` counts them
     "exact"ly, or is Hotline's own "srrip", or a function of a collection that gives a
     `hotrow.loggers.Log`. When the share of popular samples, smoothed over `window` samples (by
-    default 32 batches), falls below `floor` of what it was, rows are learned again by `relearn`
-    batches (by default as many as at first); `relearn=0` counts every batch, which takes the host
-    some time for each, and then learns again at once: for data that drifts by the hour.
+    default 32 batches), falls below `floor` of what it was, popularity has drifted: rows are
+    learned again by a few batches, and from then on every batch is counted (of a large one its
+    first samples), so that drift by the hour is followed. `relearn=0` counts every batch from the
+    beginning; `relearn=n` learns again by n batches and rests in between, as published.
 
     An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` leaves out
     samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
@@ -155,7 +157,6 @@ class Hotline:
         self._told_of_none = False
         self._classified = self._popular = 0  # samples since rows were pinned
         self._enough = 0  # of them, to be told of if none is popular
-        self._rests = True  # the log, between learning phases
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
         self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
@@ -270,13 +271,14 @@ class Hotline:
         embedding.reserve_like(to_device(self._features(first, name), embedding.device))
         relearn = math.ceil(self._part * count) if self._relearn is None else self._relearn
         window = self._window or max(1, _WINDOW * self._parsed(first, name).num_samples)
-        self._enough, self._rests = window, relearn > 0
+        self._enough = window
         learning = Learning(
             _make_log(self._log, embedding),
             part=self._part,
             floor=self._floor,
             window=window,
             relearn=relearn,
+            wakes=self._relearn is None,
         )
         return _Member(name, embedding, learning)
 
@@ -406,8 +408,8 @@ class Hotline:
     def _learn(self, batch: Any) -> None:
         for member in self._members:
             parsed, learning = self._parsed(batch, member.name), member.learning
-            if learning.is_learning or not self._rests:  # or else nobody looks at the ids
-                parsed = _on_cpu(parsed)
+            if learning.looks:  # or else nobody does at the ids
+                parsed = _on_cpu(parsed if learning.is_learning else _first_of(parsed))
             if not learning.add(parsed) and member.hot is not None and not learning.is_learning:
                 member.version = learning.version  # the same rows once more
 
@@ -420,6 +422,14 @@ class Hotline:
 
 def _same(one: HotSet | None, other: HotSet | None) -> bool:
     return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
+
+
+def _first_of(batch: Batch) -> Batch:
+    """So few samples that counting them takes the host less time than a step takes a GPU."""
+    most = max(1, _MOST_COUNTED // max(1, len(batch.keys)))
+    if batch.offsets is not None or batch.num_samples <= most:
+        return batch
+    return replace(batch, values=batch.values[:most], num_samples=most)
 
 
 def _on_cpu(batch: Batch) -> Batch:
