@@ -131,6 +131,7 @@ def same(left: Loop, right: dict[str, Any]) -> bool:
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards to a table, and several pieces to a shard."""
+    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
     monkeypatch.setattr(saving, "SHARD_BYTES", 20_000)
     for module in (tensors, saving, hotrow.checkpoint.loading):
         monkeypatch.setattr(module, "PIECE_BYTES", 3_000)
@@ -198,7 +199,7 @@ def test_rows_on_a_device_come_back_with_their_state(
     for each in (one, other):  # so that some rows have slots, and others not
         for ids in hotrow.ahead([torch.randint(300, (16, 1)) for _ in range(2)], each):
             each(ids).values().sum().backward()
-    hotrow.save_checkpoint(tmp_path, one, step=2, incremental=True)
+    hotrow.save_checkpoint(tmp_path, one, step=2, full_every=9)
     hotrow.load_checkpoint(tmp_path, other)
     rows = [torch.cat([rows for _, rows in each.rows("item")]) for each in (one, other)]
     assert same_bits(*rows)
@@ -211,7 +212,7 @@ def test_an_incremental_one_holds_what_has_changed(strategy: str, tmp_path: Path
     kept: dict[int, Any] = {}
 
     def save(step: int) -> None:
-        loop.save(tmp_path, step, incremental=True, keep=1)
+        loop.save(tmp_path, step, full_every=9, keep=1)
         kept[step] = loop.everything()
 
     loop.train(0, 4, save)
@@ -231,20 +232,28 @@ def test_an_incremental_one_holds_what_has_changed(strategy: str, tmp_path: Path
     assert same_bits(rows, torch.cat([r for _, r in again.model.embedding.rows("item")]))
 
 
+def test_one_in_several_is_whole(tmp_path: Path) -> None:
+    loop = Loop()
+    for step in range(5):
+        loop.save(tmp_path, step, full_every=3)
+    found = [Checkpoint(path).manifest.parent is None for path in saved_in(tmp_path)]
+    assert found == [True, False, False, True, False]
+
+
 def test_loading_forgets_what_has_changed(tmp_path: Path) -> None:
     loop = Loop()
-    loop.save(tmp_path, 0, incremental=True)
+    loop.save(tmp_path, 0, full_every=9)
     loop.load(tmp_path)
     loop.train(0, 1)
-    assert Checkpoint(loop.save(tmp_path, 1, incremental=True)).manifest.parent is None
+    assert Checkpoint(loop.save(tmp_path, 1, full_every=9)).manifest.parent is None
     loop.train(1, 2)
-    assert Checkpoint(loop.save(tmp_path, 2, incremental=True)).manifest.parent is not None
+    assert Checkpoint(loop.save(tmp_path, 2, full_every=9)).manifest.parent is not None
 
 
 def test_an_engine_that_cannot_tell_saves_whole_ones(tmp_path: Path) -> None:
     loop = Loop(strategy="static-hybrid", budget="30%")
     for step in (1, 2):
-        assert Checkpoint(loop.save(tmp_path, step, incremental=True)).manifest.parent is None
+        assert Checkpoint(loop.save(tmp_path, step, full_every=9)).manifest.parent is None
 
 
 def test_old_ones_are_removed_and_the_latest_never(tmp_path: Path) -> None:
@@ -346,7 +355,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 def test_a_newer_format_is_refused_and_a_missing_parent_named(tmp_path: Path) -> None:
     loop = Loop()
     for step in (1, 2):
-        loop.save(tmp_path, step, incremental=True)
+        loop.save(tmp_path, step, full_every=9)
         loop.train(step - 1, step)
     (parent, child) = saved_in(tmp_path)
     parent.rename(tmp_path / "away")

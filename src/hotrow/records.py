@@ -88,6 +88,7 @@ class RunRecord:
     summary: Summary
     evaluations: tuple[EvalRecord, ...] = field(default=())
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
+    resumed_after: tuple[int, ...] = ()  # steps whose checkpoints it went on from
 
 
 @dataclass(frozen=True, slots=True)

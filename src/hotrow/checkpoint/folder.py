@@ -23,11 +23,11 @@ def saved_in(root: Path) -> list[Path]:
     """Whole checkpoints of a folder, oldest first."""
     there = root.iterdir() if root.is_dir() else ()
     found = [path for path in there if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=_number)
+    return sorted(found, key=lambda path: number_of(path.name))
 
 
-def _number(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
+def number_of(name: str) -> int:
+    match = NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
 

@@ -35,6 +35,10 @@ NAME = re.compile(r"(\d{5,})-step-(\d+)")  # of a folder: its number among its l
 _REMEDY = "take a copy that is whole, or another checkpoint"
 
 
+class NewerFormat(ValueError):
+    """Saved by a version of hotrow that is newer than this one."""
+
+
 @dataclass(frozen=True)
 class Shard(FileRecord):
     """Rows of a table between two of its numbers: all of them, or those that had changed."""
@@ -111,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
     top = read.table(found, "the manifest")
     version = read.number(top, "format")
     if version > FORMAT:
-        raise ValueError(
+        raise NewerFormat(
             f"{path} was saved by a newer hotrow: its format is {version}, and this one reads "
             f"{FORMAT}; update hotrow"
         )

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint import manifest as records
-from hotrow.checkpoint.folder import clean, next_name, put_in_place, saved_in
+from hotrow.checkpoint.folder import clean, next_name, number_of, put_in_place, saved_in
 from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, read_manifest
 from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
 from hotrow.checkpoint.random import random_states
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
-from hotrow.disk import PARTIAL, Disk, FileRecord
+from hotrow.disk import PARTIAL, Disk, FileRecord, make_durable
 from hotrow.progress import bytes_bar
 from hotrow.scalars import whole
 
@@ -38,7 +38,7 @@ def save_checkpoint(
     step: int,
     extra: Any = None,
     keep: int | None = None,
-    incremental: bool = False,
+    full_every: int = 1,
     **parts: Any,
 ) -> Path:
     """Save all that training goes on with, as a new checkpoint in `folder`; gives its own folder.
@@ -52,12 +52,13 @@ def save_checkpoint(
 
     A checkpoint has its name, and `latest` names it, when all of it is on the disk; a failure takes
     away what it has written, and leaves those before. Then all but the newest `keep` are removed.
-    `incremental` writes only the rows that were written since the last whole one by this process,
-    if it has made one so and the engine can tell; else a whole one. Beside the rows' own memory
-    this takes 16 MiB for each of at most 4 threads where rows are on a device, and next to nothing
-    where they are not.
+    With `full_every=10`, one in ten holds all rows, and the others those that this process has
+    written since then, where the engine can tell (on a CPU). Beside the rows' own memory this takes
+    16 MiB for each of at most 4 threads where rows are on a device or picked, and next to nothing
+    otherwise.
     """
     root, step = Path(folder), whole("step", step, least=0)
+    full_every = whole("full_every", full_every, least=1)
     if keep is not None:
         keep = whole("keep", keep, least=1)
     for each in collections_of(model).values():
@@ -70,23 +71,25 @@ def save_checkpoint(
     name = next_name(root, step)
     disk = Disk(root / (name + PARTIAL))
     try:
-        since = _parent(root, model) if incremental else None
+        since = _parent(root, model, name, full_every)
         manifest = _write(disk, model, parts, step=step, extra=extra, parent=since)
         put_in_place(disk, root / name)
     except BaseException:
         shutil.rmtree(disk.folder, ignore_errors=True)
         raise
-    if incremental and since is None:
+    if full_every > 1 and since is None:
         _note_changes_since(Parent(name, manifest.checksum), model)
     clean(root, keep)
     return root / name
 
 
-def _parent(root: Path, model: nn.Module) -> Parent | None:
-    """The checkpoint since which all collections know what has changed."""
+def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
+    """The checkpoint since which all collections know what has changed; None: all are saved."""
     known = {each.changed_since for each in collections_of(model).values()}
     parent = known.pop() if len(known) == 1 else None
     if parent is None or root / parent.name not in saved_in(root):
+        return None
+    if number_of(name) - number_of(parent.name) >= full_every:
         return None
     return parent if read_manifest(root / parent.name).checksum == parent.checksum else None
 
@@ -108,19 +111,28 @@ def _write(
     dense = dense_state(model)
     for each in collections_of(model).values():
         each.flush()
+    (disk.folder / "rows").mkdir(parents=True)
     manifest = Manifest(
         step=step,
-        dense=disk.write(records.DENSE, packed(dense)),
-        state=disk.write(records.STATE, [json.dumps(state).encode()]),
-        state_tensors=disk.write(records.STATE_TENSORS, packed(tensors)),
+        dense=_put(disk, records.DENSE, packed(dense)),
+        state=_put(disk, records.STATE, [json.dumps(state).encode()]),
+        state_tensors=_put(disk, records.STATE_TENSORS, packed(tensors)),
         tables=_write_rows(disk, tables_of(model), only_changed=parent is not None),
         parent=parent,
         made_by=f"hotrow {__version__}",
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     manifest = records.with_checksum(manifest)
+    make_durable(disk.folder / "rows")
     disk.write(records.MANIFEST, [records.to_json(manifest).encode()])
     return manifest
+
+
+def _put(disk: Disk, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """A file that is on the disk; its name in the folder is when the folder is."""
+    found = disk.write(name, parts, durable=False)
+    make_durable(disk.folder / name)
+    return found
 
 
 def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
@@ -198,7 +210,6 @@ class _Writer:
 
     def _write(self, piece: _Piece) -> Shard | None:
         """In a thread; None: no row of it has changed."""
-        (self._disk.folder / "rows").mkdir(parents=True, exist_ok=True)
         rows = piece.table.stored[piece.first : piece.first + piece.span]
         if not self._only_changed:
             parts, count = _all(rows, piece), piece.span
@@ -208,7 +219,7 @@ class _Writer:
             if not len(ids):
                 return None
             parts, count = _some(rows, ids, piece), len(ids)
-        file: FileRecord = self._disk.write(piece.file, self._watched(parts))
+        file = _put(self._disk, piece.file, self._watched(parts))
         return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
 
     def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

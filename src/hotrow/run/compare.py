@@ -357,8 +357,8 @@ class _Kept:
     def __init__(self, samples: Samples, batches: list[AnyBatch]) -> None:
         self._rest, self._batches = samples, batches
 
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        yield from self._batches[:steps]
+    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
+        yield from self._batches[start:steps]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rest, name)

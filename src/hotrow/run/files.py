@@ -4,6 +4,7 @@ runs/<name>/steps.jsonl   one StepRecord per line, written while the run is unde
                           few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
 runs/<name>/model/        the trained model: see hotrow.checkpoint
+runs/<name>/checkpoints/  all that the run can go on with, at some of its steps
 
 comparisons/<name>/compare.json, compare.html    a ComparisonRecord, and the same for people
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -54,9 +56,24 @@ class RunWriter:
     """
 
     def __init__(self, root: str | Path, *, name: str) -> None:
-        self.folder = new_folder(Path(root), name)
+        self._open(new_folder(Path(root), name), "wb")
+
+    @classmethod
+    def going_on(cls, folder: Path, *, after: int) -> Self:
+        """The folder of a run that goes on after a step; what was recorded of later ones goes."""
+        found = cls.__new__(cls)
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        (folder / STEPS_FILE).touch()
+        found._open(folder, "r+b")
+        found._size = _end_of(found._steps, after)
+        found._steps.truncate(found._size)
+        found._steps.seek(found._size)
+        return found
+
+    def _open(self, folder: Path, mode: str) -> None:
+        self.folder = folder
         # Unbuffered: what a full disk did not take must not come back when the file is closed.
-        self._steps = (self.folder / STEPS_FILE).open("wb", buffering=0)
+        self._steps: Any = (folder / STEPS_FILE).open(mode, buffering=0)
         self._size = self._missing = 0
         self._arriving = Arriving(self._write)
 
@@ -88,6 +105,12 @@ class RunWriter:
                 "its end"
             )
         self._missing += 1
+
+    def sync(self) -> None:
+        """Steps so far are on the disk; waits for the device."""
+        self._arriving.finish()
+        with contextlib.suppress(OSError):  # a full one: its steps are missing, as was told
+            os.fsync(self._steps.fileno())
 
     def finish(self, record: RunRecord) -> Path:
         """Puts the record in place whole: a reader sees all of it or none."""
@@ -140,9 +163,24 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+        found["resumed_after"] = tuple(found.get("resumed_after", ()))
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _end_of(file: Any, step: int) -> int:
+    """Where the records of later steps begin, or half a line of a run that was killed."""
+    end = 0
+    for line in io.BufferedReader(io.FileIO(file.fileno(), closefd=False)):
+        try:
+            is_later = not line.endswith(b"\n") or json.loads(line)["step"] > step
+        except (ValueError, KeyError, TypeError):
+            is_later = True
+        if is_later:
+            break
+        end += len(line)
+    return end
 
 
 def read_steps(folder: str | Path) -> Iterator[StepRecord]:
