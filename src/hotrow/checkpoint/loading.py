@@ -225,6 +225,12 @@ class Checkpoint:
                 _refuse(why_wrong(link.folder, file, contents=True))
         self._each_shard("checking a checkpoint", check)
 
+    def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """All rows of a table without their state."""
+        dim = next(each.dim for each in self.tables if each.key == key)
+        for first, rows in self.rows(key):
+            yield first, rows[:, :dim].contiguous()
+
     def rows(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """All rows of a table with their state, in pieces: (first row, [n, dim + state])."""
         table = next(each for each in self.tables if each.key == key)
@@ -287,10 +293,12 @@ class _Link:
             with self._open(table, shard) as reader:
                 ids = reader.ids()
                 assert ids is not None
+                for _ in reader.pieces():
+                    pass
+                reader.finish()
                 where = reader.place_of_rows
-            rows = np.memmap(
-                inside(self.folder, shard.file), np.float32, "r", where, (shard.rows, table.width)
-            )
+            shape, path = (shard.rows, table.width), inside(self.folder, shard.file)
+            rows = np.memmap(path, np.float32, "r", where, shape)
             found.append((ids, rows))
         return _Changes(found)
 

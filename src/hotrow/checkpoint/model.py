@@ -295,16 +295,28 @@ class SavedModel:
         """Replace all weights of a model that was checked."""
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
-            with rows_apart(model), self._open(self._manifest.dense) as file:
-                model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            with rows_apart(model):
+                model.load_state_dict(self.dense)
             tables = tables_of(model)
             for saved in self.tables:
                 into = tables[saved.key]
-                for shard in saved.shards:
-                    for first, piece in self._pieces(shard, saved):
-                        into.collection.load_weights(into.name, first, piece)
-                        done += 4 * piece.numel()
-                        advance(done, total)
+                for first, piece in self.weights(saved.key):
+                    into.collection.load_weights(into.name, first, piece)
+                    done += 4 * piece.numel()
+                    advance(done, total)
+
+    @property
+    def dense(self) -> dict[str, Tensor]:
+        """Everything but rows."""
+        with self._open(self._manifest.dense) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table in pieces: (first row, [n, dim]). Of shards that were not verified
+        nobody knows whether they have changed."""
+        table = next(each for each in self.tables if each.key == key)
+        for shard in table.shards:
+            yield from self._pieces(shard, table)
 
     def _pieces(self, shard: RowShard, table: SavedTable) -> Iterator[tuple[int, Tensor]]:
         with self._open(shard) as file:

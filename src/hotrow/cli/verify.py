@@ -1,0 +1,110 @@
+"""`hotrow verify`: whether what is on the disk is what was written there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotrow.checkpoint import Checkpoint, SavedModel
+from hotrow.checkpoint.folder import IN_RUN, saved_in
+from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
+from hotrow.cli._declared import JsonFlag, Runs
+from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.format import MANIFEST
+from hotrow.manifests import read_json
+from hotrow.progress import bytes_bar
+from hotrow.run.files import MODEL_FOLDER, to_json
+
+
+def verify(
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, a run, a model, or a folder of prepared data.")
+    ],
+    as_json: JsonFlag = False,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Read every byte of a folder and compare it with what was written.
+
+    - a checkpoint, with the one it builds upon: checksums, shapes, row numbers, and whether all
+      weights and states are numbers
+
+    - a model: checksums and shapes, and whether all weights are numbers
+
+    - prepared data: checksums
+
+    - a run, or a folder of checkpoints: all that is in it
+
+    What is wrong is named, and the exit code is 2.
+
+    **Examples**
+
+    - `hotrow verify runs/first/checkpoints/00012-step-12000`
+
+    - `hotrow verify first`
+
+    - `hotrow verify prepared/kaggle --json`
+    """
+    found = list(_parts(path)) or list(_parts(runs / path))
+    if not found:
+        raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
+    for folder in found:
+        kind = _verify(folder)
+        if as_json:
+            typer.echo(to_json({"event": "verified", "folder": str(folder), "kind": kind}))
+        else:
+            typer.echo(f"{folder}: a {kind} that is whole")
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """What is in a folder that can be verified."""
+    if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
+        yield path
+        return
+    yield from saved_in(path)
+    yield from saved_in(path / IN_RUN)
+    if (path / MODEL_FOLDER / MANIFEST).is_file():
+        yield path / MODEL_FOLDER
+
+
+def _verify(folder: Path) -> str:
+    """Says what it is, if nothing is wrong with it."""
+    if (folder / CHECKPOINT).is_file():
+        Checkpoint(folder).verify()
+        return "checkpoint"
+    found = read_json(folder / MANIFEST)
+    if isinstance(found, dict) and "splits" in found:
+        _verify_data(Prepared(folder))
+        return "folder of prepared data"
+    model = SavedModel(folder)
+    model.verify()
+    _refuse_what_is_no_number(model)
+    return "model"
+
+
+def _verify_data(data: Prepared) -> None:
+    done, total = 0, sum(each.bytes for each in data.manifest.files)
+
+    def note(size: int) -> None:
+        nonlocal done
+        done += size
+        advance(done, total)
+
+    with bytes_bar("checking the data") as advance:
+        data.verify(note)
+
+
+def _refuse_what_is_no_number(model: SavedModel) -> None:
+    for key, each in model.dense.items():
+        if each.is_floating_point() and not bool(each.isfinite().all()):
+            raise ValueError(f"{model.folder}: {key} holds values that are no numbers")
+    for table in model.tables:
+        for first, rows in model.weights(table.key):
+            bad = (~rows.isfinite().all(1)).nonzero()
+            if len(bad):
+                raise ValueError(
+                    f"{model.folder}: row {first + int(bad[0]):,} of {table.key} holds values "
+                    "that are no numbers"
+                )
