@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -69,7 +69,7 @@ def load_checkpoint(
     """
     found = Checkpoint(find_checkpoint(folder))
     found.load(model, parts, random=random)
-    return Loaded(found.folder, found.step, found.state["extra"])
+    return Loaded(found.folder, found.step, found.state.get("extra"))
 
 
 class Checkpoint:
@@ -113,8 +113,8 @@ class Checkpoint:
         tensors = self._tensors(self.manifest.state_tensors)
         try:
             found = unpack(read_json(path), tensors)
-            if not isinstance(found, dict) or not {"rows", "parts", "random", "extra"} <= set(
-                found
+            if not isinstance(found, dict) or not all(
+                isinstance(found.get(key), dict) for key in ("rows", "parts", "random")
             ):
                 raise ValueError("it lacks something")
         except (ValueError, RecursionError) as error:
@@ -128,7 +128,8 @@ class Checkpoint:
         here, saved = _shapes(model), {each.key: [each.rows, each.dim] for each in self.tables}
         saved |= {key: list(each.shape) for key, each in self.dense.items()}
         refuse_other(self.folder, saved, here)
-        rules = {key: each["rule"] for key, each in self.state["rows"].items()}
+        with self._fitting():
+            rules = {key: each["rule"] for key, each in self.state["rows"].items()}
         for name, each in collections_of(model).items():
             mine = type(each.optimizer.rule).__name__
             if rules.get(name) != mine:
@@ -149,13 +150,25 @@ class Checkpoint:
         self.check(model, parts)
         with rows_apart(model):
             model.load_state_dict(self.dense)
-        for name, part in parts.items():
-            load_part(part, self.state["parts"][name])
-        for name, each in collections_of(model).items():
-            each.optimizer.load_settings_dict(self.state["rows"][name])
+        with self._fitting():
+            for name, part in parts.items():
+                load_part(part, self.state["parts"][name])
+            for name, each in collections_of(model).items():
+                each.optimizer.load_settings_dict(self.state["rows"][name])
         self._load_rows(model)
         if random:
-            restore_random_states(self.state["random"])
+            with self._fitting():
+                restore_random_states(self.state["random"])
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """What was saved may be anybody's, and of any shape."""
+        try:
+            yield
+        except (ArithmeticError, LookupError, AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the state in {self.folder} does not fit: {type(error).__name__} {error}"
+            ) from error
 
     def _load_rows(self, model: nn.Module) -> None:
         tables = tables_of(model)

@@ -130,7 +130,7 @@ def _newest_first(root: Path) -> list[Path]:
 
 
 def _about(found: Checkpoint) -> dict[str, Any]:
-    about = found.state["extra"]
+    about = found.state.get("extra")
     wanted = {"started", "resumed_after", "settings", "data", "evaluations", "environment"}
     if not isinstance(about, dict) or not wanted <= about.keys():
         raise ValueError(
