@@ -352,6 +352,32 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     stream.close()
 
 
+def test_checkpoints_of_the_first_format_load() -> None:
+    """Written once, by `first_format` below, and read by every version."""
+    model, optimizer = first_format()
+    loaded = hotrow.load_checkpoint(FIRST_FORMAT, model, random=False, optimizer=optimizer)
+    assert loaded.step == 2
+    assert loaded.extra == {"batches": 2, "shape": (1, 2.5)}
+    embedding: Any = model[0]
+    rows = torch.cat([rows for _, rows in embedding.rows("item")])
+    assert rows[:, :2].tolist() == FIRST_ROWS
+    assert embedding.optimizer.steps == [2]
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    assert model[1].weight.tolist() == [[0.25, -0.5]]
+
+
+FIRST_FORMAT = Path(__file__).parent / "saved" / "checkpoints-format-1"
+# Of five rows that begin as 0, two were updated, one of them twice.
+FIRST_ROWS = [[0.0, 0.0], [-0.125, 0.25], [0.0, 0.0], [-0.0625, 0.125], [0.0, 0.0]]
+
+
+def first_format() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    table = Bag("item", 5, 2, ["item"], init=hotrow.Constant(0.0))
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=0.25), strategy="all-fast")
+    model = nn.Sequential(embedding, nn.Linear(2, 1, bias=False))
+    return model, torch.optim.Adam(model.parameters(), lr=0.0)
+
+
 def test_a_newer_format_is_refused_and_a_missing_parent_named(tmp_path: Path) -> None:
     loop = Loop()
     for step in (1, 2):

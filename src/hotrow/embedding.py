@@ -806,9 +806,15 @@ class EmbeddingBagCollection(nn.Module):
         for name, columns in self._place(table)[0].state.items():
             self._load(table, 0, state[name], columns)
 
+    def settle(self) -> None:
+        """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""
+        self.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def stored(self, table: str) -> Tensor:
         """All rows of a table with their state where they lie, [rows, dim + state]: after
-        `flush()` the newest ones, until the next step."""
+        `settle()` the newest ones, until the next step."""
         group, base, size = self._place(table)
         return group.store.rows[base : base + size]
 
@@ -824,10 +830,12 @@ class EmbeddingBagCollection(nn.Module):
         No `hotrow.ahead` may be running.
         """
         self._refuse_if_running("replacing rows")
-        self.flush()
+        self.settle()
         try:
             yield
         finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # others may have written in their streams
             with uninterrupted():
                 self._arrivals.clear()
                 self.changed_since = None

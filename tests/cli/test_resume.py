@@ -367,6 +367,31 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.Mo
     assert same_end("small", "whole")
 
 
+def test_checkpoints_come_by_the_clock_too() -> None:
+    settings = ("checkpoint.every_seconds=1e-9", "checkpoint.keep=100")
+    text = Path("run.toml").read_text().replace("every_steps = 3", "")
+    Path("run.toml").write_text(text)
+    assert train("run.toml", settings=settings).exit_code == 0
+    assert len(saved_in(Path("runs/small/checkpoints"))) == STEPS
+
+
+def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    killed(monkeypatch, "run.toml", after=5, settings=("run.tensorboard=true",))
+    assert train("run.toml", "--resume", settings=("run.tensorboard=true",)).exit_code == 0
+    found = accumulator.EventAccumulator("runs/small")
+    found.Reload()
+    assert [each.step for each in found.Scalars("training/loss")] == list(range(1, STEPS + 1))
+
+
+def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(monkeypatch, "run.toml", after=4)
+    with RunWriter.going_on(Path("runs/small"), after=3):
+        result = train("run.toml", "--resume")
+    assert result.exit_code == 2
+    assert "another process is training the run in runs/small" in result.stderr
+
+
 def test_a_checkpoint_goes_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ("checkpoint.folder=elsewhere",)
     killed(monkeypatch, "run.toml", after=4, settings=settings)

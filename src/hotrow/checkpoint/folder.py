@@ -35,8 +35,8 @@ def number_of(name: str) -> int:
 def latest_in(root: Path) -> Path | None:
     """The one that `latest` names; without it the newest."""
     found = saved_in(root)
-    with suppress(OSError, UnicodeDecodeError):
-        named = (root / LATEST).read_text(encoding="utf-8")[:200].strip()
+    with suppress(OSError, UnicodeDecodeError), (root / LATEST).open("rb") as file:
+        named = file.read(200).decode().strip()
         for path in found:
             if path.name == named:
                 return path

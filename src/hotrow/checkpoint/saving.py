@@ -110,7 +110,7 @@ def _write(
     state = pack(_state(model, parts, extra), tensors, "state")
     dense = dense_state(model)
     for each in collections_of(model).values():
-        each.flush()
+        each.settle()
     (disk.folder / "rows").mkdir(parents=True)
     manifest = Manifest(
         step=step,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import math
@@ -62,9 +63,9 @@ class RunWriter:
     def going_on(cls, folder: Path, *, after: int) -> Self:
         """The folder of a run that goes on after a step; what was recorded of later ones goes."""
         found = cls.__new__(cls)
-        (folder / RUN_FILE).unlink(missing_ok=True)
         (folder / STEPS_FILE).touch()
         found._open(folder, "r+b")
+        (folder / RUN_FILE).unlink(missing_ok=True)
         found._size = _end_of(found._steps, after)
         found._steps.truncate(found._size)
         found._steps.seek(found._size)
@@ -74,6 +75,13 @@ class RunWriter:
         self.folder = folder
         # Unbuffered: what a full disk did not take must not come back when the file is closed.
         self._steps: Any = (folder / STEPS_FILE).open(mode, buffering=0)
+        try:
+            fcntl.flock(self._steps, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            self._steps.close()
+            raise ValueError(f"another process is training the run in {folder}") from None
+        except OSError:
+            pass  # a file system without locks
         self._size = self._missing = 0
         self._arriving = Arriving(self._write)
 
