@@ -5,7 +5,7 @@
 One collection on the host, with row-wise Adagrad. In turns, so that whatever else the machine does
 meets all alike: save a checkpoint (all of it is on the disk when that ends), `cp -r` it and wait
 for the disk, load it, `cp -r` it without waiting; at last an incremental one after 1 % of the rows
-have changed.
+have changed. The first round is left out.
 What is read was written just before, so that neither waits for the disk if it fits the memory.
 """
 
@@ -46,20 +46,31 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         [table], hotrow.RowWiseAdagrad(lr=0.1), strategy="all-fast"
     )
     times: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     extra: list[int] = []
-    for turn in range(options.repeat):
+
+    def note(name: str, work: Callable[[], object]) -> None:
+        begun, used = time.perf_counter(), sum(os.times()[:4])
+        work()
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+        cpu.setdefault(name, []).append(sum(os.times()[:4]) - used)
+
+    for turn in range(1 + options.repeat):
+        if turn == 1:
+            for each in (times, cpu, extra):
+                each.clear()  # a virtual machine's memory is slow when it is first touched
         root, copy = folder / f"saved-{turn}", folder / f"copied-{turn}"
 
         def save(root: Path = root) -> None:
             hotrow.save_checkpoint(root, model, step=1)
 
         with Resident() as resident:
-            note(times, "save", save)
+            note("save", save)
         extra.append(resident.most)
-        note(times, "cp and sync", lambda root=root, copy=copy: copied(root, copy, sync=True))
+        note("cp and sync", lambda root=root, copy=copy: copied(root, copy, sync=True))
         shutil.rmtree(copy)
-        note(times, "load", lambda root=root: hotrow.load_checkpoint(root, model))
-        note(times, "cp", lambda root=root, copy=copy: copied(root, copy, sync=False))
+        note("load", lambda root=root: hotrow.load_checkpoint(root, model))
+        note("cp", lambda root=root, copy=copy: copied(root, copy, sync=False))
         shutil.rmtree(copy)
         shutil.rmtree(root)
     size = 4 * rows * (options.dim + 1)
@@ -69,6 +80,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "rows": rows,
         "repeat": options.repeat,
         "seconds": times,
+        "cpu_seconds": {name: statistics.median(each) for name, each in cpu.items()},
         "GB_per_s": {name: size / 1e9 / each for name, each in middle.items()},
         "save_over_cp_and_sync": middle["cp and sync"] / middle["save"],
         "save_over_cp": middle["cp"] / middle["save"],
@@ -91,12 +103,6 @@ def incremental(model: hotrow.EmbeddingBagCollection, rows: int, root: Path) -> 
     seconds = time.perf_counter() - begun
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     return {"seconds": seconds, "MiB": size / 2**20}
-
-
-def note(times: dict[str, list[float]], name: str, work: Callable[[], object]) -> None:
-    begun = time.perf_counter()
-    work()
-    times.setdefault(name, []).append(time.perf_counter() - begun)
 
 
 def copied(source: Path, target: Path, *, sync: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,12 +35,12 @@ from hotrow.checkpoint.tensors import (
     read_tensors,
 )
 from hotrow.checkpoint.tree import unpack
-from hotrow.disk import FileRecord, inside, why_wrong
+from hotrow.disk import BlockSums, FileRecord, inside, why_wrong
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.told import few
 
-_MOST_READERS = 4
+_READERS = 4
 _REMEDY = "take a copy that is whole, or another checkpoint"
 
 Take = Callable[[int, Tensor], object]  # rows from a number on
@@ -82,11 +81,12 @@ class Checkpoint:
         self.folder = Path(folder)
         self._chain = list(_chain(self.folder))  # oldest first
         for link in self._chain:
-            for file in link.manifest.files:
+            shards = [FileRecord(each.file, each.bytes, "") for each in link.manifest.shards]
+            for file in (*link.manifest.small_files, *shards):
                 _refuse(why_wrong(link.folder, file, contents=False))
         newest = self._chain[-1]
         self.manifest, self.step = newest.manifest, newest.manifest.step
-        for file in newest.manifest.files[:3]:
+        for file in newest.manifest.small_files:
             _refuse(why_wrong(self.folder, file, contents=True))
         self.dense = self._tensors(self.manifest.dense)
         self.state = self._state()
@@ -98,7 +98,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        return sum(file.bytes for link in self._chain for file in link.manifest.files)
+        return sum(shard.bytes for link in self._chain for shard in link.manifest.shards)
 
     def _tensors(self, file: FileRecord) -> dict[str, Tensor]:
         path = inside(self.folder, file.file)
@@ -199,8 +199,8 @@ class Checkpoint:
 
     def _each_shard(self, title: str, work: Callable[[_Link, TableRecord, Shard], None]) -> None:
         """In threads; those of a parent before those of its children."""
-        done, threads = 0, min(_MOST_READERS, len(os.sched_getaffinity(0)))
-        with bytes_bar(title) as advance, ThreadPoolExecutor(threads) as pool:
+        done = 0
+        with bytes_bar(title) as advance, ThreadPoolExecutor(_READERS) as pool:
             for link in self._chain:
                 jobs = [(t, shard) for t in link.manifest.tables for shard in t.shards]
                 futures = [pool.submit(work, link, *job) for job in jobs]
@@ -234,7 +234,7 @@ class Checkpoint:
             )
 
         for link in self._chain[:-1]:
-            for file in link.manifest.files[:3]:
+            for file in link.manifest.small_files:
                 _refuse(why_wrong(link.folder, file, contents=True))
         self._each_shard("checking a checkpoint", check)
 
@@ -338,7 +338,7 @@ class _ShardReader:
 
     def __init__(self, link: _Link, table: TableRecord, shard: Shard) -> None:
         self._path, self._shard, self._width = inside(link.folder, shard.file), shard, table.width
-        self._digest = hashlib.sha256()
+        self._digest = BlockSums()
         self._has_ids = link.manifest.parent is not None
 
     def __enter__(self) -> _ShardReader:
@@ -405,8 +405,8 @@ class _ShardReader:
             yield first, rows
 
     def finish(self) -> None:
-        if self._file.read(1) or self._digest.hexdigest() != self._shard.sha256:
-            raise self._wrong("it has changed since it was written: its SHA-256 is another")
+        if self._file.read(1) or self._digest.hexdigest() != self._shard.sums:
+            raise self._wrong("it has changed since it was written: its checksum is another")
 
 
 def _chain(folder: Path) -> Iterator[_Link]:

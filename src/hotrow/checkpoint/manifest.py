@@ -1,7 +1,7 @@
 """The folder of a checkpoint, as records.
 
-    checkpoint.json             every file with its size and SHA-256, which rows it holds, and a
-                                checksum of all that itself
+    checkpoint.json             every file with its size and SHA-256 (of rows: that of the CRC-32 of
+                                each MiB), which rows it holds, and a checksum of all that itself
     dense.safetensors           all parameters and buffers but rows, by their state-dict names
     state.json                  everything else that training goes on with, as checkpoint/tree.py
     state.safetensors           has it, and the tensors that it names
@@ -40,9 +40,12 @@ class NewerFormat(ValueError):
 
 
 @dataclass(frozen=True)
-class Shard(FileRecord):
+class Shard:
     """Rows of a table between two of its numbers: all of them, or those that had changed."""
 
+    file: str  # relative to the folder
+    bytes: int
+    sums: str  # as hotrow.disk.BlockSums has them
     first: int
     span: int
     rows: int
@@ -80,9 +83,13 @@ class Manifest:
     checksum: str = ""  # of all that is above
 
     @property
-    def files(self) -> list[FileRecord]:
-        shards = (shard for table in self.tables for shard in table.shards)
-        return [self.dense, self.state, self.state_tensors, *shards]
+    def small_files(self) -> list[FileRecord]:
+        """All but rows."""
+        return [self.dense, self.state, self.state_tensors]
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for table in self.tables for shard in table.shards]
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -137,7 +144,9 @@ def read_manifest(folder: Path) -> Manifest:
     )
     for table in manifest.tables:
         _check(table, read, whole=manifest.parent is None)
-    for names in ([each.file for each in manifest.files], [each.key for each in manifest.tables]):
+    files = [each.file for each in manifest.small_files]
+    files += [each.file for each in manifest.shards]
+    for names in (files, [each.key for each in manifest.tables]):
         if len(set(names)) != len(names):
             raise read.wrong("a file or a table is named twice")
     return manifest
@@ -149,9 +158,9 @@ def _file(read: Reader, found: Any) -> FileRecord:
 
 
 def _shard(read: Reader, found: Any) -> Shard:
-    file = _file(read, found)
-    numbers = (read.number(found, key) for key in ("first", "span", "rows"))
-    return Shard(file.file, file.bytes, file.sha256, *numbers)
+    found = read.table(found, "a shard")
+    size, *numbers = (read.number(found, key) for key in ("bytes", "first", "span", "rows"))
+    return Shard(read.path(found), size, read.text(found, "sums"), *numbers)
 
 
 def _table(read: Reader, found: Any) -> TableRecord:

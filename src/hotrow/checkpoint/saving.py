@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,12 +22,12 @@ from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_o
 from hotrow.checkpoint.random import random_states
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
-from hotrow.disk import PARTIAL, Disk, FileRecord, make_durable
+from hotrow.disk import PARTIAL, BlockSums, Digest, Disk, FileRecord, make_durable
 from hotrow.progress import bytes_bar
 from hotrow.scalars import whole
 
 SHARD_BYTES = 256 << 20
-_MOST_WRITERS = 4
+_WRITERS = 4  # also where cores are fewer: some wait for the disk
 
 
 def save_checkpoint(
@@ -54,8 +53,7 @@ def save_checkpoint(
     away what it has written, and leaves those before. Then all but the newest `keep` are removed.
     With `full_every=10`, one in ten holds all rows, and the others those that this process has
     written since then, where the engine can tell (on a CPU). Beside the rows' own memory this takes
-    16 MiB for each of at most 4 threads where rows are on a device or picked, and next to nothing
-    otherwise.
+    4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing otherwise.
     """
     root, step = Path(folder), whole("step", step, least=0)
     full_every = whole("full_every", full_every, least=1)
@@ -128,9 +126,11 @@ def _write(
     return manifest
 
 
-def _put(disk: Disk, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
+def _put(
+    disk: Disk, name: str, parts: Iterable[bytes | memoryview], digest: Digest | None = None
+) -> FileRecord:
     """A file that is on the disk; its name in the folder is when the folder is."""
-    found = disk.write(name, parts, durable=False)
+    found = disk.write(name, parts, durable=False, digest=digest)
     make_durable(disk.folder / name)
     return found
 
@@ -199,8 +199,7 @@ class _Writer:
 
     def write_all(self, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Shard | None]]:
         """What becomes of all pieces, in their order. Whoever waits can be interrupted."""
-        threads = min(_MOST_WRITERS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(_WRITERS) as pool:
             try:
                 yield from zip(pieces, pool.map(self._write, pieces), strict=True)
             except BaseException:
@@ -219,7 +218,7 @@ class _Writer:
             if not len(ids):
                 return None
             parts, count = _some(rows, ids, piece), len(ids)
-        file = _put(self._disk, piece.file, self._watched(parts))
+        file = _put(self._disk, piece.file, self._watched(parts), digest=BlockSums())
         return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
 
     def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

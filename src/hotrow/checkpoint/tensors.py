@@ -18,7 +18,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 16 << 20  # that are read or written at once
+# That are read or written at once. The system takes several times as long for writes of 16 MiB as
+# for these (benchmarks/checkpoint.py).
+PIECE_BYTES = 4 << 20
 _MOST_HEADER_BYTES = 100_000_000  # as in the library
 
 DTYPES = {
