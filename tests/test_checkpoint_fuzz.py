@@ -31,7 +31,7 @@ from hotrow.disk import BlockSums
 from hotrow.run import toml
 from hotrow.run.config import RunConfig
 
-EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "40"))
 fuzzed = settings(
     max_examples=EXAMPLES,
     deadline=None,
