@@ -240,6 +240,13 @@ def test_one_in_several_is_whole(tmp_path: Path) -> None:
     assert found == [True, False, False, True, False]
 
 
+def test_nothing_is_built_upon_a_damaged_one(tmp_path: Path) -> None:
+    loop = Loop()
+    first = loop.save(tmp_path, 1, full_every=9)
+    (first / "checkpoint.json").write_text("{}")
+    assert Checkpoint(loop.save(tmp_path, 2, full_every=9)).manifest.parent is None
+
+
 def test_loading_forgets_what_has_changed(tmp_path: Path) -> None:
     loop = Loop()
     loop.save(tmp_path, 0, full_every=9)

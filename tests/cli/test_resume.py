@@ -116,14 +116,30 @@ def row_state(run: str) -> dict[str, torch.Tensor]:
 
 
 # All others are stopped and go on in tests/test_checkpoints.py.
-CASES = [("lookahead", "adam", "adamw"), ("hybrid", "row-wise-adagrad", "adagrad")]
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    ("cpu", "lookahead", "adam", "adamw"),
+    ("cpu", "hybrid", "row-wise-adagrad", "adagrad"),
+    *[
+        pytest.param("cuda", strategy, rows, dense, marks=on_gpu)
+        for strategy, rows, dense in (
+            ("lookahead", "adam", "adamw"),
+            ("all-fast", "adagrad", "sgd"),
+            ("scratchpipe", "row-wise-adagrad", "adam"),
+        )
+    ],
+]
 
 
-@pytest.mark.parametrize(("strategy", "rows", "dense"), CASES)
+@pytest.mark.parametrize(("device", "strategy", "rows", "dense"), CASES)
 def test_a_killed_run_ends_in_the_bits_of_one_that_was_not(
-    strategy: str, rows: str, dense: str, monkeypatch: pytest.MonkeyPatch
+    device: str, strategy: str, rows: str, dense: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (
+        f"run.device={device}",
         f"embedding.strategy={strategy}",
         f"embedding.optimizer.name={rows}",
         f"training.optimizer.name={dense}",

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,12 +85,15 @@ def save_checkpoint(
 def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
     """The checkpoint since which all collections know what has changed; None: all are saved."""
     known = {each.changed_since for each in collections_of(model).values()}
-    parent = known.pop() if len(known) == 1 else None
+    parent: Parent | None = known.pop() if len(known) == 1 else None
     if parent is None or root / parent.name not in saved_in(root):
         return None
     if number_of(name) - number_of(parent.name) >= full_every:
         return None
-    return parent if read_manifest(root / parent.name).checksum == parent.checksum else None
+    with suppress(ValueError):  # damaged: nothing is to depend on it
+        if read_manifest(root / parent.name).checksum == parent.checksum:
+            return parent
+    return None
 
 
 def _note_changes_since(parent: Parent, model: nn.Module) -> None:
