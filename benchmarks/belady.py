@@ -29,6 +29,7 @@ from torch import Tensor
 from traces import Trace, permutation, steps_to_fill
 
 from hotrow.data import KAGGLE_ROWS
+from hotrow.reuse import belady, next_uses_of
 from hotrow.simulate import simulate
 from hotrow.strategy import STRATEGIES, Strategy
 
@@ -54,6 +55,7 @@ TARGET_SLOTS = 7_920_952  # that 5 % of the bytes hold on a GPU, everything coun
 FILLED = (
     Case("kaggle-2", KAGGLE, int(0.02 * sum(KAGGLE_ROWS))),
     Case("kaggle-5", KAGGLE, int(0.05 * sum(KAGGLE_ROWS))),
+    Case("kaggle-10", KAGGLE, int(0.1 * sum(KAGGLE_ROWS))),
     Case("target", SETTINGS[0], TARGET_SLOTS),
 )
 CASES = FILLED + tuple(
@@ -61,44 +63,7 @@ CASES = FILLED + tuple(
 )
 
 
-# -- the bound -------------------------------------------------------------------------
-
 Ids = NDArray[np.int32]
-
-
-def fewest_misses(batches: Sequence[Ids], *, num_rows: int, slots: int) -> NDArray[np.int64]:
-    """Rows that each batch must fetch if all is known; `batches` hold different rows each.
-
-    Which rows are resident need not be known, only how many of them are used next in which batch:
-    the residents whose next use is batch t are the hits of batch t.
-    """
-    never = len(batches)
-    resident = np.zeros(
-        never + 1, dtype=np.int64
-    )  # rows in slots, by the batch that uses them next
-    misses = np.zeros(never, dtype=np.int64)
-    for batch, uses in enumerate(_next_uses(batches, num_rows)):
-        count = len(batches[batch])
-        if count > slots:
-            raise ValueError(f"batch {batch} has {count:,} rows; there are {slots:,} slots")
-        misses[batch] = count - resident[batch]
-        resident[batch] = 0
-        too_many = max(0, int(resident.sum()) + count - slots)
-        from_farthest = np.minimum(resident[::-1].cumsum(), too_many)
-        resident -= np.diff(from_farthest, prepend=0)[::-1]
-        resident += uses
-    return misses
-
-
-def _next_uses(batches: Sequence[Ids], num_rows: int) -> list[NDArray[np.int64]]:
-    """For each batch: how many of its rows are used next by which batch, or never."""
-    never = len(batches)
-    seen = np.full(num_rows, never, dtype=np.int32)
-    counts = []
-    for batch in reversed(range(never)):
-        counts.append(np.bincount(seen[batches[batch]], minlength=never + 1))
-        seen[batches[batch]] = batch
-    return counts[::-1]
 
 
 # -- the traces ------------------------------------------------------------------------
@@ -243,15 +208,15 @@ def run(case: Case, arguments: argparse.Namespace, deadline: Deadline) -> list[s
     say(f"{case.name}: {case.slots:,} slots of {sum(case.setting.rows):,} rows")
     lookups = lookups_of(case, arguments.counted)
     say(f"  {len(lookups.batches):,} batches, {lookups.first:,} of them before the counted ones")
-    misses = fewest_misses(lookups.batches, num_rows=lookups.num_rows, slots=case.slots)
-    counted = slice(lookups.first, lookups.first + lookups.counted)
-    least = float(misses[counted].mean())
+    uses = next_uses_of(lookups.batches, num_rows=lookups.num_rows)
+    bound = belady(uses, [case.slots], first=lookups.first, counted=lookups.counted)
+    least = float(bound.per_batch[0])
     shared = {
         "setting": case.setting.facts(),
         "slots": case.slots,
         "warmup_batches": lookups.first,
         "counted_batches": lookups.counted,
-        "unique_rows_per_batch": float(np.mean([len(ids) for ids in lookups.batches[counted]])),
+        "unique_rows_per_batch": bound.unique_rows / bound.batches,
         "useful_depth": case.slots / least,
     }
 

@@ -8,31 +8,42 @@ counts popular samples: those that read hot rows alone. Beside that stands an or
 each hour's own counts before the hour begins. Counted after the first learning phase, in hours
 with 100 clicks or more. `--users` adds a table of the users. Without a file, as many generated
 clicks do not drift (Zipf 0.8, 200,000 rows); an oracle of an hour then knows chance, too.
+
+What is called hotline is `hotrow.Hotline` in a `Trainer`, with a small model; its decisions alone,
+with nothing trained, take less time to try. Strategies that choose no hot samples train the same
+batches with as many slots; of all that train the share of lookups is told that caused no fetch.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from harness import RESULTS, results_for
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+import hotrow
 from hotrow import EmbeddingBagConfig
 from hotrow.batch import Batch
 from hotrow.calibrate import AccessCounts, top_k
 from hotrow.hotset import HotSet, popular
 from hotrow.loggers import DecayedCounts, Learning, Log, SrripLog
+from hotrow.parts import Parted
 
 COLUMNS = ("article_id", "environment", "deviceGroup", "os", "referrer_type")
 ROW_BYTES = 64
 FEWEST_CLICKS = 100  # of an hour that is compared
 POINTS = 0.05
+ORACLE, HOTLINE = "oracle: the hour's own counts", "hotline, counts halved by drift"
 
 
 @dataclass(frozen=True)
@@ -101,9 +112,10 @@ def steady(num_clicks: int, num_rows: int, seed: int = 0) -> Clicks:
 class Served:
     """Which clicks were popular, and what it took."""
 
-    is_popular: Tensor  # [clicks] bool
-    times_chosen: int
-    rows_in: int
+    is_popular: Tensor | None  # [clicks] bool; None: nobody asks
+    times_chosen: int = 0
+    rows_in: int = 0
+    hits: Tensor | None = None  # [clicks]: of its batch's lookups, how many caused no fetch
 
 
 def chosen_by_hour(clicks: Clicks, budget: int, *, ahead: bool) -> Served:
@@ -148,7 +160,7 @@ def chosen_often(clicks: Clicks, budget: int, size: int, *, every: int) -> Serve
 
 
 def learned(clicks: Clicks, size: int, log: Log, *, relearn: int = 0) -> Served:
-    """As Hotline learns: one epoch, in the order of time."""
+    """Hotline's decisions alone: one epoch, in the order of time."""
     found = torch.zeros(len(clicks.ids), dtype=torch.bool)
     learning = Learning(log, relearn=relearn)
     learning.begin_epoch(math.ceil(len(clicks.ids) / size))
@@ -160,71 +172,212 @@ def learned(clicks: Clicks, size: int, log: Log, *, relearn: int = 0) -> Served:
     return Served(found, len(learning.history), sum(each.rows_in for each in learning.history))
 
 
+# -- trained -----------------------------------------------------------------------------
+
+
+class Clicked(nn.Module):
+    """Rows of all tables, and one layer."""
+
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], strategy: str, slots: int) -> None:
+        super().__init__()
+        room = hotrow.Share(slots, buffer_rows=slots, dense_map=True)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            tables,
+            hotrow.SGD(lr=0.01),
+            budget=hotrow.Budget((room,), window_bytes=1 << 24),
+            strategy=strategy,
+        )
+        self.layer = nn.Linear(sum(table.embedding_dim for table in tables), 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = self.layer(self.embedding(batch["ids"]).values()).squeeze(1)
+        return found
+
+
+class Watched(hotrow.Hotline):
+    """Notes which clicks were popular, by where they stand in the log."""
+
+    def __init__(self, size: int, clicks: int, **options: Any) -> None:
+        # In first parts of every size, so that all popular samples of a batch go first.
+        super().__init__(grain=size, **options)
+        self.is_popular = torch.zeros(clicks, dtype=torch.bool)
+
+    def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
+        for each in super().passes(batches):
+            yield self._noted(each)
+
+    def _noted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if isinstance(batch, Parted):
+                self.is_popular[batch.batch["place"][: batch.first]] = True
+            yield batch
+
+
+class Stream:
+    """The log's batches as a Trainer takes them."""
+
+    def __init__(self, clicks: Clicks, size: int) -> None:
+        self._clicks, self._size = clicks, size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._clicks.ids) / self._size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        places = torch.arange(len(self._clicks.ids)).split(self._size)
+        for ids, place in zip(self._clicks.ids.split(self._size), places, strict=True):
+            yield {"ids": ids, "label": torch.ones(len(ids)), "place": place}
+
+
+def trained(
+    clicks: Clicks, size: int, strategy: str, slots: int, system: Watched | None = None
+) -> Served:
+    """One epoch, in the order of time."""
+    torch.manual_seed(0)
+    model = Clicked(clicks.tables, strategy, slots)
+    trainer: hotrow.Trainer[dict[str, Tensor]] = hotrow.Trainer(
+        model,
+        binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.layer.parameters(), lr=0.01),
+        ids=lambda batch: batch["ids"],
+        labels=lambda batch: batch["label"],
+        system=system,
+    )
+    hits = [each.hit_rate for each in trainer.run(Stream(clicks, size))]
+    by_click = torch.tensor(hits).repeat_interleave(size)[: len(clicks.ids)]
+    if system is None:
+        return Served(None, hits=by_click)
+    learned = system.record.learned
+    rows_in = sum(each.rows_in for each in learned)
+    return Served(system.is_popular, len(learned), rows_in, by_click)
+
+
+def most_rows(clicks: Clicks, size: int) -> int:
+    """Different rows of a batch, at the most."""
+    bases = torch.tensor([0, *(table.num_embeddings for table in clicks.tables)]).cumsum(0)[:-1]
+    return max(len(part.unique()) for part in (clicks.ids + bases).split(size))
+
+
 # -- the table ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Line:
-    """A way to choose beside the oracle."""
+    """A way to choose beside the oracle. None: it has no hot samples, or trains nothing."""
 
     name: str
-    share: float  # of popular samples
-    below: float  # the oracle, in shares
-    hours_near: float  # share of the hours that are within five points of the oracle
-    p95_below: float  # in an hour: 95 of 100 are nearer
-    times_chosen: int
-    rows_in: int
+    share: float | None = None  # of popular samples
+    below: float | None = None  # the oracle, in shares
+    hours_near: float | None = None  # share of the hours that are within five points of the oracle
+    p95_below: float | None = None  # in an hour: 95 of 100 are nearer
+    times_chosen: int = 0
+    rows_in: int = 0
+    hit_rate: float | None = None
+    by_hour: tuple[float, ...] = ()  # share of popular samples
 
 
-def compare(clicks: Clicks, hot_part: float, size: int) -> Iterator[Line]:
+def compare(
+    clicks: Clicks, hot_part: float, size: int, names: Sequence[str] = ()
+) -> Iterator[Line]:
+    """All ways, or those that are named, beside the oracle."""
+    found = ways(clicks, hot_part, size)
+    oracle = found[ORACLE]()
+    assert oracle.is_popular is not None
+    for name, serve in found.items():
+        if not names or name in names:
+            served = oracle if name == ORACLE else serve()
+            yield _line(name, clicks, served, oracle.is_popular)
+
+
+def ways(clicks: Clicks, hot_part: float, size: int) -> dict[str, Callable[[], Served]]:
     rows = sum(table.num_embeddings for table in clicks.tables)
-    budget = int(hot_part * rows) * ROW_BYTES
+    hot = int(hot_part * rows)
+    budget, slots = hot * ROW_BYTES, hot + 2 * most_rows(clicks, size)
 
     def counts(every: int = 0) -> DecayedCounts:
         return DecayedCounts(clicks.tables, clicks.row_bytes, budget, every=every)
 
+    def hotline(**options: Any) -> Served:
+        system = Watched(size, len(clicks.ids), log=lambda _: counts(), **options)
+        return trained(clicks, size, "static", slots, system)
+
+    def alone(log: Callable[[], Log] = counts, relearn: int = 0) -> Served:
+        return learned(clicks, size, log(), relearn=relearn)
+
     half_life, phase = max(1, 8192 // size), max(1, 4096 // size)
-    ways: dict[str, Callable[[], Served]] = {
-        "oracle: the hour's own counts": lambda: chosen_by_hour(clicks, budget, ahead=True),
+    hourly = {"relearn": 0, "floor": 0.99, "window": 2048}
+    return {
+        ORACLE: lambda: chosen_by_hour(clicks, budget, ahead=True),
         "the hour before's counts": lambda: chosen_by_hour(clicks, budget, ahead=False),
         "the whole log's counts": lambda: chosen_once(clicks, budget, part=1),
         "learned once, from 5 %": lambda: chosen_once(clicks, budget, part=0.05),
         "chosen anew every 2,048 clicks": lambda: chosen_often(
             clicks, budget, size, every=max(1, 2048 // size)
         ),
-        "hotline, counts decayed by drift": lambda: learned(clicks, size, counts()),
-        f"hotline, counts decayed every {half_life} batches": lambda: learned(
-            clicks, size, counts(half_life)
+        HOTLINE: lambda: hotline(**hourly),
+        "hotline, as it is by default": hotline,
+        **{
+            name: partial(trained, clicks, size, name, slots)
+            for name in ("static", "lru", "lookahead")
+        },
+        f"hotline, learning phases of {phase} batches": lambda: hotline(
+            **{**hourly, "relearn": phase}
         ),
-        f"hotline, learning phases of {phase} batches": lambda: learned(
-            clicks, size, counts(), relearn=phase
+        "decisions alone, counts halved by drift": alone,
+        f"decisions alone, counts halved every {half_life} batches, too": lambda: alone(
+            lambda: counts(half_life)
         ),
-        "hotline, SRRIP": lambda: learned(
-            clicks, size, SrripLog.within(clicks.tables, clicks.row_bytes, budget)
+        f"decisions alone, learning phases of {phase} batches": lambda: alone(relearn=phase),
+        "decisions alone, SRRIP": lambda: alone(
+            lambda: SrripLog.within(clicks.tables, clicks.row_bytes, budget)
         ),
     }
-    oracle: Tensor | None = None
-    for name, serve in ways.items():
-        served = serve()
-        oracle = served.is_popular if oracle is None else oracle
-        yield _line(name, clicks, served, oracle)
 
 
 def _line(name: str, clicks: Clicks, served: Served, oracle: Tensor) -> Line:
     begin = math.ceil(0.05 * len(clicks.ids))  # nobody is compared while Hotline learns
+    hits = None if served.hits is None else float(served.hits[begin:].double().mean())
+    if served.is_popular is None:
+        return Line(name, hit_rate=hits)
     hours = clicks.hours[begin:]
-    ours, best = served.is_popular[begin:], oracle[begin:]
+    ours, best = served.is_popular[begin:].double(), oracle[begin:].double()
     totals = torch.bincount(hours)
     is_full = totals >= FEWEST_CLICKS
-    missed = torch.bincount(hours, best.double() - ours.double())[is_full] / totals[is_full]
+    missed, shares = (
+        torch.bincount(hours, each)[is_full] / totals[is_full] for each in (best - ours, ours)
+    )
     return Line(
         name,
-        share=float(ours.double().mean()),
-        below=float(best.double().mean() - ours.double().mean()),
+        share=float(ours.mean()),
+        below=float(best.mean() - ours.mean()),
         hours_near=float((missed <= POINTS).double().mean()),
         p95_below=float(missed.quantile(0.95)),
         times_chosen=served.times_chosen,
         rows_in=served.rows_in,
+        hit_rate=hits,
+        by_hour=tuple(round(each, 4) for each in shares.tolist()),
+    )
+
+
+def next_day(clicks: Clicks, hot_part: float) -> float:
+    """Share of the second day's clicks that go to the first day's most clicked articles."""
+    days, table = clicks.hours // 24, clicks.tables[0]
+    first = torch.bincount(clicks.ids[days == 0, 0], minlength=table.num_embeddings)
+    hot = first.sort(descending=True, stable=True)[1][: int(hot_part * table.num_embeddings)]
+    return float(torch.isin(clicks.ids[days == 1, 0], hot).double().mean())
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    def percent(share: float | None, form: str = ".1f") -> str:
+        return "-" if share is None else f"{100 * share:{form}} %"
+
+    return (
+        percent(line.share),
+        "-" if line.below is None else f"{100 * line.below:.1f}",
+        percent(line.hours_near, ".0f"),
+        "-" if line.p95_below is None else f"{100 * line.p95_below:.1f}",
+        f"{line.times_chosen:,}" if line.times_chosen else "-",
+        f"{line.rows_in:,}" if line.times_chosen else "-",
+        percent(line.hit_rate),
     )
 
 
@@ -234,26 +387,39 @@ def main() -> None:
     parser.add_argument("--hot", type=float, default=0.01, help="part of all rows that is hot")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--users", action="store_true", help="with a table of the users")
+    parser.add_argument("--only", nargs="+", default=(), help="of the ways, by name")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for drift.jsonl")
+    parser.add_argument("--commit", help="of the code measured; else what git says")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # steps are small
+    results = results_for("drift", args)
     columns = (*COLUMNS, "user_id") if args.users else COLUMNS
     clicks = read(args.clicks, columns) if args.clicks else steady(3_000_000, 200_000)
+    run = "no drift" if args.clicks is None else "globo, users" if args.users else "globo"
     rows = sum(table.num_embeddings for table in clicks.tables)
+    setting = {
+        "clicks": len(clicks.ids),
+        "batch": args.batch,
+        "rows": rows,
+        "tables": len(clicks.tables),
+        "hot_rows": int(args.hot * rows),
+        "slots": int(args.hot * rows) + 2 * most_rows(clicks, args.batch),
+        "next_day": next_day(clicks, args.hot),
+    }
     print(
         f"{len(clicks.ids):,} clicks, batches of {args.batch:,}, {rows:,} rows in "
-        f"{len(clicks.tables)} tables, {int(args.hot * rows):,} of them hot\n"
+        f"{len(clicks.tables)} tables, {setting['hot_rows']:,} of them hot; {setting['slots']:,} "
+        f"slots where rows move\nday 1's most clicked {args.hot:.0%} of the first table have "
+        f"{setting['next_day']:.1%} of day 2's clicks\n"
     )
-    titles = ("popular", "points below", "hours within 5", "95 % of hours", "chosen", "rows in")
+    titles = (
+        "popular", "points below", "hours within 5", "95 % of hours", "chosen", "rows in",
+        "hit rate",
+    )  # fmt: skip
     print("  ".join((f"{'':44}", *(f"{title:>14}" for title in titles))))
-    for line in compare(clicks, args.hot, args.batch):
-        cells = (
-            f"{100 * line.share:.1f} %",
-            f"{100 * line.below:.1f}",
-            f"{100 * line.hours_near:.0f} %",
-            f"{100 * line.p95_below:.1f}",
-            f"{line.times_chosen:,}",
-            f"{line.rows_in:,}",
-        )
-        print("  ".join((f"{line.name:44}", *(f"{cell:>14}" for cell in cells))), flush=True)
+    for line in compare(clicks, args.hot, args.batch, args.only):
+        print("  ".join((f"{line.name:44}", *(f"{c:>14}" for c in _cells(line)))), flush=True)
+        results.write(run, line.name, {"setting": setting, "facts": asdict(line)})
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def run(name: str, seconds: float | None) -> Ended:
             os.dup2(output.fileno(), 2)
         code = 1
         try:
-            command.train(Path(f"{name}.toml"), None, True, Path("runs"), False)
+            command.train(Path(f"{name}.toml"), as_json=True, runs=Path("runs"))
             code = 0
         finally:
             os._exit(code)

@@ -42,8 +42,12 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/quality.py --criteo train.txt` | AUC on real samples, beside plain PyTorch |
 | `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
 | `python benchmarks/drift.py clicks.parquet` | popular samples while a click log drifts |
+| `python benchmarks/real.py --criteo train.txt` | every system on real clicks |
+| `python benchmarks/rounding.py` | where two trainings part that differ by rounding alone |
+| `python benchmarks/skew.py --globo clicks.parquet` | profiles beside plain counting |
+| `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
 
-All but the last four take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last eight take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 
@@ -68,6 +72,9 @@ All but the last four take `--minutes 8` (begin nothing that would end later), `
 `hotrow-lookahead-written` is `hotrow-lookahead` in which all rows count as written: every miss is
 read over the link, as after an epoch of training. Without that, rows that nobody has written yet
 are made in their slots, and cross no link when they come for the first time.
+
+`python benchmarks/systems_page.py` fills the tables of [docs/systems.md](../docs/systems.md) from
+`published`, `scratchpipe`, `system_quality`, `real`, `rounding` and `drift`.
 
 FBGEMM is left out where it cannot be imported. What was tried and did not help is in
 [LOG.md](LOG.md).

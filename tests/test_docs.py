@@ -25,10 +25,22 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
-def test_the_blocks_of_a_page_run_as_printed(page: Path) -> None:
+def test_the_blocks_of_a_page_run_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the files between them, which begin with their names, and the commands."""
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for place, block in enumerate(blocks(page, "python")):
-        exec(compile(block, f"{page.name}, block {place}", "exec"), names)
+    found = re.findall(r"```(python|toml|console)\n(.*?)```", page.read_text(), re.DOTALL)
+    for place, (language, block) in enumerate(found):
+        if language == "python":
+            exec(compile(block, f"{page.name}, block {place}", "exec"), names)
+        elif language == "console":
+            for line in block.splitlines():
+                result = CliRunner().invoke(make_app(), line.removeprefix("hotrow ").split())
+                assert result.exit_code == 0, f"{line}: {result.output}"
+        elif name := re.match(r"# (\S+\.toml)\n", block):
+            (tmp_path / name[1]).write_text(block)
 
 
 def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:
@@ -79,6 +91,20 @@ def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monke
     }  # fmt: skip
     assert (tmp_path / "report" / "compare.html").is_file()
     assert list(tmp_path.glob("runs/first/events.*"))
+
+
+def test_the_commands_about_reports_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        "[run]\nsave = false\n[data]\nrows = [400, 60, 5]\nbatch_size = 16\nsamples = 320\n"
+        "eval_batches = 4\n[model]\nembedding_dim = 4\n[embedding]\nbudget = '60%'\n"
+    )
+    page = (ROOT / "docs" / "report.md").read_text()
+    for command in re.findall(r"^hotrow (.*)$", page, re.MULTILINE):
+        result = CliRunner().invoke(make_app(), command.split())
+        assert result.exit_code == 0, f"{command}: {result.output}"
+    assert (tmp_path / "runs" / "one" / "report.html").is_file()
+    assert (tmp_path / "both.html").is_file()
 
 
 def test_every_run_file_in_configs_can_be_read() -> None:

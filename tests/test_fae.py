@@ -27,6 +27,7 @@ from hotrow.fae import FAE
 from hotrow.hotset import popular
 from hotrow.hybrid import HostRows
 from hotrow.skip import KeepAll
+from hotrow.slipstream import Slipstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, ROWS = 16, (400, 60)
@@ -363,10 +364,31 @@ def test_as_published_cold_batches_are_the_hosts() -> None:
 def test_more_rows_than_there_is_room_for_are_cut_and_that_is_said() -> None:
     fae = FAE(sample_rate=1.0, hot_budget=16 * 220, test=TEST)
     model = Model("sgd", slots=100)
-    with pytest.warns(UserWarning, match="room for no more beside a batch"):
+    with pytest.warns(UserWarning, match="more than there is room for beside a batch"):
         train(model, fae)
     assert 0 < fae.record.num_hot_rows < 100
-    assert "room for no more" in fae.described()
+    assert "more than there is room for" in fae.described()
+    # A budget for every row is no promise, either; what is said to be covered is.
+    with pytest.warns(UserWarning, match="more than there is room for") as told:
+        train(Model("sgd", slots=100), every := FAE(sample_rate=1.0, hot_budget="100%", test=TEST))
+    assert len(told) == 1
+    assert every.record.covered == fae.record.covered < 1
+
+
+def test_no_room_to_pin_is_told() -> None:
+    fae = FAE(sample_rate=1.0, test=TEST)
+    expected = "no room to pin rows|holds no row|samples is hot|passes through in chunks"
+    with pytest.warns(UserWarning, match=expected) as told:
+        seen, _ = train(Model("sgd", slots=20), fae)
+    assert any("no room to pin rows beside a batch" in str(each.message) for each in told)
+    assert seen.samples == ALL
+
+
+def test_slipstream_on_few_hot_batches_trains_all() -> None:
+    fae = FAE(sample_rate=1.0, hot_budget=16 * 20, test=TEST, skip=Slipstream(starting_batch=30))
+    with pytest.warns(UserWarning, match=r"none would be left to skip from; all are trained"):
+        seen, _ = train(Model(), fae)
+    assert seen.samples == ALL
 
 
 def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
@@ -508,8 +530,25 @@ def test_what_was_done_is_described() -> None:
     assert fae.described() == "nothing was trained yet"
     train(Model(), fae)
     said = fae.described()
-    for part in ("hot rows", "samples are hot", "switches", "brought up to date", "rate 50 %"):
+    for part in (
+        "hot rows", "samples are hot", "switches", "brought up to date", "rate 50 %",
+        " s, before the first step",
+    ):  # fmt: skip
         assert part in said
+    assert fae.record.counted_seconds > 0
+    assert fae.record.separated_seconds > 0
+
+
+def test_no_more_than_so_many_samples_are_trained() -> None:
+    fae = FAE(sample_rate=0.5, test=TEST, epochs=3, most_samples=5 * SIZE + 1)
+    seen, records = train(Model(), fae)
+    assert 5 * SIZE + 1 <= seen.samples.total() < 7 * SIZE
+    assert fae.total_steps is None
+    _, again = train(Model(), FAE(sample_rate=0.5, test=TEST, epochs=2))
+    whole = FAE(sample_rate=0.5, test=TEST, epochs=2, most_samples=2 * ALL.total())
+    seen, records = train(Model(), whole)
+    assert whole.total_steps == len(records) == len(again)
+    assert seen.samples == ALL + ALL
 
 
 class Source:

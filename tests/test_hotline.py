@@ -526,14 +526,27 @@ def test_most_used_rows_are_pinned_first() -> None:
     assert abs(counts[0] - counts[1]) <= 2  # one measure for all tables of a width
 
 
-def test_where_no_sample_is_popular_batches_are_trained_whole_and_it_is_said_once() -> None:
+@pytest.mark.parametrize("window", [64, 10_000])  # which the run may be shorter than
+def test_where_no_sample_is_popular_batches_are_trained_whole_and_it_is_said_once(
+    window: int,
+) -> None:
     batches = jagged_batches(14, least=8, most=9)
-    model, system = Model("static", budget=budget_of("one-width", (150,))), hotline()
+    model, system = Model("static", budget=budget_of("one-width", (150,))), hotline(window=window)
     with pytest.warns(UserWarning, match="samples is popular: each looks up some row") as told:
         list(trainer_of(model, system).run(batches))
     assert len(told) == 1
     assert system.record.split_batches == 0
     assert system.record.popular == 0
+    assert_alike(model.numbers(), plain(batches)[0])
+
+
+def test_where_nothing_can_be_pinned_that_is_said() -> None:
+    batches = jagged_batches(14, least=8, most=9)
+    model = Model("static", budget=budget_of("one-width", (100,)))
+    expected = "no row is pinned, since the budget has no room|passes through in chunks"
+    with pytest.warns(UserWarning, match=expected) as told:
+        list(trainer_of(model, hotline()).run(batches))
+    assert any("no row is pinned" in str(each.message) for each in told)
     assert_alike(model.numbers(), plain(batches)[0])
 
 

@@ -61,6 +61,7 @@ def parts_imported_by(module: str) -> set[str]:
 # From the bottom up: a part imports only from the lines above its own.
 LAYERS = [
     {
+        "clock",
         "disk",
         "hashing",
         "kernels",
@@ -69,6 +70,7 @@ LAYERS = [
         "manifests",
         "masters",
         "progress",
+        "reuse",
         "scalars",
         "told",
         "watch",
@@ -184,7 +186,7 @@ def test_master_weights_stand_alone() -> None:
 def test_reports_read_records_alone() -> None:
     for name in PATHS:
         if name.startswith("hotrow.report"):
-            assert parts_imported_by(name) <= {"records", "budget"}
+            assert parts_imported_by(name) <= {"records", "budget", "told"}
 
 
 def test_records_import_nothing() -> None:
@@ -206,6 +208,13 @@ def test_records_import_nothing() -> None:
 )
 def test_importing_the_package_leaves_out(module: str, imported: set[str]) -> None:
     assert module not in imported
+
+
+def test_torchmetrics_waits_until_it_is_used() -> None:
+    """It takes a second, which nobody who reads data should wait for."""
+    for name, path in PATHS.items():
+        found = _imports(ast.parse(path.read_text()), everywhere=False)
+        assert not any(each.startswith("torchmetrics") for each in found), name
 
 
 @pytest.fixture(scope="module")

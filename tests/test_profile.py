@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +206,40 @@ def test_a_collection_refuses_a_bad_profile() -> None:
 
 def test_a_good_profile_in_both_forms_is_accepted() -> None:
     check_profile({"a": torch.ones(10), "b": (ids_of(0, 19), ids_of(4, 2))}, TABLES)
+
+
+# -- on disk -----------------------------------------------------------------------------
+
+
+def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    given = {
+        "a": torch.tensor([0, 5, 0, 2.5]),
+        "b": (torch.tensor([7, 3]), torch.tensor([0, 2**40])),
+        "never read": torch.zeros(3),
+    }
+    hotrow.save_profile(tmp_path / "p", given, facts={"made": "by hand"})
+    found = hotrow.load_profile(tmp_path / "p")
+    plain = {name: (rows.tolist(), uses.tolist()) for name, (rows, uses) in found.items()}
+    assert plain == {"a": ([1, 3], [5, 2.5]), "b": ([3], [2**40]), "never read": ([], [])}
+    check_profile(found, [Table(name, 8, 4, [name]) for name in given])
+
+
+def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no profile.json; `hotrow profile DATA --out`"):
+        hotrow.load_profile(tmp_path)
+    hotrow.save_profile(tmp_path, {"a": torch.ones(4)})
+    counts, manifest = tmp_path / "counts.bin", tmp_path / "profile.json"
+    text, whole = manifest.read_text(), counts.read_bytes()
+    counts.write_bytes(whole[:-1] + b"\x01")
+    with pytest.raises(ValueError, match="its SHA-256 is another; profile the data again"):
+        hotrow.load_profile(tmp_path)
+    counts.write_bytes(whole)
+    for old, new, message in (
+        ('"entries": 4', '"entries": 5', "5 counts are not 64 bytes"),
+        ('"entries": 4', '"entries": -4', "entries must be a whole number"),
+        ('"format": 1', '"format": 9', "not a profile of format 1"),
+        ("counts.bin", "../counts.bin", "is no file inside the folder"),
+    ):
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=message):
+            hotrow.load_profile(tmp_path)

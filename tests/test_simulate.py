@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hotrow
 from builders import skewed
@@ -98,3 +100,69 @@ def test_parts_of_a_trace_count_as_much_as_the_whole() -> None:
     assert whole.lookups == early.lookups + late.lookups
     # What comes after the batches that are known ahead makes no difference.
     assert counted(30, 20, length=65).fetched_rows == early.fetched_rows
+
+
+# -- beside a direct implementation ------------------------------------------------------
+
+
+def fetched_directly(rows: list[int], slots: int, order: str, depth: int) -> int:
+    """One row at a time, so that no two rows are alike to any order."""
+    last_use: dict[int, int] = {}  # of what is there
+    uses: dict[int, int] = {}
+    fetched = 0
+    for now, row in enumerate(rows):
+        if row not in last_use:
+            fetched += 1
+            # An empty slot is the least recent of all, so the worst order leaves it empty.
+            if len(last_use) == slots or (last_use and order == "most-recent"):
+                ahead = rows[now + 1 : now + 1 + depth]
+
+                def key(other: int, ahead: list[int] = ahead) -> tuple[int, ...]:
+                    if order == "least-recent":
+                        return (last_use[other],)
+                    if order == "most-recent":
+                        return (-last_use[other],)
+                    if order == "farthest-next-use" and other in ahead:
+                        return (1, -ahead.index(other))
+                    return (0, uses[other], last_use[other])
+
+                victim = min(last_use, key=key)
+                del last_use[victim], uses[victim]
+            uses[row] = 0
+        last_use[row] = now
+        uses[row] += 1
+    return fetched
+
+
+@pytest.mark.parametrize("order", ["least-recent", "most-recent", "least-frequent"])
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 7))
+def test_every_order_fetches_what_a_direct_implementation_does(
+    order: str, rows: list[int], slots: int
+) -> None:
+    eviction = replace(EVICTIONS[order], in_bulk=False)
+    strategy = replace(STRATEGIES["lru"], eviction=eviction)
+    ids = [torch.tensor([row]) for row in rows]
+    (found,) = simulate(ids, num_rows=8, choices=[(strategy, slots)])
+    assert found.fetched_rows == fetched_directly(rows, slots, order, 0)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 7), st.integers(0, 9))
+def test_look_ahead_of_any_depth_fetches_what_a_direct_implementation_does(
+    rows: list[int], slots: int, depth: int
+) -> None:
+    eviction = replace(EVICTIONS["farthest-next-use"], in_bulk=False)
+    strategy = replace(STRATEGIES["lru"], eviction=eviction, look_ahead=depth)
+    ids = [torch.tensor([row]) for row in rows]
+    (found,) = simulate(ids, num_rows=8, choices=[(strategy, slots)])
+    assert found.fetched_rows == fetched_directly(rows, slots, "farthest-next-use", depth)
+
+
+def test_random_victims_are_fetched_no_more_than_all_and_no_less_than_new_rows() -> None:
+    strategy = replace(STRATEGIES["lru"], eviction=EVICTIONS["random"])
+    torch.manual_seed(0)
+    (found,) = simulate(trace(), num_rows=ROWS, choices=[(strategy, 900)])
+    new = len(torch.cat(trace()).unique())
+    (recent,) = simulate(trace(), num_rows=ROWS, choices=[(STRATEGIES["lru"], 900)])
+    assert new < recent.fetched_rows < found.fetched_rows < found.unique_rows

@@ -234,10 +234,14 @@ def test_the_range_grows_to_where_the_target_is() -> None:
 
 def test_a_target_that_no_threshold_reaches() -> None:
     moved = torch.cat([torch.rand(20), torch.full((80,), torch.inf)])
-    found = search(moved)
+    found = search(moved, target=0.5, tolerance=0.1)
     assert not found.converged
-    assert (found.tau, found.share, found.iterations) == (0, 0, 0)
-    assert found.said.startswith("at most 20.0% of the sampled hot inputs can be stale")
+    assert found.share == float((moved < found.tau).double().mean())
+    assert abs(found.share - 0.5 * 0.2) <= 0.1 * 0.2  # of those that can be told
+    assert "50.0% ± 10.0% were asked for, but 80.0% are of rows that are not hot" in found.said
+    found = search(torch.full((80,), torch.inf))
+    assert (found.converged, found.tau, found.share, found.iterations) == (False, 0, 0, 0)
+    assert found.said.startswith("none of the sampled hot inputs can be stale")
 
 
 def test_a_target_that_is_jumped_over() -> None:
@@ -246,4 +250,9 @@ def test_a_target_that_is_jumped_over() -> None:
     assert not found.converged
     assert (found.tau, found.share, found.iterations) == (0, 0, 25)
     assert "no threshold in 25 iterations makes 30.0% ± 1.0%" in found.said
-    assert "makes 50.0%" in found.said
+    assert "Nothing is skipped; a target of 0.5 would" in found.said
+    moved = torch.cat([torch.zeros(20), torch.full((50,), 0.05), torch.ones(30)])
+    found = search(moved)
+    assert (found.converged, found.share) == (False, 0.2)
+    assert 0 < found.tau < 0.05 + 1e-6
+    assert "makes 20.0%, and 0.05 70.0%. The smaller is taken" in found.said

@@ -10,6 +10,7 @@ from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
 from hotrow.hotline import Hotline
 from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
+from hotrow.profile import load_profile, save_profile
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES, Strategy
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
@@ -51,6 +52,8 @@ __all__ = [
     "graphed",
     "load_checkpoint",
     "load_model",
+    "load_profile",
     "save_checkpoint",
     "save_model",
+    "save_profile",
 ]

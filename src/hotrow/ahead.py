@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hotrow import schedule
 from hotrow.batch import KeyedJaggedTensor
+from hotrow.clock import Clock
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
 from hotrow.lanes import Lanes, Mark, Name
@@ -95,6 +96,7 @@ class Ahead:
         self._step = step
         self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
+        self.clock = Clock()
         self._running: Generator[Ticket, None, None] | None = None
         self._model, self._unplanned = model, 0  # batches one after the other, in eval() mode
         self._collections = _collections_in(model)
@@ -197,6 +199,7 @@ class Ahead:
                 self._depth,
                 self._landing,
                 self._step,
+                self.clock,
             )
             if self._landing is not None:
                 self._landing.begin(self._reader.lane)
@@ -210,6 +213,7 @@ class Ahead:
             self._reader.admit,
             self._strategy.order_in_cycle,
             self._reader.lanes,
+            self.clock,
         )
         self._standing.put_up()
 
@@ -255,9 +259,11 @@ class _Reader:
         depth: int | None,
         landing: Landing | None,
         step: Any,
+        clock: Clock,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
         self._can_split = hasattr(step, "split")
+        self._reading = clock.part("read")
         self._strategy, self._depth, self._landing = strategy, depth, landing
         self.lanes = next(iter(collections.values())).lanes
         # Training waits for whatever comes last before it, and so for all in the same lane.
@@ -345,7 +351,8 @@ class _Reader:
 
     def _read(self) -> None:
         try:
-            batch = next(self._iterator)
+            with self._reading:
+                batch = next(self._iterator)
             self._count += 1
         except StopIteration:
             self._exhausted = True

@@ -337,10 +337,11 @@ class _Choice:
         hot = HotSet(self.counts.places, self._is_hot)
         total = sum(self._accesses.values())
         served = int(self._flat[hot.is_hot[: len(self._flat)]].sum())
+        rows = hot.counts()
         report = HotReport(
-            rows={table.name: int(hot.mask(table.name).sum()) for table in self.tables},
-            num_rows=hot.num_rows,
-            hot_bytes=hot.num_bytes(self.row_bytes),
+            rows=rows,
+            num_rows=sum(rows.values()),
+            hot_bytes=sum(count * self.row_bytes[name] for name, count in rows.items()),
             budget_bytes=self.budget_bytes,
             covered=served / total if total else math.nan,
             threshold=threshold,

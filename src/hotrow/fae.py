@@ -20,7 +20,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from time import perf_counter
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -39,13 +40,13 @@ from hotrow.calibrate import (
     top_k,
 )
 from hotrow.copied import Join
-from hotrow.embedding import EmbeddingBagCollection
 from hotrow.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.hotset import HotSet, RowBytes, popular
 from hotrow.order import HotColdOrder, Kind, Separated, ShuffleRate
+from hotrow.profile import Profile
 from hotrow.samples import Take
-from hotrow.separate import Separable, check_read_again, separate
-from hotrow.skip import KeepAll, Skip
+from hotrow.separate import Separable, check_evaluated_again, check_read_again, separate
+from hotrow.skip import Bindable, KeepAll, Skip, begun
 from hotrow.stages import LATE
 from hotrow.told import warn
 from hotrow.trainer import Trainer
@@ -58,14 +59,6 @@ _ESTIMATES: dict[str, Estimate] = {"exact": exact_rows, "rand-em-box": RandEmBox
 _PUBLISHED_BUDGET = "256MB"
 
 
-class Bindable(Protocol):
-    """A skip that is made when hot rows are known."""
-
-    def bound(
-        self, embedding: EmbeddingBagCollection, hot: Any, num_batches: int, *, ids: Any
-    ) -> Skip: ...
-
-
 @dataclass(frozen=True)
 class FAERecord:
     """What was decided, and what came of it so far."""
@@ -74,7 +67,9 @@ class FAERecord:
     hot_bytes: int = 0  # of them, with their state
     covered: float = 0.0  # share of the counted accesses that read hot rows
     threshold: float | None = None  # share of its table's accesses that makes a row hot
-    counted_samples: int = 0
+    counted_samples: int = 0  # none by a profile
+    counted_seconds: float = 0.0  # that counting took, before the first step
+    separated_seconds: float = 0.0  # and telling hot samples from cold ones
     hot_samples: int = 0
     cold_samples: int = 0
     hot_batches: int = 0  # of an epoch
@@ -101,10 +96,11 @@ class FAERecord:
 class FAE:
     """Trains hot samples, whose rows are all pinned, and cold ones in segments of their own.
 
-    Hot are the rows that were read most in a sample of the loader (`sample_rate` of its samples):
-    as many as fit `hot_budget` (bytes, "256MB", or "5%" of all rows; by default as many as the
-    collection can pin), chosen by "top-k" or by a "threshold" on the share of accesses, whose rows
-    are counted (`estimate="exact"`) or estimated ("rand-em-box", or any function).
+    Hot are the rows that were read most in a sample of the loader (`sample_rate` of its samples),
+    or by the counts of a `profile`, as a collection takes them: as many as fit `hot_budget` (bytes,
+    "256MB", or "5%" of all rows; by default as many as the collection can pin), chosen by "top-k"
+    or by a "threshold" on the share of accesses, whose rows are counted (`estimate="exact"`) or
+    estimated ("rand-em-box", or any function).
 
     Rows of `cold` batches that are not pinned are "fetched" for each batch; or "hybrid", as
     published: the CPU reads and updates all rows of cold batches, and at every switch hot rows are
@@ -112,7 +108,8 @@ class FAE:
 
     `test` are batches to evaluate on after each pair of segments, by whose loss the Shuffle
     Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent.
-    `skip` leaves out samples of hot segments (Slipstream, RandomDrop).
+    `skip` leaves out samples of hot segments (Slipstream, RandomDrop). `most_samples` are trained
+    in each run, those that were left out counted; the last batch is not cut for it.
 
     The loader must be one that can be read again. Its hot and cold samples are kept in memory or in
     a `folder`; where it is a `Loader`, only their numbers, which the next run finds in the folder.
@@ -126,6 +123,7 @@ class FAE:
         *,
         hot_budget: str | float | None = None,
         sample_rate: float = SAMPLED,
+        profile: Profile | None = None,
         choose: Choice = "top-k",
         estimate: str | Estimate = "exact",
         small_table_bytes: int | None = None,
@@ -138,6 +136,7 @@ class FAE:
         take: Take | None = None,
         join: Join | None = None,
         skip: Bindable | Skip | None = None,
+        most_samples: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         """`small_table_bytes`: tables up to that size are hot as a whole; by default 1 MiB by
@@ -151,23 +150,23 @@ class FAE:
             raise ValueError(f"sample_rate must be more than 0 and at most 1, not {sample_rate!r}")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs must be at least 1, not {epochs!r}")
-        if isinstance(test, Iterator):
-            raise ValueError(
-                "test is evaluated again and again, and an iterator gives its batches once; give a "
-                "list or a loader"
-            )
+        if most_samples is not None and most_samples < 1:
+            raise ValueError(f"most_samples must be at least 1, not {most_samples!r}")
+        check_evaluated_again(test)
+        self._most_samples, self._offered = most_samples, 0
         self.hot_budget, self.sample_rate, self.choose = hot_budget, sample_rate, choose
-        self.estimate, self.cold = estimate, cold
+        self.estimate, self.cold, self._profile = estimate, cold, profile
         default = SMALL_TABLE_BYTES if choose == "threshold" else 0
         self.small_table_bytes = default if small_table_bytes is None else small_table_bytes
         self._test, self._rate, self._folder = test, ShuffleRate(shuffle_rate), folder
         self._epochs, self._seed, self._take, self._join = epochs, seed, take, join
-        self._given_skip = skip
-        self._skip: Skip | None = None  # when it is known which rows are hot
+        self.skip = skip
+        self._skip: Skip | None = None  # the same, when it is known which rows are hot
         self._progress = progress or _nobody
         self._separated: tuple[Iterable[Any], Separated] | None = None  # of which batches
         self._rows: dict[str, Tensor] = {}  # to pin, hottest first
         self._pins_version = 0
+        self._room = 0  # bytes of rows that can be pinned
         self.record = FAERecord()
         self.hot: HotSet | None = None  # what is pinned
 
@@ -178,15 +177,7 @@ class FAE:
 
     def attach(self, trainer: Trainer[Any]) -> None:
         """Refuses a model whose rows are not one collection's with pinned rows."""
-        named = trainer.model.named_modules()
-        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
-        if len(found) != 1:
-            raise ValueError(
-                f"FAE pins the hot rows of one collection, and the model has {len(found)}"
-                f"{': ' * bool(found)}{', '.join(map(repr, found))}; tables of any width can be in "
-                "one"
-            )
-        ((name, embedding),) = found.items()
+        embedding, self._ids = trainer.one_collection("FAE pins the hot rows")
         strategy = embedding.strategy
         if not (strategy.has_slots and strategy.pinned_part and strategy.refetch):
             raise ValueError(
@@ -195,7 +186,6 @@ class FAE:
             )
         embedding.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
-        self._collection = name.removeprefix("_orig_mod.")
 
     # -- what is trained when ----------------------------------------------------------
 
@@ -205,6 +195,7 @@ class FAE:
         order, epoch = HotColdOrder(sets, rate=self._rate), -1
         self._note_rate()
         before: Kind | None = None
+        self._offered = 0
         try:
             for segment in order:
                 if segment.epoch != epoch:
@@ -212,7 +203,10 @@ class FAE:
                 if len(segment):
                     self._switch(before, segment.kind)
                     before = segment.kind
-                    yield from skip.segments(segment) if segment.kind == "hot" else [segment]
+                    batches = self._up_to_most(segment)
+                    yield from skip.segments(batches) if segment.kind == "hot" else [batches]
+                if self._is_enough:
+                    return
                 if segment.ends_pair:
                     order.note(self._evaluated())
                     self._note_rate()
@@ -223,6 +217,31 @@ class FAE:
             self._sync(self._embedding.train_in_slots())
             gave_way = self._embedding.pins_version != self._pins_version
             self.record = replace(self.record, pins_gave_way=gave_way)
+
+    @property
+    def _is_enough(self) -> bool:
+        return self._most_samples is not None and self._offered >= self._most_samples
+
+    def _up_to_most(self, batches: Iterable[Any]) -> Iterable[Any]:
+        if self._most_samples is None:
+            yield from batches
+            return
+        for batch in batches:
+            self._offered += parse(self._ids(batch), self._embedding.features, None).num_samples
+            yield batch
+            if self._is_enough:
+                return
+
+    @property
+    def total_steps(self) -> int | None:
+        """Of a run; None: not known, before samples were told apart, if some are left out, or if it
+        does not end with an epoch."""
+        if self._separated is None or self.skip is not None:
+            return None
+        _, sets = self._separated
+        if self._most_samples is not None and self._most_samples < sets.epochs * sets.samples:
+            return None
+        return sets.epochs * (sets.hot.batches_per_epoch + sets.cold.batches_per_epoch)
 
     def _switch(self, before: Kind | None, kind: Kind) -> None:
         if before is not None and before != kind:
@@ -238,13 +257,12 @@ class FAE:
 
     def _skip_of_epoch(self, hot_batches: int) -> Skip:
         """What is left out of the hot segments of the epoch that begins."""
-        given: Any = self._given_skip
-        if given is None or not hot_batches:
+        if self.skip is None or not hot_batches:
             return KeepAll()
-        if self._skip is None and hasattr(given, "bound"):
-            self._skip = given.bound(self._embedding, self.hot, hot_batches, ids=self._ids)
+        if self._skip is None:
+            assert self.hot is not None
+            self._skip = begun(self.skip, self._embedding, self.hot, hot_batches, self._ids)
         else:
-            self._skip = self._skip or given
             self._skip.begin(hot_batches)
         return self._skip
 
@@ -252,19 +270,12 @@ class FAE:
         """The mean loss of the test samples; None: there are none."""
         if self._test is None:
             return None
-        trainer, total, size = self._trainer, 0.0, 0
-        for batch in self._test:
-            predictions = trainer.predict(batch)
-            labels = trainer.labels(batch).to(predictions.device)
-            total += float(trainer.loss_fn(predictions, labels).mean()) * len(labels)
-            size += len(labels)
-        if not size:
-            raise ValueError("test= has no sample to evaluate on")
-        losses = (*self.record.test_losses, (trainer.step, total / size))
+        loss = self._trainer.mean_loss(self._test)
+        losses = (*self.record.test_losses, (self._trainer.step, loss))
         self.record = replace(self.record, test_losses=losses)
         if self._skip is not None:
-            self._skip.note(total / size)
-        return total / size
+            self._skip.note(loss)
+        return loss
 
     def _note_rate(self) -> None:
         rates, now = self.record.rates, self._rate.percent
@@ -285,20 +296,25 @@ class FAE:
                 f"a {type(batches).__name__} knows how many epochs it has; leave epochs= out"
             )
         self._separated = self._skip = None  # of other batches
+        started = perf_counter()
         chosen, counts = self._chosen(batches)
+        counted = perf_counter() - started
         self._rows = self._hottest_first(chosen.hot, counts)
         self.hot = self._pin()
         self._describe(chosen.report, self.hot, counts.num_samples)
+        started = perf_counter()
         sets = self._told_apart(batches, self.hot)
+        apart = perf_counter() - started
+        self.record = replace(self.record, counted_seconds=counted, separated_seconds=apart)
         self._separated = (batches, sets)
         return sets
 
     def _chosen(self, batches: Iterable[Any]) -> tuple[Chosen, AccessCounts]:
-        counts = AccessCounts(self._embedding.tables)
-        for batch in sampled(self._counted(batches), self.sample_rate, seed=self._seed):
-            counts.add(_on_host(batch))
-        room = self._room_bytes()
-        budget = room if self.hot_budget is None else self._budget_bytes()
+        counts = self._counts(batches)
+        self._room = self._room_bytes()
+        budget = self._room
+        if self.hot_budget is not None:
+            budget = min(budget, self._budget_bytes())
         sizes, small = self._row_bytes, self.small_table_bytes
         if self.choose == "top-k":
             chosen = top_k(counts, sizes, budget, small_table_bytes=small)
@@ -307,6 +323,17 @@ class FAE:
                 counts, sizes, budget, estimate=self.estimate, small_table_bytes=small
             )
         return chosen, counts
+
+    def _counts(self, batches: Iterable[Any]) -> AccessCounts:
+        tables = self._embedding.tables
+        if self._profile is not None:
+            for _ in self._counted(islice(batches, 1)):
+                pass
+            return AccessCounts.of_profile(tables, self._profile)
+        counts = AccessCounts(tables)
+        for batch in sampled(self._counted(batches), self.sample_rate, seed=self._seed):
+            counts.add(_on_host(batch))
+        return counts
 
     def _counted(self, batches: Iterable[Any]) -> Iterator[Batch]:
         """The ids of an epoch. The first batch says how large they are."""
@@ -338,11 +365,16 @@ class FAE:
         return hot
 
     def _describe(self, report: HotReport, hot: HotSet, counted: int) -> None:
-        notes = report.notes
-        if self.hot_budget is not None and hot.num_rows < report.num_rows:
+        notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
+        if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
-                f"of {report.num_rows:,} rows that fit the hot budget {hot.num_rows:,} are hot: "
-                "the collection has room for no more beside a batch",
+                f"a hot budget of {show_bytes(asked)} is more than there is room for beside a "
+                f"batch: {show_bytes(self._room)}, in which {hot.num_rows:,} rows are hot",
+            )
+        if not self._room:
+            notes += (
+                "the collection's budget has no room to pin rows beside a batch: a larger one has, "
+                "or one for smaller batches",
             )
         for each in notes:
             warn(each)
@@ -387,11 +419,6 @@ class FAE:
         )
         return sets
 
-    def _ids(self, batch: Any) -> Any:
-        """What the collection looks up, where `ids` may give a dict by the collections' names."""
-        found, name = self._trainer.ids(batch), self._collection
-        return found[name] if isinstance(found, Mapping) and name in found else found
-
     @property
     def _row_bytes(self) -> RowBytes:
         groups = self._embedding.groups
@@ -413,12 +440,15 @@ class FAE:
         if self._separated is None:
             return "nothing was trained yet"
         every = r.hot_samples + r.cold_samples
+        where = f"in {r.counted_samples:,} counted samples" if r.counted_samples else "by a profile"
         said = [
             f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {r.covered:.1%} of the "
-            f"accesses in {r.counted_samples:,} counted samples",
+            f"accesses {where}",
             f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
             f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
             + (", as told apart before" if r.reused else ""),
+            f"counting took {r.counted_seconds:,.1f} s and telling them apart "
+            f"{r.separated_seconds:,.1f} s, before the first step",
             f"{r.switches:,} switches"
             + (
                 f", at which {show_bytes(r.synchronised_bytes)} of hot rows were brought up to date"

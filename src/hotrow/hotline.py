@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Skip
+from hotrow.skip import Bindable, Skip, begun
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -41,19 +41,6 @@ LOGS = ("exact", "srrip")
 _AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
 _WINDOW = 32  # batches over which the share of popular samples is smoothed
 _KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
-
-
-class Bindable(Protocol):
-    """A skip that is made when hot rows are known."""
-
-    def bound(
-        self,
-        embedding: EmbeddingBagCollection,
-        hot: Any,
-        num_batches: int,
-        *,
-        ids: Callable[[Any], Any],
-    ) -> Skip: ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +142,7 @@ class Hotline:
                 raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
         self._log, self._part, self._floor = log, learned, floor
         self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
-        self._grain, self._skip, self._take = grain, skip, take
+        self._grain, self.skip, self._take = grain, skip, take
         self._bound: Skip | None = None
         self._members: list[_Member] = []
         self._told_of_none = False
@@ -209,7 +196,7 @@ class Hotline:
                     f"others; the collection {name or type(embedding).__name__!r} has "
                     f"{strategy.name!r}: build it with strategy='static' and a budget"
                 )
-        if self._skip is not None and len(self._pinned) > 1:
+        if self.skip is not None and len(self._pinned) > 1:
             raise ValueError(
                 f"skip= chooses samples by the rows of one collection, and the model has "
                 f"{len(self._pinned)}: {', '.join(map(repr, self._pinned))}; tables of any width "
@@ -238,6 +225,8 @@ class Hotline:
                     self._begin(first, count)
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
+            if self._classified:
+                self._tell_if_none(self._classified)
         finally:
             if self._bound is not None:
                 self._bound.close()
@@ -284,7 +273,7 @@ class Hotline:
 
     def _epoch(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
         counted = self._counted(batches)
-        if self._skip is None:
+        if self.skip is None:
             yield from self._segment(counted)
             return
         if self._bound is None:
@@ -292,7 +281,7 @@ class Hotline:
             yield from self._segment(counted, until_pinned=True)
             if self._is_over:
                 return
-            self._bound = self._bind(self._skip)
+            self._bound = self._bind(self.skip)
         for segment in self._bound.segments(counted):
             yield from self._segment(iter(segment))
 
@@ -301,17 +290,14 @@ class Hotline:
             self._left -= 1
             yield batch
 
-    def _bind(self, skip: Any) -> Skip:
+    def _bind(self, skip: Bindable | Skip) -> Skip:
         (member,) = self._members
-        left = max(1, self._left)
-        if not hasattr(skip, "bound"):
-            skip.begin(left)
-            return cast(Skip, skip)
+        assert member.hot is not None
 
         def ids(batch: Any) -> Any:
             return self._features(batch, member.name)
 
-        return cast(Skip, skip.bound(member.embedding, member.hot, left, ids=ids))
+        return begun(skip, member.embedding, member.hot, max(1, self._left), ids)
 
     def _segment(
         self, batches: Iterator[Any], *, until_pinned: bool = False
@@ -376,19 +362,25 @@ class Hotline:
         )
         self._classified += found.samples
         self._popular += found.popular
-        self._tell_if_none()
+        self._tell_if_none(self._enough)
         return found.parted
 
-    def _tell_if_none(self) -> None:
-        if self._popular or self._told_of_none or self._classified < self._enough:
+    def _tell_if_none(self, enough: int) -> None:
+        """Where that many samples were classified, and none of them is popular."""
+        if self._popular or self._told_of_none or self._classified < enough:
             return
         self._told_of_none = True
         rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
+        why = (
+            f"each looks up some row that is not among the {rows:,} pinned ones, as samples with "
+            "many lookups do"
+            if rows
+            else "no row is pinned, since the budget has no room for any beside a batch"
+        )
         warn(
-            f"none of {self._classified:,} samples is popular: each looks up some row that is not "
-            f"among the {rows:,} pinned ones, as samples with many lookups do. Batches are trained "
-            "whole, which is right but gains nothing; a larger budget, or strategy='lookahead' "
-            "without Hotline, may"
+            f"none of {self._classified:,} samples is popular: {why}. Batches are trained whole, "
+            "which is right but gains nothing; a larger budget, or strategy='lookahead' without "
+            "Hotline, may"
         )
 
     # -- learning ----------------------------------------------------------------------

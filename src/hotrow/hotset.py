@@ -164,7 +164,15 @@ class HotSet:
 
     @property
     def num_rows(self) -> int:
-        return int(self.is_hot[: self.places.num_rows].sum())
+        return sum(self.counts().values())
+
+    def counts(self) -> dict[str, int]:
+        """How many rows of each table are hot."""
+        # count_nonzero reads bytes; sum() would make numbers of them first, ten times as slowly.
+        return {
+            table.name: int(torch.count_nonzero(self.mask(table.name)))
+            for table in self.places.tables
+        }
 
     def mask(self, table: str) -> Tensor:
         """[rows of the table] bool; a view."""
@@ -181,9 +189,7 @@ class HotSet:
 
     def num_bytes(self, row_bytes: RowBytes) -> int:
         """What the hot rows take in fast memory."""
-        return sum(
-            int(self.mask(table.name).sum()) * row_bytes[table.name] for table in self.places.tables
-        )
+        return sum(count * row_bytes[name] for name, count in self.counts().items())
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> HotSet:
         moved = object.__new__(HotSet)

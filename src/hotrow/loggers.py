@@ -352,8 +352,8 @@ class Learning:
 
     def _choose(self) -> bool:
         old, self.hot = self.hot, self.log.hot()
-        entered = int((self.hot.is_hot & ~old.is_hot).sum())
-        left = int((old.is_hot & ~self.hot.is_hot).sum())
+        entered = int(torch.count_nonzero(self.hot.is_hot & ~old.is_hot))
+        left = int(torch.count_nonzero(old.is_hot & ~self.hot.is_hot))
         self.history.append(
             Learned(self._num_batches, self._why, self.popular_share, entered, left)
         )

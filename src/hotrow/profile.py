@@ -5,12 +5,18 @@ Sees tables and counts, never rows.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.disk import Disk, FileRecord, why_wrong
+from hotrow.manifests import Reader, read_json
 from hotrow.tables import EmbeddingBagConfig, WidthGroup
 from hotrow.told import few
 
@@ -18,6 +24,9 @@ from hotrow.told import few
 Counts = Tensor | tuple[Tensor, Tensor]
 Profile = Mapping[str, Counts]
 
+FORMAT = 1
+PROFILE_FILE = "profile.json"
+_COUNTS_FILE = "counts.bin"  # of each table the rows that were read, int64, and counts, float64
 _GUESSED_SKEW = 1.05  # Zipf exponent consistent with published skew of the Criteo data
 
 
@@ -59,6 +68,64 @@ def _names_rows(counts: object, size: int) -> bool:
         return False
     inside = bool(((rows >= 0) & (rows < size)).all())
     return inside and rows.unique().numel() == rows.numel()
+
+
+def save_profile(
+    folder: str | Path, profile: Profile, *, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write counts to a folder, for `load_profile`; `facts`, in plain values, lie beside them."""
+    entries: list[int] = []
+
+    def parts() -> Iterator[bytes]:
+        for counts in profile.values():
+            rows, uses = _sparse(counts)
+            entries.append(len(rows))
+            for each, kind in ((rows, "<i8"), (uses, "<f8")):
+                yield each.cpu().numpy().astype(kind).tobytes()
+
+    disk = Disk(Path(folder))
+    written = disk.write(_COUNTS_FILE, parts())
+    found = {
+        "format": FORMAT,
+        "counts": {"file": written.file, "bytes": written.bytes, "sha256": written.sha256},
+        "tables": [
+            {"name": name, "entries": each} for name, each in zip(profile, entries, strict=True)
+        ],
+        "facts": facts or {},
+    }
+    # Last: a folder without it is not finished.
+    disk.write(PROFILE_FILE, [json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"])
+
+
+def load_profile(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """The counts that `hotrow profile --out` or `save_profile` has written, for `profile=`."""
+    path = Path(folder) / PROFILE_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {PROFILE_FILE}; `hotrow profile DATA --out` makes one")
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a profile of format {FORMAT}")
+    reader = Reader(str(path), remedy="profile the data again")
+    about = reader.table(found.get("counts"), "counts")
+    size, name = reader.number(about, "bytes"), reader.path(about)
+    if wrong := why_wrong(
+        Path(folder), FileRecord(name, size, reader.text(about, "sha256")), contents=True
+    ):
+        raise ValueError(f"{wrong}; profile the data again")
+    tables = [reader.table(each, "tables") for each in reader.items(found, "tables")]
+    entries = [reader.number(each, "entries") for each in tables]
+    if 16 * sum(entries) != size:
+        raise reader.wrong(f"{sum(entries):,} counts are not {size:,} bytes")
+    loaded, at = {}, 0
+    data = np.fromfile(Path(folder) / name, dtype=np.uint8)
+    for table, many in zip(tables, entries, strict=True):
+        rows, uses = data[at : at + 8 * many], data[at + 8 * many : at + 16 * many]
+        loaded[reader.text(table, "name")] = (
+            torch.from_numpy(rows.view("<i8").astype(np.int64)),
+            torch.from_numpy(uses.view("<f8").astype(np.float64)),
+        )
+        at += 16 * many
+    return loaded
 
 
 def hottest(profile: Profile, group: WidthGroup, limit: int) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step. Its rows and bytes moved since the step before, perhaps for later batches."""
+    """One step. Its rows and bytes moved since the step before, perhaps for later batches; its
+    seconds have passed since then, but for those of whoever asks for steps."""
 
     step: int
     loss: float
@@ -22,6 +23,14 @@ class StepRecord:
     evicted_rows: int
     bytes_fetched: int
     bytes_evicted: int
+    # Of `seconds`, what the host has spent: waiting for the loader, deciding, moving rows. On a GPU
+    # the latter two are launches.
+    read_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    rows_seconds: float = 0.0
+    # Share of the step in which training waited for rows; NaN: not measured. On a GPU it is
+    # measured every few steps, and told some later.
+    waited: float = math.nan
 
     @property
     def hit_rate(self) -> float:
@@ -76,6 +85,57 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Where the host's seconds went, over all steps but the first ones; see StepRecord."""
+
+    steps: int
+    seconds: float
+    read_seconds: float
+    plan_seconds: float
+    rows_seconds: float
+    waited: float = math.nan  # mean over the steps in which it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a run waits for most."""
+
+    part: str  # "link", "planning", "loader" or "dense part"
+    share: float  # of a step's time
+    message: str  # with what to change
+
+    @property
+    def is_to_be_told(self) -> bool:
+        """Training itself is what a step is for."""
+        return self.part != "dense part"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecord:
+    """Lookups and moves of one table in training. `unique_rows` counts a row once per batch."""
+
+    lookups: int
+    unique_rows: int
+    fetched_rows: int
+    evicted_rows: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that caused no fetch."""
+        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage that was at work, as a profiler saw it."""
+
+    place: str  # "host" or "GPU"
+    name: str  # "read", "plan", "fill", "train" ...
+    start: float  # seconds since whenever
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Everything about a run but its steps."""
 
@@ -89,12 +149,19 @@ class RunRecord:
     evaluations: tuple[EvalRecord, ...] = field(default=())
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
     resumed_after: tuple[int, ...] = ()  # steps whose checkpoints it went on from
+    system: Mapping[str, Any] = field(default_factory=dict)  # what ordered or left out samples
+    told: Mapping[str, str] = field(default_factory=dict)  # the same in words
+    tables: Mapping[str, TableRecord] = field(default_factory=dict)  # by the tables' names
+    times: Times | None = None  # None: there were too few steps
+    limit: Limit | None = None  # None: nothing stands out
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One strategy of a comparison. Speeds are of all steps of all its repetitions together, but
-    for the first ones of each; everything else is of the first repetition."""
+    """One strategy of a comparison. Speeds of steps are of all its repetitions together, but for
+    the first ones of each; everything else is of the first repetition. Where steps differ, as those
+    of hot and cold batches do, the median says little: `whole_run` is what a run gets, samples that
+    it leaves out included."""
 
     strategy: str
     summary: str
@@ -108,7 +175,8 @@ class Figures:
     samples_per_second: float = math.nan  # p50
     slow_samples_per_second: float = math.nan  # p20
     fast_samples_per_second: float = math.nan  # p80
-    speed_up: float = math.nan  # over the baseline's p50
+    whole_run: float = math.nan  # samples offered per second; median of the repetitions
+    speed_up: float = math.nan  # of whole runs, over the baseline's
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes of fast memory by part
     fast_bytes: int = 0  # all of them
     is_within_budget: bool = True

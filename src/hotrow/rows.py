@@ -18,6 +18,7 @@ from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.changed import ChangedRows
+from hotrow.clock import named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
@@ -42,7 +43,8 @@ class RowGroup:
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
     aside = False  # another engine trains the same rows now
-    expected_rows = 0  # different ones of a batch, before the first is planned; 0: nobody has said
+    # Different ones of a batch, before the first is planned; None: nobody has said.
+    expected_rows: int | None = None
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     notes_changes = True  # this engine can say which rows it has written
     changed: ChangedRows | None = None  # where it does; None: nobody asks
@@ -130,8 +132,9 @@ class RowGroup:
         """Rows that can be pinned beside batches an eighth larger than any so far; None: nobody
         knows how large they are."""
         slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
-        if not largest:
+        if largest is None:
             return None
+        largest = max(1, largest)  # a batch without a lookup tells nothing of the next
         return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
 
     def pin_rows(self, ids: Tensor) -> None:
@@ -278,7 +281,8 @@ class RowGroup:
         assert work.plan is not None
         leaving, work.outgoing, rows = work.plan.moves.leaving, None, work.outgoing
         if rows is not None:
-            self.store.write(leaving[leaving >= 0], rows)
+            with named("write-back"):
+                self.store.write(leaving[leaving >= 0], rows)
 
     def insert(self, work: Work) -> None:
         assert work.plan is not None

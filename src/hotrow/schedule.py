@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
+from hotrow.clock import Clock
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import Lanes, Mark
 from hotrow.stages import FUSED, Stage, Work
@@ -87,8 +88,8 @@ class Pace:
     Where training was given work that needs no rows first, what counts is the wait after it.
     """
 
-    def __init__(self) -> None:
-        self._trainings = 0
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock, self._trainings = clock or Clock(), 0
         self._ticket: Ticket | None = None  # what began last, if it is looked at
         self._before: Mark | None = None
         self._unread: deque[tuple[set[Any], list[Mark]]] = deque()
@@ -111,12 +112,18 @@ class Pace:
             groups, (before, waits_from, rows, after) = self._unread.popleft()
             step = after.since(before)
             if step > 0:
+                share = min(max(rows.since(waits_from), 0.0) / step, 1.0)
+                self._clock.note_wait(share)
                 for group in groups:
-                    group.note_wait(min(max(rows.since(waits_from), 0.0) / step, 1.0))
+                    group.note_wait(share)
 
 
 def run(
-    stages: Sequence[Stage], admit: Callable[[], Ticket | None], order: Order, lanes: Lanes
+    stages: Sequence[Stage],
+    admit: Callable[[], Ticket | None],
+    order: Order,
+    lanes: Lanes,
+    clock: Clock | None = None,
 ) -> Generator[Ticket, None, None]:
     """Yield each ticket when it is its turn to train, with other tickets' stages around it.
 
@@ -132,7 +139,8 @@ def run(
     """
     line: deque[Ticket] = deque()
     again: deque[Ticket] = deque()
-    pace = Pace()
+    clock = clock or Clock()
+    pace = Pace(clock)
     try:
         for cycle in count():
             lanes.take_turn()
@@ -149,8 +157,10 @@ def run(
             for stage in order(stages, cycle):
                 for ticket in [each for each in line if each.age == stage.cycle]:
                     asks = ticket.planned and not ticket.confirmed and ticket.error is None
-                    if asks and not ticket.confirm():
-                        while line[-1] is not ticket:
+                    if asks:
+                        with clock.part("confirm"):
+                            confirmed = ticket.confirm()
+                        while not confirmed and line[-1] is not ticket:
                             line[-1].take_back()
                             again.appendleft(line.pop())
                     if stage.trains:
@@ -166,7 +176,8 @@ def run(
                         if stage.lane == "rows":
                             lanes.after("rows", trained)
                             lanes.after("rows", ticket.mark)
-                        ticket.run(stage, lanes)
+                        with clock.part(stage.name):
+                            ticket.run(stage, lanes)
     finally:
         lanes.give_turn()
         if not sys.is_finalizing():  # else nobody trains any more, and half of Python is gone

@@ -8,7 +8,7 @@ Knows nothing of rows: which samples are hot is asked of a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,6 +70,15 @@ def separate(
             "all take the cold way. More hot rows, or fewer lookups in a sample, would help"
         )
     return found
+
+
+def check_evaluated_again(test: Iterable[Any] | None) -> None:
+    """Refuses test batches that can be read once."""
+    if isinstance(test, Iterator):
+        raise ValueError(
+            "test is evaluated again and again, and an iterator gives its batches once; give a "
+            "list or a loader"
+        )
 
 
 def check_read_again(batches: Iterable[Any]) -> None:

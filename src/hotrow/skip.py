@@ -7,6 +7,7 @@ one must have been trained before the next is asked for: a decision looks at row
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,10 +15,12 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hotrow import samples
 from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection
+from hotrow.hotset import HotSet
 from hotrow.samples import Take
 from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
 from hotrow.told import warn
@@ -26,6 +29,11 @@ MODES = ("samples", "rows")
 Ids = Callable[[Any], Any]  # a batch -> what its collection looks up
 Join = Callable[[Sequence[Any]], Any]
 
+_TOLERANCE = 0.08  # as published
+_CHOICE = 2  # times as many inputs as are to be skipped must have been watched,
+_LONGEST = 0.25  # or so large a share of the epoch's batches
+_NOISE = 6  # times what losses vary by is no noise: it ends 1 in 25 runs of 30 where none falls
+
 
 @dataclass(frozen=True)
 class SkipSettings:
@@ -33,7 +41,8 @@ class SkipSettings:
 
     # Share of hot inputs to skip [target_drop_percentage]; in mode "rows", of lookups of hot rows.
     target: float = 0.3
-    tolerance: float = 0.08  # how far from it a search may end
+    # How far from it a search may end; None: 0.08, or half of a target for which that is too much.
+    tolerance: float | None = None
     starting_batch: int = 0  # batches before the first snapshot [starting_minibatch]
     watched: float = 0.015  # share of the batches between the snapshots [minibatch_percentage]
     sample_rate: float = 0.01  # share of the batches that the search looks at
@@ -45,8 +54,8 @@ class SkipSettings:
     # What was not published:
     least_visits: int = 1  # between the snapshots, of a row that may be stale
     recheck_every: int = 1000  # batches after which stale rows have to prove it again; 0: never
-    patience: int = 1  # validation losses above the best, one after the other, that end skipping
-    slack: float = 0.0  # how far above the best is not above it
+    patience: int = 3  # validation losses above the best, one after the other, that end skipping
+    slack: float | None = None  # how far above the best is not above it; None: by what they vary
 
     @classmethod
     def as_published(cls, **changes: Any) -> Self:
@@ -56,15 +65,17 @@ class SkipSettings:
     def __post_init__(self) -> None:
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("target", "tolerance", "watched", "sample_rate"):
+            if name == "tolerance" and self.tolerance is None:
+                continue
             if not _is_number(numbers[name]) or not 0 <= numbers[name] <= 1:
                 _refuse(name, "a share between 0 and 1", numbers[name])
         for name in ("starting_batch", "least_visits", "recheck_every"):
             _refuse_below(0, name, numbers[name])
         for name in ("iterations", "patience"):
             _refuse_below(1, name, numbers[name])
-        if self.target and self.tolerance >= self.target:
+        if self.target and self.allowed >= self.target:
             _refuse("tolerance", f"below the target of {self.target}", self.tolerance)
-        if not _is_number(self.slack) or not 0 <= self.slack < math.inf:
+        if self.slack is not None and not (_is_number(self.slack) and 0 <= self.slack < math.inf):
             _refuse("slack", "a number of at least 0", self.slack)
         if self.mode not in MODES:
             _refuse("mode", f"one of {', '.join(MODES)}", self.mode)
@@ -80,6 +91,11 @@ class SkipSettings:
                 "search", "two thresholds, the first of at least 0 and the smaller", self.search
             )
         object.__setattr__(self, "search", (float(ends[0]), float(ends[1])))
+
+    @property
+    def allowed(self) -> float:
+        """How far from the target a search may end."""
+        return min(_TOLERANCE, self.target / 2) if self.tolerance is None else self.tolerance
 
     def snapshots(self, num_batches: int) -> tuple[int, int]:
         """After how many batches of an epoch the first and the second are taken."""
@@ -148,13 +164,27 @@ class Skip(Protocol):
         """Training is over: no row stays frozen."""
 
 
-class Skipping(Protocol):
-    """A skip as a user asks for it, before it is known what it will look at."""
+class Bindable(Protocol):
+    """A skip as a user asks for it, before it is known which rows are hot."""
 
     def bound(
-        self, embedding: EmbeddingBagCollection, hot: Rows, num_batches: int, *, ids: Ids
+        self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> Skip:
         """For a first epoch of so many batches, of which a collection looks up `ids`."""
+
+
+def begun(
+    skip: Bindable | Skip,
+    embedding: EmbeddingBagCollection,
+    hot: Rows | HotSet,
+    num_batches: int,
+    ids: Ids,
+) -> Skip:
+    """A skip at the beginning of its first epoch."""
+    if hasattr(skip, "bound"):
+        return skip.bound(embedding, hot, num_batches, ids=ids)
+    skip.begin(num_batches)
+    return skip
 
 
 class KeepAll:
@@ -210,28 +240,37 @@ class SkipStale:
         counts = {name: len(rows) for name, rows in self._all.by_table(self._hot).items()}
         self.record = SkipRecord(self.settings.mode, hot_rows=counts)
         self._best, self._above = math.inf, 0  # validation losses
+        self._noted: list[float] = []
         self._stale: Tensor | None = None  # numbers of rows that are skipped, or in question
         self._stale_bits: Tensor | None = None  # of them; None: no sample is left out now
         self._freezes = False  # whether the collection has bits of frozen rows
         self._hot_bits: Tensor | None = None
         self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
         self._snapshot: Snapshot | None = None
+        self._between = 0  # batches from one snapshot to the next
         self.begin(num_batches)
         self._position = done
 
     def begin(self, num_batches: int) -> None:
         """A new epoch decides anew, unless a guard has ended skipping."""
         s = self.settings
-        first, second = s.snapshots(num_batches)
-        self._between = second - first
-        self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
-        self.record = replace(self.record, first_batch=second)
         self._position = 0
         self._pause()
         self._stale = self._visits = self._snapshot = None
-        self._due(first, self._watch)
-        if self.record.stopped or not s.target:
-            self._due(None)
+        self._due(None)
+        try:
+            first, second = s.snapshots(num_batches)
+        except ValueError as error:
+            warn(f"{error}; all are trained")
+            self.record = replace(self.record, first_batch=num_batches)
+            return
+        longest = min(int(_LONGEST * num_batches), num_batches - 1 - first)
+        self._longest = max(second - first, longest)
+        self._between = min(max(second - first, self._between), self._longest)
+        self._sampled = max(1, math.ceil(s.sample_rate * num_batches))
+        self.record = replace(self.record, first_batch=first + self._between)
+        if s.target and not self.record.stopped:
+            self._due(first, self._watch)
 
     # -- batches -----------------------------------------------------------------------
 
@@ -315,9 +354,15 @@ class SkipStale:
 
     def _decide(self, stream: _Stream) -> None:
         assert self._visits is not None
-        moved, often = self._moved(), self._visits[:-1].cpu() >= self.settings.least_visits
+        often = self._visits[:-1] >= self.settings.least_visits
+        batches = stream.peek(self._sampled)
+        share_of = self._shares(batches)
+        if share_of is not None and self._is_to_watch_on(share_of(often)):
+            return
         self._visits = None
-        threshold = self._search(moved, often, stream.peek(self._sampled))
+        moved = self._moved()
+        threshold = self._search(share_of, moved.to(often.device), often, batches)
+        often = often.cpu()
         stale = self._hot[often & (moved < threshold.tau)]
         seldom = self._counts(self._hot[~often])
         self.record = replace(self.record, threshold=threshold, seldom_rows=seldom)
@@ -326,42 +371,63 @@ class SkipStale:
         if not threshold.converged:
             warn(threshold.said)
 
-    def _search(self, moved: Tensor, often: Tensor, batches: Sequence[Any]) -> Threshold:
-        s = self.settings
+    def _is_to_watch_on(self, most: float) -> bool:
+        """For as long again, where of the inputs `most` can be stale, and that leaves no choice."""
+        more = min(self._between, self._longest - self._between)
+        if not more or most >= min(1.0, _CHOICE * self.settings.target):
+            return False
+        self._between += more
+        self.record = replace(self.record, first_batch=self.record.first_batch + more)
+        self._due(self._position + more, self._decide)
+        return True
+
+    def _shares(self, batches: Sequence[Any]) -> Callable[[Tensor], float] | None:
+        """(which hot rows are stale) -> the share of the batches' hot inputs, or of their lookups
+        of hot rows, that is; None: there are none."""
         looked = [self._look(batch) for batch in batches]
         places = [self._places(each) for each in looked]
-        moved, often = moved.to(self._all.device), often.to(self._all.device)
-        if s.mode == "rows":
-            what = "lookups of hot rows"
-            are_hot = [place >= 0 for place in places]
-        else:
-            what = "hot inputs"
-            are_hot = [self._are_hot(each) for each in looked]
+        of_rows = self.settings.mode == "rows"
+        are_hot = [place >= 0 for place in places] if of_rows else [*map(self._are_hot, looked)]
         total = sum(int(each.sum()) for each in are_hot)
-        if not total:
-            size = sum(each.num_samples for each in looked)
-            read = "any hot row" if s.mode == "rows" else "hot rows alone"
-            said = f"none of {size:,} sampled inputs looks up {read}: nothing is skipped"
-            return Threshold(0.0, 0.0, 0, False, *s.search, said)
 
-        def share_at(tau: float) -> float:
+        def share_of(is_stale: Tensor) -> float:
             # One more, which is not stale, for lookups of other rows.
-            is_stale = torch.cat([often & (moved < tau), often.new_zeros(1)])
+            is_stale = functional.pad(is_stale, (0, 1))
             found = [is_stale[place] for place in places]
-            if s.mode == "samples":
+            if not of_rows:
                 found = [
                     self._have_stale(each, flags) & hot
                     for each, flags, hot in zip(looked, found, are_hot, strict=True)
                 ]
             return sum(int(each.sum()) for each in found) / total
 
+        return share_of if total else None
+
+    def _search(
+        self,
+        share_of: Callable[[Tensor], float] | None,
+        moved: Tensor,
+        often: Tensor,
+        batches: Sequence[Any],
+    ) -> Threshold:
+        s = self.settings
+        of_rows = s.mode == "rows"
+        if share_of is None:
+            size = sum(self._look(batch).num_samples for batch in batches)
+            said = (
+                f"none of {size:,} sampled inputs looks up "
+                f"{'any hot row' if of_rows else 'hot rows alone'}: nothing is skipped. "
+                f"{len(self._hot):,} rows are hot: a larger hot_budget has more, unless popularity "
+                "has drifted since they were chosen"
+            )
+            return Threshold(0.0, 0.0, 0, False, *s.search, said)
         return find_threshold(
-            share_at,
+            lambda tau: share_of(often & (moved < tau)),
             target=s.target,
-            tolerance=s.tolerance,
+            tolerance=s.allowed,
             within=s.search,
             iterations=s.iterations,
-            what=what,
+            what="lookups of hot rows" if of_rows else "hot inputs",
         )
 
     def _probe(self, stream: _Stream) -> None:
@@ -421,11 +487,14 @@ class SkipStale:
     def note(self, validation_loss: float) -> None:
         """Ends skipping, for good, when the loss has risen: from the next batch that is read."""
         s = self.settings
+        if math.isfinite(validation_loss):
+            self._noted.append(validation_loss)
         is_skipping = self._stale is not None and len(self._stale) > 0
         if not is_skipping:  # what it was when skipping began is what it must not rise above
             self._best, self._above = validation_loss, 0
             return
-        if validation_loss <= self._best + s.slack:  # not so if it is no number
+        slack = _NOISE * noise_of(self._noted) if s.slack is None else s.slack
+        if validation_loss <= self._best + slack:  # not so if it is no number
             self._best, self._above = min(self._best, validation_loss), 0
             return
         self._above += 1
@@ -449,6 +518,14 @@ class SkipStale:
 
 
 def _nothing(stream: _Stream) -> None: ...
+
+
+def noise_of(losses: Sequence[float]) -> float:
+    """How far a loss typically is from the middle of those before and after it: what does not come
+    of a trend, up or down, nor of a single step."""
+    near = zip(losses, losses[1:], losses[2:], strict=False)
+    apart = [abs(loss - (before + after) / 2) for before, loss, after in near]
+    return statistics.median(apart) if apart else 0.0
 
 
 class SkipRandom:

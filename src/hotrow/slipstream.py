@@ -25,7 +25,7 @@ What is skipped, and when, is decided in skip.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, islice
@@ -41,6 +41,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.profile import Profile
 from hotrow.samples import Take
+from hotrow.separate import check_evaluated_again
 from hotrow.skip import Ids, Join, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale
 from hotrow.staleness import Rows
 from hotrow.told import warn
@@ -66,17 +67,8 @@ class _AsTheyCome(ABC):
 
     def attach(self, trainer: Trainer[Any]) -> None:
         """Refuses a model whose rows are not one collection's."""
-        named = trainer.model.named_modules()
-        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
-        if len(found) != 1:
-            raise ValueError(
-                f"{type(self).__name__} chooses samples by the rows of one collection, and the "
-                f"model has {len(found)}{': ' * bool(found)}{', '.join(map(repr, found))}; tables "
-                "of any width can be in one"
-            )
-        ((name, embedding),) = found.items()
-        self._trainer, self._embedding = trainer, embedding
-        self._ids = _ids_of(trainer.ids, name.removeprefix("_orig_mod."))
+        why = f"{type(self).__name__} chooses samples by the rows"
+        self._trainer, (self._embedding, self._ids) = trainer, trainer.one_collection(why)
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
@@ -153,11 +145,7 @@ class Slipstream(_AsTheyCome):
             raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
         if validate_every is not None:
             _check_count("validate_every", validate_every, 0)
-        if isinstance(test, Iterator):
-            raise ValueError(
-                "test is evaluated again and again, and an iterator gives its batches once; give a "
-                "list or a loader"
-            )
+        check_evaluated_again(test)
         if hot is not None and profile is not None:
             raise ValueError("hot names the hot rows, and profile would choose them: give one")
         self.hot_budget, self._profile, self._given, self._counted = (
@@ -218,9 +206,10 @@ class Slipstream(_AsTheyCome):
         done, hot, profile = 0, self._given, self._profile
         if hot is None and profile is None:
             done = max(1, round(self._counted * count))
-            starting = max(done, self.settings.starting_batch)
-            # Before any is trained: there may be too few to skip from.
-            replace(self.settings, starting_batch=starting).snapshots(count)
+        starting = max(done, self.settings.starting_batch)
+        # Before any is trained: there may be too few to skip from.
+        replace(self.settings, starting_batch=starting).snapshots(count)
+        if done:
             counts = AccessCounts(self._embedding.tables, self._device)
             yield self._counting(islice(batches, done), counts)
             hot = self._chosen(counts)
@@ -269,19 +258,8 @@ class Slipstream(_AsTheyCome):
             if self._trainer.step >= self._next:
                 self._next = self._trainer.step + self._every
                 assert self._skip is not None
-                self._skip.note(self._loss())
-
-    def _loss(self) -> float:
-        assert self._test is not None
-        trainer, total, size = self._trainer, 0.0, 0
-        for batch in self._test:
-            predictions, labels = trainer.predict(batch), trainer.labels(batch)
-            labels = labels.to(predictions.device)
-            total += float(trainer.loss_fn(predictions, labels).mean()) * len(labels)
-            size += len(labels)
-        if not size:
-            raise ValueError("test has no sample to evaluate on")
-        return total / size
+                assert self._test is not None
+                self._skip.note(self._trainer.mean_loss(self._test))
 
 
 class RandomDrop(_AsTheyCome):
@@ -321,6 +299,10 @@ class RandomDrop(_AsTheyCome):
             raise ValueError("like= says from which batch on; leave starting_batch out")
         self._like, self._seed = like, seed
 
+    def follow(self, record: SkipRecord) -> None:
+        """Leave out as many as somebody else has by now, before anything was trained."""
+        self._like = record
+
     @property
     def record(self) -> SkipRecord:
         """What came of it."""
@@ -354,16 +336,6 @@ def _rows_of(hot: Rows | HotSet) -> Rows:
     if isinstance(hot, HotSet):
         return {table.name: hot.rows(table.name) for table in hot.places.tables}
     return hot
-
-
-def _ids_of(ids: Callable[[Any], Any], collection: str) -> Ids:
-    """What the collection looks up, where `ids` may give a dict by the collections' names."""
-
-    def mine(batch: Any) -> Any:
-        found = ids(batch)
-        return found[collection] if isinstance(found, Mapping) and collection in found else found
-
-    return mine
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:

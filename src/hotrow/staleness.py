@@ -180,7 +180,7 @@ class Threshold:
     tau: float  # 0: none is
     share: float  # of the sampled hot inputs, or lookups of hot rows, that are stale by `tau`
     iterations: int
-    converged: bool
+    converged: bool  # to what was asked for; if not, `share` is what can be had below it
     low: float  # the range it ended in
     high: float
     said: str
@@ -196,34 +196,46 @@ def find_threshold(
     what: str = "hot inputs",
 ) -> Threshold:
     """Bisect for a threshold at which `share_at`, which never falls, is near the target; `what`
-    it is a share of."""
-    (low, high), least = within, target - tolerance
-    wanted = f"{target:.1%} ± {tolerance:.1%}"
-    most = share_at(math.inf)
-    if most < least:
+    it is a share of.
+
+    Where no threshold reaches it, since the rows of too many were not watched long enough to be
+    told, the target is taken of the others. Where the share jumps over it, the threshold before
+    the jump is taken.
+    """
+    low, high = within
+    wanted, most, less = f"{target:.1%} ± {tolerance:.1%}", share_at(math.inf), ""
+    if not most:
         said = (
-            f"at most {most:.1%} of the sampled {what} can be stale, {wanted} were asked for: the "
-            "others are of rows that are not hot or were visited too seldom. Nothing is skipped; "
-            "watch more batches, ask for less, or lower least_visits"
+            f"none of the sampled {what} can be stale: each is of rows that are not hot or were "
+            f"visited too seldom, and {wanted} were asked for. Nothing is skipped; watch more "
+            "batches (watched) or lower least_visits"
         )
         return Threshold(0.0, 0.0, 0, False, low, high, said)
-    while share_at(high) < least:
+    if most < target - tolerance:
+        less = (
+            f"; {wanted} were asked for, but {1 - most:.1%} are of rows that are not hot or were "
+            f"visited too seldom, so {target:.1%} are taken of the others. Watch more batches "
+            "(watched) or lower least_visits for more"
+        )
+        target, tolerance = target * most, tolerance * most
+    while share_at(high) < target - tolerance:
         high *= 2
     if share_at(low) > target + tolerance:
         low = 0.0
     is_other = (low, high) != within
     beyond = f"; the range {list(within)} did not reach it, {[low, high]} does" if is_other else ""
-    share = tau = 0.0
     for done in range(1, iterations + 1):
         tau = (low + high) / 2
         share = share_at(tau)
         if abs(share - target) <= tolerance:
             said = f"rows that moved less than {tau:.3g} are stale: {share:.1%} of the sampled"
-            return Threshold(tau, share, done, True, low, high, f"{said} {what}{beyond}")
+            said += f" {what}{beyond}{less}"
+            return Threshold(tau, share, done, not less, low, high, said)
         low, high = (tau, high) if share < target else (low, tau)
+    share, over = share_at(low), share_at(high)
     said = (
-        f"no threshold in {iterations} iterations makes {wanted} of the sampled {what} stale: "
-        f"the last, {tau:.3g}, makes {share:.1%}{beyond}. Nothing is skipped; a larger tolerance, "
-        "more batches between the snapshots, or a larger sample may help"
+        f"no threshold in {iterations} iterations makes {target:.1%} ± {tolerance:.1%} of the "
+        f"sampled {what} stale: {low:.6g} makes {share:.1%}, and {high:.6g} {over:.1%}{beyond}. "
+        + ("The smaller is taken" if share else f"Nothing is skipped; a target of {over:.2g} would")
     )
-    return Threshold(0.0, 0.0, iterations, False, low, high, said)
+    return Threshold(low if share else 0.0, share, iterations, False, low, high, said + less)

@@ -183,6 +183,7 @@ class PendingStep:
         if not self._accumulating:
             self.finish()
 
+    @torch.no_grad()  # what waits may have graphs: per-sample weights that are learned, for one
     def finish(self) -> None:
         """Update every row that has a gradient, once."""
         waiting = sorted(self._waiting, key=lambda each: each.call.number)

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's which led to them; and lists that stay readable."""
+"""Warnings that point at the line of the user's which led to them; lists and numbers for people."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:
     every = list(names)
     shown = between.join(every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most:,} more"
+
+
+def many(count: int, one: str, more: str | None = None) -> str:
+    """So many of them: `many(1, "row")` is "1 row", `many(2000, "batch", "batches")` has 2,000."""
+    return f"{count:,} {one if count == 1 else more or one + 's'}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hotrow.ahead import Ahead, to_device
 from hotrow.captured import CapturedStep, Late
+from hotrow.clock import Clock, named
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.graphed import GraphedStep, check_optimizer, label_of, lanes_in
 from hotrow.lanes import Lanes, lanes_of
@@ -123,28 +124,37 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes = self.system.passes(batches)
+        passes, asked = self.system.passes(batches), perf_counter()
         try:
             for each in passes:
                 some = iter(each)
                 for first in some:  # a pass may turn out to have no batch
-                    yield from self._pass(chain([first], some))
+                    # What a system does before a pass is time of the pass's first step.
+                    yield from self._pass(chain([first], some), asked)
+                    asked = perf_counter()
         finally:
             passes.close()
 
-    def _pass(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
+    def _pass(self, batches: Iterable[Batch], asked: float | None = None) -> Iterator[StepRecord]:
         """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
-            before, started = self._counters(), perf_counter()
+            clock = source.clock
+            before = self._counters() | _times(clock)
+            started = perf_counter() if asked is None else asked
             for batch in source:
-                loss = self._train(batch)
+                with clock.part("train"):
+                    loss = self._train(batch)
                 samples = len(self.labels(batch))
-                after = self._counters()
+                after = self._counters() | _times(clock)
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
+                waited = clock.take_waited()
+                if self.device.type == "cpu":  # where rows move, and then the batch is trained
+                    waited = moved["rows_seconds"] / seconds
                 kind = LateStepRecord if callable(loss) else StepRecord
-                yield kind(self.step, loss, samples, seconds, **moved)  # type: ignore[arg-type]
+                moved |= {"seconds": seconds, "waited": waited}
+                yield kind(self.step, loss, samples, **moved)  # type: ignore[arg-type]
                 before, started = after, perf_counter()  # the caller's time is not ours
         finally:
             source.close()
@@ -155,7 +165,7 @@ class Trainer(Generic[Batch]):
         Changes no bit of the training, so it may be called between any two steps.
         """
         scores, labels = [], []
-        with self._algorithms(), _evaluation(self.model, self.device):
+        with named("evaluate"), self._algorithms(), _evaluation(self.model, self.device):
             for batch in batches:
                 batch = to_device(batch, self.device)
                 scores.append(self.model(batch).double())
@@ -169,6 +179,37 @@ class Trainer(Generic[Batch]):
         with self._algorithms(), _evaluation(self.model, self.device):
             predictions: Tensor = self.model(to_device(batch, self.device))
             return predictions
+
+    def mean_loss(self, batches: Iterable[Batch]) -> float:
+        """Of all their samples, in evaluation mode. Changes no bit of the training."""
+        total, size = 0.0, 0
+        for batch in batches:
+            predictions = self.predict(batch)
+            labels = self.labels(batch).to(predictions.device)
+            total += float(self.loss_fn(predictions, labels).mean()) * len(labels)
+            size += len(labels)
+        if not size:
+            raise ValueError("there is no sample to evaluate on: the batches given are none")
+        return total / size
+
+    def one_collection(self, why: str) -> tuple[EmbeddingBagCollection, Callable[[Batch], Any]]:
+        """The model's only collection, for a system that needs just one, and what that looks up of
+        a batch, where `ids` may give a dict by the collections' names."""
+        named = self.model.named_modules()
+        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
+        if len(found) != 1:
+            raise ValueError(
+                f"{why} of one collection, and the model has {len(found)}{': ' * bool(found)}"
+                f"{', '.join(map(repr, found))}; tables of any width can be in one"
+            )
+        ((name, collection),) = found.items()
+        name = name.removeprefix("_orig_mod.")
+
+        def ids(batch: Batch) -> Any:
+            found = self.ids(batch)
+            return found[name] if isinstance(found, Mapping) and name in found else found
+
+        return collection, ids
 
     @property
     def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -206,6 +247,15 @@ class Trainer(Generic[Batch]):
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals
+
+
+def _times(clock: Clock) -> dict[str, float]:
+    """The host's seconds so far, named as in a StepRecord."""
+    return {
+        "read_seconds": clock.read.seconds,
+        "plan_seconds": clock.plan.seconds,
+        "rows_seconds": clock.rows.seconds,
+    }
 
 
 @contextmanager

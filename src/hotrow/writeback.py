@@ -25,6 +25,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from hotrow.clock import named
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
 from hotrow.lanes import Lanes, Mark
@@ -153,7 +154,7 @@ class WriteBack:
         load.certain = min(load.certain, packet.certain) if load.filled else packet.certain
         there = slice(load.filled, load.filled + count)
         self._lanes.after("back", self._lanes.mark("rows"))
-        with self._lanes.on("back"):
+        with self._lanes.on("back"), named("write-back"):
             load.ids[there].copy_(packet.ids[:count], non_blocking=True)
             load.rows[there].copy_(packet.rows[:count], non_blocking=True)
             load.there = packet.left = self._lanes.mark("back")

@@ -40,15 +40,39 @@ def test_relearning_stays_near_an_oracle_and_learning_once_does_not(
     clicks = script.read(path, script.COLUMNS)
     assert clicks.ids.shape == (36_000, 5)
     assert [table.num_embeddings for table in clicks.tables[1:]] == [3, 3, 3, 3]
-    lines = {line.name: line for line in script.compare(clicks, 0.02, 250)}
-    oracle = lines["oracle: the hour's own counts"]
-    once, again = lines["learned once, from 5 %"], lines["hotline, counts decayed by drift"]
+    names = (script.ORACLE, "learned once, from 5 %", script.HOTLINE, "static")
+    lines = {line.name: line for line in script.compare(clicks, 0.02, 250, names)}
+    oracle, once, again, static = (lines[name] for name in names)
     assert oracle.share > 0.9
     assert (oracle.below, oracle.hours_near) == (0, 1)
     assert once.below > 0.5
     assert again.below < 0.1
     assert again.times_chosen > once.times_chosen == 1
     assert again.share == pytest.approx(oracle.share - again.below)
+    assert len(again.by_hour) == len(oracle.by_hour) == 12
+    assert static.share is None
+    assert again.hit_rate > static.hit_rate
+
+
+def test_popular_clicks_are_those_whose_rows_were_pinned_when_they_came(script: Any) -> None:
+    """By the decisions alone, with nothing trained."""
+    clicks = script.steady(6_000, 300)
+    budget, size = 20 * script.ROW_BYTES, 100
+
+    def log() -> Any:
+        return script.DecayedCounts(clicks.tables, clicks.row_bytes, budget)
+
+    system = script.Watched(size, len(clicks.ids), log=lambda _: log(), relearn=0, floor=0)
+    slots = 20 + 2 * script.most_rows(clicks, size)
+    served = script.trained(clicks, size, "static", slots, system)
+    counts, learned = log(), 3  # 5 % of 60 batches
+    for _, batch in list(clicks.batches(size))[:learned]:
+        counts.add(batch)
+    expected = script.popular(clicks.batch(0, len(clicks.ids)), counts.hot())
+    expected[: learned * size] = False
+    assert served.is_popular.equal(expected)
+    assert served.times_chosen == 1
+    assert served.hits[-1] > served.hits[0]
 
 
 def test_generated_clicks_keep_their_popularity(script: Any) -> None:
@@ -68,6 +92,8 @@ def test_an_hour_is_counted_by_hand(script: Any) -> None:
     assert (own.times_chosen, own.rows_in) == (2, 2)
     before = script.chosen_by_hour(clicks, script.ROW_BYTES, ahead=False)
     assert before.is_popular.tolist() == [False] * 6
+    days = script.Clicks(tables, ids, torch.tensor([0, 1, 23, 24, 25, 47]))
+    assert script.next_day(days, 0.67) == pytest.approx(1 / 3)  # rows 0 and 1 were read on day 1
 
 
 def test_other_files_are_refused(script: Any, tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ def test_systems_that_are_not_there_hinder_no_other(load, tmp_path, monkeypatch,
     assert "times hybrid-plain, published 1.52" in said
 
 
+def test_a_pause_is_spread_over_an_epoch(load) -> None:
+    run = load("published").WholeRun((1.0, 2.0, 202.0, 3.0, 2.0), offered=50, trained=40)
+    assert run.pauses == 200
+    assert run.ms(10) == 42
+    assert run.ms(10, epoch=1000) == pytest.approx((210 - 200) / 5 + 0.2)
+
+
 def test_popular_samples_are_counted_by_hand(load) -> None:
     published, suite = load("published"), load("suite")
     setting = suite.Setting("small", (500, 40), dim=4, batch=64, budget=0.1)

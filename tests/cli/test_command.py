@@ -14,6 +14,8 @@ import hotrow as hotrow_package
 from hotrow._quiet import is_the_command
 from hotrow.cli import make_app
 
+COMMANDS = ("train", "compare", "prepare", "verify", "export", "doctor", "evaluate", "predict")
+
 
 def hotrow(*arguments: str) -> Result:
     return CliRunner().invoke(make_app(), arguments)
@@ -22,13 +24,11 @@ def hotrow(*arguments: str) -> Result:
 def test_help_names_every_command() -> None:
     result = hotrow("--help")
     assert result.exit_code == 0
-    for command in ("train", "compare", "prepare", "doctor", "evaluate", "predict"):
+    for command in COMMANDS:
         assert command in result.stdout
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "compare", "prepare", "doctor", "evaluate", "predict"]
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_has_examples(command: str) -> None:
     result = hotrow(command, "--help")
     assert result.exit_code == 0
@@ -36,7 +36,7 @@ def test_help_of_a_command_has_examples(command: str) -> None:
     assert f"hotrow {command}" in result.stdout
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["compare"], ["simulate"], ["doctor"]])
+@pytest.mark.parametrize("words", [[], *([each] for each in COMMANDS), ["simulate"]])
 def test_flags_are_shown_without_a_value(words: list[str]) -> None:
     assert "bool" not in hotrow(*words, "--help").stdout
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from clicks import criteo_lines, write
 from hotrow.cli import make_app
@@ -35,7 +35,7 @@ def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", lines)
     code, output = run("criteo", path, "--out", tmp_path / "out", "--bad-rows", "skip")
     assert code == 0, output
-    for words in ("1 bad rows left out", "line 101: 1 columns", "C26", "vocabulary", "written to"):
+    for words in ("1 bad row left out", "line 101: 1 column ", "C26", "vocabulary", "written to"):
         assert words in output
     assert Prepared(tmp_path / "out").samples("train") == 87
 
@@ -105,13 +105,15 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write("".join(",".join(line) + "\n" for line in avazu).encode())
     write(Path("UserBehavior.csv"), [["1", str(i), "2", "pv", str(i)] for i in range(9)],
           separator=",")  # fmt: skip
-    table = {name: [f"{i}" for i in range(20)] for name in ("user", "item", "last")}
+    table: dict[str, Any] = {n: [f"{i}" for i in range(20)] for n in ("user", "item", "last")}
+    table["tags"] = [["a", "b"]] * 20
     numbers = {"clicked": [0, 1] * 10, "price": [0.5] * 20, "age": [30] * 20}
     for part in range(2):
         pq.write_table(pa.table(table | numbers), f"part-{part}.parquet")
-    (toml,) = re.findall(r"```\n(label = .*?)```", page, re.DOTALL)
+    (toml,) = re.findall(r"```toml\n(# columns.toml.*?)```", page, re.DOTALL)
     Path("columns.toml").write_text(toml)
-    commands = re.findall(r"^hotrow (prepare .*)$", page, re.MULTILINE)
+    blocks = re.findall(r"^```\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^hotrow (prepare [^#\n]*)", "".join(blocks), re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
         code, output = run(*_words(command)[1:])
@@ -131,24 +133,65 @@ def test_help_teaches_with_examples() -> None:
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.txt", criteo_lines(100))
+    log = write(tmp_path / "train.txt", criteo_lines(100))
+    log.with_suffix(".gz").write_bytes(gzip.compress(log.read_bytes()))
+    write(tmp_path / "a.csv", [["y", "user"], *[["0", "7"]] * 20], separator=",")
+    (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
     script = """
         import sys
         sys.modules["pyarrow"] = None  # every import of it fails
         from hotrow.cli import main
-        sys.argv = ["hotrow", "prepare", *sys.argv[1:]]
-        main()
+        for line in sys.stdin.read().splitlines():
+            sys.argv = ["hotrow", "prepare", *line.split()]
+            try:
+                main()
+            except SystemExit as ended:
+                print("code", ended.code, file=sys.stderr)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), "criteo"]
-    plain = [*command, str(path), "--out", str(tmp_path / "1")]
-    assert subprocess.run(plain, capture_output=True).returncode == 0, "plain text needs none"
-    packed = path.with_suffix(".gz")
-    packed.write_bytes(gzip.compress(path.read_bytes()))
+    commands = [
+        "criteo train.txt --out 1",
+        "csv a.csv --columns columns.toml --split random --out 2",
+        "criteo train.gz --out 3",
+        "parquet a.parquet --columns columns.toml --out 4",
+    ]
     done = subprocess.run(
-        [*command, str(packed), "--out", str(tmp_path / "2")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "pip install 'hotrow[data]'" in done.stderr
+        [sys.executable, "-c", textwrap.dedent(script)],
+        input="\n".join(commands), capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    missing = "with pyarrow, which is not installed: pip install pyarrow"
+    assert done.stderr.splitlines() == [
+        "code 0",
+        "code 0",
+        f"error: .gz files are read {missing}",
+        "code 2",
+        f"error: Parquet is read {missing}",
+        "code 2",
+    ]
+
+
+def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hotrow(*words: str) -> Result:
+        return CliRunner().invoke(make_app(), words)
+
+    monkeypatch.chdir(tmp_path)
+    run("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
+    result = hotrow("verify", "out")
+    assert result.exit_code == 0
+    assert "out: prepared data, 55 files" in result.output
+    found = json.loads(hotrow("verify", "out", "--json").output)
+    assert (found["event"], found["files"]) == ("verified", 55)
+    shard = tmp_path / "out" / "shards" / "train-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    for words in (
+        ["verify", "out"],
+        ["train", "--set", "data.kind=prepared", "--set", "data.folder=out"],
+    ):
+        result = hotrow(*words)
+        assert result.exit_code == 2
+        assert "train-00000.bin has changed since it was written" in result.stderr
+    assert not Path("runs").exists()
 
 
 @pytest.mark.slow

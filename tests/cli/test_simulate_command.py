@@ -20,8 +20,28 @@ def run(*words: str) -> tuple[int, str]:
 def test_every_strategy_has_a_line() -> None:
     code, output = run(*SMALL, "--slots", "2%,9000")
     assert code == 0
-    for word in ("uncached", "static", "lru", "scratchpipe", "lookahead", "9,000", "376,110 rows"):
+    for word in ("uncached", "static", "lru", "scratchpipe", "lookahead", "belady", "9,000"):
         assert word in output
+    assert "376,110 rows" in output
+
+
+def test_look_ahead_is_planned_at_every_depth() -> None:
+    words = ["--strategy", "lru,lookahead", "--slots", "2%", "--depths", "2,9", "--json"]
+    code, output = run(*SMALL, *words)
+    assert code == 0
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [(line["strategy"], line.get("depth")) for line in lines] == [
+        ("lru", 0), ("lookahead", 2), ("lookahead", 9), ("belady", None),
+    ]  # fmt: skip
+    rows = [line["rows_per_batch"] for line in lines]
+    assert rows[0] >= rows[1] >= rows[2] >= rows[3] > 0
+
+
+def test_slots_too_few_for_a_batch_have_no_bound() -> None:
+    code, output = run(*SMALL, "--strategy", "lru", "--slots", "100,5%", "--json")
+    assert code == 0
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [line["strategy"] for line in lines] == ["lru", "lru", "belady"]
 
 
 def test_machines_get_one_object_per_line() -> None:
@@ -29,8 +49,11 @@ def test_machines_get_one_object_per_line() -> None:
     assert code == 0
     lines = [json.loads(line) for line in output.splitlines()]
     assert [line["strategy"] for line in lines] == [
-        "uncached", "static", "lru", "scratchpipe", "lookahead",
+        "uncached", "static", "lru", "scratchpipe", "lookahead", "belady",
     ]  # fmt: skip
+    rows = [line["rows_per_batch"] for line in lines]
+    # Pinned rows are there before the batches that count, whether a batch has read them or not.
+    assert rows[5] <= min(rows[0], rows[2], rows[3])
     assert all(line["batches"] == 6 and 0 < line["hit_rate"] < 1 for line in lines)
 
 
@@ -45,10 +68,19 @@ def test_machines_get_one_object_per_line() -> None:
         (["--strategy", "lru,hybrid"], "hybrid has no slots"),
         (["--set", "embedding.budget=5%"], "embedding.budget=5%: a simulation uses [data] and"),
         (["--set", "embedding.budget=5%"], "give --slots instead"),
+        (["--strategy", "fae"], "--strategy fae: which samples are trained, and when"),
+        (
+            ["--strategy", "hotline"],
+            "--strategy static. Simulated are uncached, static",
+        ),
+        (["--strategy", "lru+slipstream"], "its rows follow lru: give --strategy lru"),
+        (["--set", "embedding.strategy=fae"], "its rows follow static: give --strategy static"),
+        (["--set", "embedding.strategy=lru"], "give --strategy instead"),
         (["--set", "training.steps=5"], "--set training.steps=5: a simulation uses [data]"),
         (["--pin", "guess"], "--pin must be ranks or learned"),
         (["--batches", "0"], "--batches must be at least 1, not 0"),
-        (["--depth", "-1"], "--depth must be at least 0, not -1"),
+        (["--depths", "4,-1"], "--depths must be at least 0, not -1"),
+        (["--depths", "far"], "--depths: cannot read 'far'"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(words: list[str], message: str) -> None:

@@ -192,7 +192,7 @@ def test_data_of_another_form_are_refused_with_what_differs() -> None:
     assert "numbers: price instead of dense_0, dense_1" in told
     assert "table cat_0 is missing" in told
     assert "table item is new" in told
-    assert "nowhere has no manifest.json" in refused("evaluate", "real", "--data", "nowhere")
+    assert "nowhere does not exist" in refused("evaluate", "real", "--data", "nowhere")
 
 
 def test_rows_of_other_values_are_refused() -> None:
@@ -220,7 +220,7 @@ def test_data_that_moved_are_asked_for() -> None:
     record["settings"]["data"]["folder"] = "gone"
     (run / "run.json").write_text(json.dumps(record))
     told = refused("evaluate", "moved")
-    assert "gone has no manifest.json" in told
+    assert "gone does not exist" in told
     assert "If the data lie elsewhere now, say where: --data" in told
     assert evaluated("moved", "--data", "prepared")["auc"] == evaluated("real")["auc"]
 
@@ -340,7 +340,7 @@ def test_a_bar_is_shown_where_somebody_looks(
 def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     told = refused("predict", "dlrm", "--out", "never.parquet")
-    assert "scores are written with pyarrow, which is not installed; pip install" in told
+    assert "scores are written with pyarrow, which is not installed: pip install pyarrow" in told
 
 
 def test_one_class_alone_has_no_auc(monkeypatch: pytest.MonkeyPatch) -> None:

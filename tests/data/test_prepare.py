@@ -124,7 +124,7 @@ def test_of_several_days_the_last_is_halved(tmp_path: Path) -> None:
 
 def test_too_few_lines_to_train_on_are_an_error(tmp_path: Path) -> None:
     days = [write(tmp_path / "day_0", [["junk"]]), write(tmp_path / "day_1", criteo_lines(3))]
-    with pytest.raises(ValueError, match="4 lines leave none for training"):
+    with pytest.raises(ValueError, match="of 4 lines none is left for training"):
         run(tmp_path / "out", *days, bad_rows="skip")
 
 
@@ -463,7 +463,7 @@ def test_a_run_that_met_a_bad_line_goes_on_if_bad_lines_may_be_skipped(tmp_path:
     lines = criteo_lines(300)
     lines[250] = ["junk"]
     path = write(tmp_path / "train.txt", lines)
-    with pytest.raises(ValueError, match="line 251: 1 columns"):
+    with pytest.raises(ValueError, match="line 251: 1 column"):
         run(tmp_path / "out", path)
     assert list((tmp_path / "out" / ".work").glob("*.keys")), "something was read before"
     run(tmp_path / "out", path, bad_rows="skip")

@@ -18,7 +18,7 @@ from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.fields import BadLines
 from hotrow.data.prepared.layouts import Avazu
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.settings import NoWatch, Settings
 from hotrow.data.prepared.sources import open_source
 from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
@@ -144,6 +144,83 @@ def test_csv_with_quotes(tmp_path: Path) -> None:
     assert_holds_table(run("csv", tmp_path / "out", path, toml=CSV), found)
 
 
+@pytest.mark.parametrize(("price", "said"), [("-2000.5", True), ("999", False)])
+def test_large_numbers_are_pointed_out(tmp_path: Path, price: str, said: bool) -> None:
+    rows = [["y", "user", "price", "age"], *(["0", str(i), "1", "5000"] for i in range(30))]
+    rows[9][2] = price
+    path = write(tmp_path / "a.csv", rows, separator=",")
+    (tmp_path / "columns.toml").write_text(
+        'label = "y"\ncategories = ["user"]\ndense = ["price", "age"]\nlog = ["age"]'
+    )
+    heard: list[str] = []
+    watch = NoWatch()
+    watch.say = heard.append  # type: ignore[method-assign]
+    settings = Settings(split="random")
+    columns = tmp_path / "columns.toml"
+    source = open_source("csv", [path], out=tmp_path / "out", columns=columns, settings=settings)
+    prepare(source, tmp_path / "out", settings, workers=1, watch=watch)
+    assert [each for each in heard if "large numbers" in each] == (
+        [
+            "large numbers, from which a model learns little or nothing: price (up to 2,000); "
+            "name them in log, or scale them in the files"
+        ]
+        if said
+        else []
+    )
+
+
+CSV_LISTS = """
+label = "y"
+categories = ["user", "seen", "tags"]
+[tables]
+seen = "user"
+[lists]
+seen = "|"
+tags = " "
+"""
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_csv_lists_become_jagged(tmp_path: Path, quoted: bool) -> None:
+    """With bad lines among them, empty lists, and empty values, which do not count."""
+    draw = random.Random(3)
+    long = "a-user-of-some-length-"
+    rows, bags, tags = [["tags", "y", "seen", "user"]], [], []
+    for number in range(300):
+        bags.append([draw.choice(["", long]) + str(draw.randrange(9)) for _ in range(number % 4)])
+        tags.append([str(draw.randrange(5)) for _ in range(draw.randrange(3))])
+        written = "|".join(bags[-1]) + "|" * (number % 5 == 0)
+        row = ["  ".join(tags[-1]), str(number % 2), written, long + str(number % 9)]
+        rows += [[f'"{each}"' for each in row] if quoted else row]
+        if number % 50 == 7:
+            rows += [["1 2", "7", "8|9", "bad"], ["too", "few|columns"]]
+    path = write(tmp_path / "a.csv", rows, separator=",", end="\r\n" if quoted else "\n")
+    data = run("csv", tmp_path / "out", path, toml=CSV_LISTS, bad_rows="skip")
+    data.verify()
+    assert data.manifest.source["bad_rows"] == 12
+    shards = [shard for split in EVERY for shard in data.shards(split)]
+    for name, expected in (("seen", bags), ("tags", tags)):
+        sizes = np.concatenate([np.diff(shard.jagged[name].offsets) for shard in shards])
+        assert sizes.tolist() == [len(each) for each in expected]
+    users = [long + str(number % 9) for number in range(300)]
+    ids = [all_of(data, "ids")[:, 0], *(shard.jagged["seen"].values for shard in shards)]
+    # One table for both: who is in a list has the row that he has himself.
+    assert_same_grouping(np.concatenate(ids), users + [each for bag in bags for each in bag])
+    values = np.concatenate([shard.jagged["tags"].values for shard in shards])
+    assert_same_grouping(values, [each for bag in tags for each in bag])
+
+
+def test_csv_labels_may_have_a_point(tmp_path: Path) -> None:
+    """As pandas writes them where some are missing."""
+    rows = [["y", "user"], *([f"{i % 2}.0", "7"] for i in range(30)), ["0.5", "8"]]
+    path = write(tmp_path / "a.csv", rows, separator=",")
+    toml = 'label = "y"\ncategories = ["user"]'
+    with pytest.raises(ValueError, match=r"line 32: the label is '0\.5', neither 0 nor 1"):
+        run("csv", tmp_path / "1", path, toml=toml)
+    data = run("csv", tmp_path / "2", path, toml=toml, bad_rows="skip")
+    assert all_of(data, "label").tolist() == [0, 1] * 15
+
+
 def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     found = table(30)
     found["price"][20] = "cheap"
@@ -151,7 +228,7 @@ def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", [list(found), *rows], separator=",")
     with pytest.raises(ValueError, match=r"a\.csv, line 22: price is 'cheap', not a number"):
         run("csv", tmp_path / "out", path, toml=CSV)
-    with pytest.raises(ValueError, match=r"a\.csv has no column 'shop'; it has extra, item"):
+    with pytest.raises(ValueError, match=r"no column 'shop'; it has extra, item.*is to name the"):
         run("csv", tmp_path / "out", path, toml=CSV.replace('"user"', '"shop"'))
 
 
@@ -161,11 +238,11 @@ def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("\n".join(lines) + "\n")
     toml = 'label = "clicked"\ncategories = ["user", "item"]\n'
-    with pytest.raises(ValueError, match=r"line 3: its quotes are wrong: they do not close"):
+    with pytest.raises(ValueError, match=r"line 3: its quotes .*a line end within quotes is"):
         run("csv", tmp_path / "1", path, toml=toml, split="random")
     data = run("csv", tmp_path / "2", path, toml=toml, split="random", bad_rows="skip")
     assert data.manifest.source["bad_rows"] == 3
-    assert "line 4: 1 columns instead of 3" in data.manifest.source["bad_examples"][1]
+    assert "line 4: 1 column instead of 3" in data.manifest.source["bad_examples"][1]
     assert data.table_rows == {"user": 3, "item": 3}
 
 
@@ -185,7 +262,10 @@ WRONG = [
     ('label = "a"\ncategories = "b"', "categories must be a list of texts"),
     ('label = 3\ncategories = ["b"]', "label must be text"),
     ('label = "a"\ncategory = ["b"]', "unknown key 'category'"),
-    ('label = "a"\ncategories = ["b"]\nseparator = "::"', "must be one character"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nb = ","', "',' stands between columns already"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nc = "|"', "lists. names 'c', which is none"),
+    ('label = "a"\ncategories = ["b"]\n[lists]\nb = 3', "lists. gives what stands between"),
+    ('label = "a"\ncategories = ["b"]\nseparator = "::"', "separator: one character separates"),
 ]
 
 
@@ -254,6 +334,13 @@ def test_parquet_lists_become_jagged(tmp_path: Path) -> None:
     used = [row for split in ["train"] for bag in bags[: data.samples(split)] for row in bag]
     np.testing.assert_array_equal(data.counts("seen"), np.bincount(used, minlength=10))
     data.verify()
+
+
+def test_parquet_splits_no_texts(tmp_path: Path) -> None:
+    found = lists(10) | {"seen": ["1|2"] * 10}
+    pq.write_table(pa.table(found), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="'seen' must hold lists"):
+        run("parquet", tmp_path / "out", tmp_path / "a.parquet", toml=LISTS + '[lists]\nseen = "|"')
 
 
 def test_parquet_at_random_keeps_lists_with_their_samples(tmp_path: Path) -> None:

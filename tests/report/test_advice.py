@@ -16,6 +16,7 @@ def figures(strategy: str, rate: float, **others: Any) -> Figures:
         "contract": "exact",
         "outcome": "finished",
         "samples_per_second": rate,
+        "whole_run": rate,
         "slow_samples_per_second": 0.98 * rate,
         "fast_samples_per_second": 1.02 * rate,
         "speed_up": rate / 1000,

@@ -120,7 +120,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     result = train()
     assert result.exit_code == 2
-    assert "pip install 'hotrow[tensorboard]'" in result.stderr
+    assert "pip install tensorboard, or" in result.stderr
     assert not Path("runs").exists()
 
 

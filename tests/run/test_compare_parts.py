@@ -14,10 +14,11 @@ import torch
 from test_files import STEP
 from torch import Tensor
 
+from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.compare import Comparison, _Clock, choose
 from hotrow.run.config import RunConfig, load
-from hotrow.run.likeness import Reference, bits_of, room_for_reference
-from hotrow.run.systems import SYSTEMS, SystemKind, find_system, register
+from hotrow.run.likeness import Apart, Distance, Reference, bits_of, room_for_reference
+from hotrow.run.systems import SYSTEMS, Reordered, SystemKind, find_system, register
 
 SMALL = (
     "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
@@ -110,6 +111,8 @@ def test_a_clock_leaves_the_first_steps_out() -> None:
     for seconds in (9.0, 1.0, 2.0, 4.0):
         clock.add(replace(STEP, samples=8, seconds=seconds))
     assert clock.rates(1) == [8.0, 4.0, 2.0]
+    # Of 52 samples offered the first 8 came before the clock, and 20 were left out on the way.
+    assert clock.whole_run(1, 52) == pytest.approx(44 / 7)
 
 
 def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +164,91 @@ def test_names_of_systems_are_unique_and_known() -> None:
         find_system("hybrid-plane")
     with pytest.raises(ValueError, match="contract must be one of"):
         SystemKind("mine", "", "exactly", build=SYSTEMS["lru"].build)
+
+
+SKIPPED = (
+    "data.rows=[200, 60]", "data.batch_size=32", "data.samples=1280", "training.steps=60",
+    "embedding.budget=80%", "data.skew=1.3",
+)  # fmt: skip
+
+
+def test_random_drop_comes_behind_what_it_follows() -> None:
+    names = ["lru+random-drop", "hotline", "lru+slipstream", "fae+random-drop"]
+    found = [entry.kind.name for entry in choose(config(), names)]
+    assert found == [
+        "all-fast", "hotline", "lru+slipstream", "lru+random-drop", "fae+random-drop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ["lru", "hotline", "fae"])
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what systems are made for
+def test_as_many_samples_are_dropped_at_random(tmp_path: Path, base: str) -> None:
+    settings = config(*SKIPPED)
+    names = [f"{base}+random-drop", f"{base}+slipstream"]
+    comparison = Comparison(settings, choose(settings, names, repeat=1))
+    list(comparison.run(tmp_path))
+    found = comparison.record("finished")
+    _, skipped, control = found.strategies
+    assert control.samples == skipped.samples < 60 * 32
+    (note,) = found.notes
+    dropped = 60 * 32 - skipped.samples
+    assert note.startswith(f"{control.strategy} leaves out as many samples as {skipped.strategy}: ")
+    assert f": {dropped:,} of " in note
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_drop_without_samples_to_follow_has_the_target(tmp_path: Path) -> None:
+    settings = config(*SKIPPED, "system.mode=rows", "system.target=0.25", "training.steps=40")
+    names = ["lru+slipstream", "lru+random-drop"]
+    comparison = Comparison(settings, choose(settings, names, repeat=1))
+    list(comparison.run(tmp_path))
+    found = comparison.record("finished")
+    assert [each.samples for each in found.strategies] == [1280, 1280, 960]
+    assert (
+        "leaves out 25% of all samples, since lru+slipstream leaves out updates" in found.notes[0]
+    )
+
+
+def apart(largest: float, beyond: int, first_beyond: int | None) -> Distance:
+    losses = Apart(values=10, unlike=10, beyond=0 if first_beyond is None else 1, largest=largest)
+    return Distance(losses, Apart(values=900, unlike=100, beyond=beyond, largest=1.0), first_beyond)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_near"),
+    [
+        (apart(0.01, 20, 40), True),
+        (apart(0.03, 20, 40), False),  # losses are further away than rounding brings them
+        (apart(0.01, 70, 40), False),  # and so are values
+        (apart(0.01, 20, 5), False),  # before rounding can have done it
+    ],
+)
+def test_rounding_is_measured_by_rounding(found: Distance, is_near: bool) -> None:
+    assert found.is_as_near([apart(0.001, 30, None), apart(0.01, 10, 30)]) is is_near
+
+
+def test_a_reordered_batch_has_the_same_samples() -> None:
+    clicks = SyntheticClicks(SyntheticConfig(rows=(50, 9), batch_size=32, num_dense=2))
+    samples: Any = SimpleNamespace(batches=lambda steps: clicks.batches(0, steps))
+    (before,), (after,) = clicks.batches(0, 1), Reordered(samples, 1).batches(1)
+    assert not torch.equal(before.dense, after.dense)
+    assert sorted(before.dense.tolist()) == sorted(after.dense.tolist())
+
+
+def test_what_is_beyond_the_tolerance_stands_beside_rounding_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotrow.run.likeness.RELATIVE", 0.0)
+    monkeypatch.setattr("hotrow.run.likeness.ABSOLUTE", 1e-9)  # no rounding is within it
+    monkeypatch.setattr("hotrow.run.likeness.EARLY_STEPS", 0)
+    monkeypatch.setattr("hotrow.run.likeness.TIMES_AS_FAR", 100)
+    settings = config("embedding.optimizer.name=sgd")
+    entries = choose(settings, ["hybrid-plain", "lru"], repeat=1)
+    comparison = Comparison(settings, entries)
+    turns = [turn.strategy for turn in comparison.run(tmp_path) if turn.stage == "finished"]
+    assert turns == ["all-fast", "hybrid-plain", "lru", "reordered-1", "reordered-2"]
+    found = {each.strategy: each for each in comparison.record("finished").strategies}
+    assert set(found) == {"all-fast", "hybrid-plain", "lru"}
+    assert found["hybrid-plain"].equal == "tolerance"
+    assert found["hybrid-plain"].equal_note.count("Rounding alone, by another order") == 2
+    assert found["lru"].equal == "bits"

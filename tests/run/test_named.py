@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hotrow.hotline import Hotline
 from hotrow.run.config import load
 from hotrow.run.job import build
 from hotrow.run.named import SKIPS, SYSTEMS, find_named
+from hotrow.run.outcome import record_of, told_of
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 
@@ -90,10 +92,39 @@ def test_a_run_trains_by_its_system(name: str, kind: type) -> None:
     assert 0.4 < job.evaluate(at_end=True).auc <= 1
 
 
+def samples_of(job: Any) -> Counter[float]:
+    """What a job trains, by a number that no two samples share."""
+    seen: Counter[float] = Counter()
+    forward = job.model.forward
+
+    def noted(batch: Any) -> Any:
+        if job.model.training:
+            seen.update(batch.dense[:, 0].tolist())
+        return forward(batch)
+
+    job.model.forward = noted
+    steps = len(list(job.train()))
+    assert job.known_steps in (steps, None)
+    return seen
+
+
+@pytest.mark.parametrize("length", ["training.steps=17", "training.epochs=2", "training.steps=70"])
 @pytest.mark.filterwarnings("ignore")
-def test_so_many_steps_are_so_many() -> None:
-    job = job_of("embedding.strategy=fae", "training.steps=17")
-    assert [record.step for record in job.train()] == list(range(1, 18))
+def test_fae_trains_the_samples_that_others_do(length: str) -> None:
+    plain, job = (
+        job_of("embedding.strategy=static", length),
+        job_of("embedding.strategy=fae", length),
+    )
+    assert job.known_steps is None  # before it has told them apart
+    wanted, found = samples_of(plain), samples_of(job)
+    if length == "training.steps=70":  # an epoch, and batches of both kinds to the number of 20
+        assert 70 * 32 <= found.total() < 71 * 32
+        assert found.keys() == wanted.keys()
+    else:
+        assert found == wanted
+        assert job.known_steps is not None
+    assert plain.known_steps == plain.total_steps
+    assert job_of("embedding.strategy=lru+random-drop", length).known_steps is None
 
 
 def test_bits_are_not_compared_where_samples_are_changed() -> None:
@@ -101,7 +132,30 @@ def test_bits_are_not_compared_where_samples_are_changed() -> None:
         job_of("embedding.strategy=fae", "training.check_equality=true")
 
 
-@pytest.mark.parametrize("setting", ["system.target=1.5", "system.mode=some"])
+@pytest.mark.parametrize(
+    "setting",
+    ["system.target=1.5", "system.mode=some", "system.hot_budget=0", "system.least_visits=-1"],
+)
 def test_settings_of_systems_are_checked(setting: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         job_of(setting)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "words"),
+    [
+        ("fae", {"fae"}, ("hot and cold",)),
+        ("hotline", {"hotline"}, ("popular samples",)),
+        ("lookahead+random-drop", {"skip"}, ("left out",)),
+        ("hotline+random-drop", {"hotline", "skip"}, ("popular samples", "left out")),
+        ("lookahead", set(), ()),
+    ],
+)
+def test_a_run_tells_what_became_of_its_system(
+    strategy: str, keys: set[str], words: tuple[str, ...]
+) -> None:
+    job = job_of(f"embedding.strategy={strategy}")
+    for _ in job.train():
+        pass
+    assert record_of(job.trainer.system).keys() == keys
+    assert tuple(told_of(job.trainer.system)) == words

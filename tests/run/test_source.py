@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.ahead import tensors_in
+from hotrow.calibrate import AccessCounts
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.models import TBSM
@@ -59,6 +62,9 @@ def invoke(command: str, *settings: str, also: tuple[str, ...] = ()) -> str:
     return result.output
 
 
+CHECKED = "training.check_equality=true"
+
+
 def section(*settings: str) -> DataSection:
     return load(overrides=[f"data.{each}" for each in settings]).data
 
@@ -89,7 +95,7 @@ def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
 def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     settings = [
         "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%",
-        "training.epochs=3", "training.eval_every=5", "model.embedding_dim=4",
+        "training.epochs=3", "training.eval_every=5", "model.embedding_dim=4", CHECKED,
     ]  # fmt: skip
     command = ["train", *(part for each in settings for part in ("--set", each))]
     result = CliRunner().invoke(make_app(), command)
@@ -105,12 +111,12 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     [
         (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
         (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
-        (["data.kind=prepared", "data.folder=nowhere"], "nowhere has no manifest.json"),
+        (["data.kind=prepared", "data.folder=nowhere"], "nowhere does not exist"),
         (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
         ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
         (
             ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
-            "samples, which do not fill one batch of 4,096",
+            "a batch of 4,096 cannot be filled by",
         ),
     ],
 )
@@ -141,7 +147,7 @@ SEQUENCES = ("data.kind=prepared", "data.folder=taobao", "model.kind=tbsm", "mod
 def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
     invoke(
         "train", *SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "training.epochs=3",
-        "training.eval_every=9",
+        "training.eval_every=9", CHECKED,
     )  # fmt: skip
     run = read_run("runs/default")
     assert run.summary.equal_to_all_fast is True
@@ -157,7 +163,7 @@ def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
     settings = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
     job = build(load(overrides=settings))
     assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
-    invoke("train", *settings, "training.epochs=3", "training.eval_every=9")
+    invoke("train", *settings, "training.epochs=3", "training.eval_every=9", CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
 
 
@@ -225,7 +231,8 @@ def test_drift_lets_other_rows_take_the_top(folder: Path) -> None:
 
 def test_counted_data_train_and_are_simulated(folder: Path) -> None:
     data = ("data.kind=counted", "data.folder=out", "data.batch_size=64", "data.samples=1280")
-    invoke("train", *data, "embedding.budget=60%", "training.epochs=2", "model.embedding_dim=4")
+    model = ("embedding.budget=60%", "model.embedding_dim=4")
+    invoke("train", *data, *model, "training.epochs=2", CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
     lines = invoke("simulate", *data, also=("--json", "--batches", "4", "--warm-up", "2"))
     assert json.loads(lines.splitlines()[0])["lookups"] == 4 * 64 * 4
@@ -287,7 +294,7 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
     job = build(load(overrides=settings))
     (group,) = job.embedding.groups
     assert group.profile.keys() == Prepared(folder).table_rows.keys()
-    invoke("train", *settings)
+    invoke("train", *settings, CHECKED)
     assert read_run("runs/default").summary.equal_to_all_fast is True
 
 
@@ -324,8 +331,82 @@ def test_data_that_do_not_fit_the_model_are_one_sentence(
     assert "Traceback" not in result.output
 
 
-def test_a_simulation_draws_its_ids(folder: Path) -> None:
-    words = ["simulate", "--set", "data.kind=prepared", "--set", "data.folder=out"]
-    result = CliRunner().invoke(make_app(), words)
-    assert result.exit_code == 2
-    assert 'kind = "counted" with the same folder' in result.stderr
+@pytest.mark.parametrize("length", ["training.epochs=2", "training.steps=5"])
+@pytest.mark.filterwarnings("ignore")  # so few samples are not what FAE is made for
+def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", length,
+    ]  # fmt: skip
+    names = ["embedding.strategy=static", "embedding.strategy=fae"]
+    plain, fae = (build(load(overrides=[*settings, name])) for name in names)
+    steps = [record.samples for record in plain.train()]
+    assert set(steps) == {32}  # what does not fill a batch is left out
+    found = [record.samples for record in fae.train()]
+    assert sum(found) == sum(steps)
+    assert fae.known_steps == len(found)
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream", "hotline"])
+@pytest.mark.filterwarnings("ignore")
+def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", "training.epochs=2", "embedding.profile=true",
+    ]  # fmt: skip
+    job = build(load(overrides=[*settings, f"embedding.strategy={name}"]))
+    system: Any = job.trainer.system
+    losses = [record.loss for record in job.train()]
+    if name == "fae":
+        assert system.record.counted_samples == 0
+        assert "of the accesses by a profile" in system.described()
+        counts = AccessCounts.of_profile(job.embedding.tables, Prepared(folder).profile())
+        assert 0 < system.record.num_hot_rows <= int((counts.flat > 0).sum())
+    elif name == "hotline":  # which pins what it has learned, and is exact whatever was before
+        assert system.record.learned[0].why == "learned"
+        plain = build(load(overrides=[*settings[:-1], "embedding.strategy=all-fast"]))
+        assert losses == pytest.approx([record.loss for record in plain.train()], rel=1e-4)
+    else:
+        assert sum(system.record.hot_rows.values()) > 4 * 32  # more than a batch can read
+
+
+@pytest.mark.parametrize("name", ["fae", "lookahead+slipstream"])
+def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name: str) -> None:
+    settings = [
+        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
+        "training.check_equality=false", f"embedding.strategy={name}",
+    ]  # fmt: skip
+    config = load(overrides=settings)
+    samples = open_samples(config.data, pin_memory=False)
+
+    def none_held_back(name: str, *, whole: bool = False) -> Any:
+        raise ValueError("out holds no sample back for validation; prepare more of them")
+
+    samples.split = none_held_back  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="holds no sample back for validation"):
+        job = build(config, samples)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert sum(record.samples for record in job.train()) > 0
+    said = "there is no test loss" if name == "fae" else "Slipstream has no test= batches"
+    assert any(said in str(each.message) for each in told)
+
+
+@pytest.mark.parametrize("pin", ["ranks", "learned"])
+def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
+    data = ("data.kind=prepared", "data.folder=out", "data.batch_size=16")
+    also = ("--json", "--batches", "30", "--warm-up", "5", "--slots", "60", "--pin", pin)
+    lines = [json.loads(line) for line in invoke("simulate", *data, also=also).splitlines()]
+    assert [line["strategy"] for line in lines][-2:] == ["lookahead", "belady"]
+    # More batches than an epoch has, each with a lookup of four features for every sample.
+    assert all(line["lookups"] == 30 * 16 * 4 for line in lines)
+    fetched = {line["strategy"]: line["fetched_rows"] for line in lines}
+    assert fetched["belady"] <= fetched["lru"] < fetched["uncached"]
+
+
+def test_the_hottest_rows_of_a_folder_are_those_it_has_counted(folder: Path) -> None:
+    section = DataSection(kind="prepared", folder="out", batch_size=16)
+    trace, data = Trace(section), Prepared(folder)
+    every = np.concatenate([data.counts(table) for table in data.table_rows])
+    assert trace.num_rows == len(every)
+    assert every[trace.hottest(20).numpy()].tolist() == sorted(every, reverse=True)[:20]

@@ -12,18 +12,19 @@ from time import monotonic
 from typing import Any, Protocol
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hotrow.budget import show_bytes
-from hotrow.records import RunRecord
+from hotrow.records import Limit, RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 from hotrow.run.named import find_named
 from hotrow.run.saving import Saved
 from hotrow.run.tally import Tally
-from hotrow.told import few
+from hotrow.told import few, many
 
 Advance = Callable[[Tally], None]
 
@@ -76,11 +77,21 @@ class Show(Protocol):
     ) -> None: ...
 
 
+class _View(Progress):
+    """A bar, and a line of facts below it, so that both fit 80 columns."""
+
+    facts = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.facts, style="dim")
+
+
 class Screen:
     """Tables and a progress bar."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, quiet: bool = False) -> None:
+        self._console, self._quiet = Console(highlight=False), quiet
         self._memory: Mapping[str, int] = {}
         self._all_rows = 0
 
@@ -89,37 +100,47 @@ class Screen:
 
     def start(self, job: Job, folder: Path) -> None:
         config, embedding = job.config, job.embedding
+        self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
+        if self._quiet:
+            return
         self._console.print(
-            f"[bold]{folder}[/]: {config.model.kind}, {len(embedding.tables)} tables, "
-            f"{embedding.num_rows:,} rows ({show_bytes(embedding.bytes_total)} with optimizer "
-            f"state), strategy {config.embedding.strategy}"
+            f"[bold]{folder}[/]: {config.model.kind}, "
+            f"{many(len(embedding.tables), 'table')}, {many(embedding.num_rows, 'row')} "
+            f"({show_bytes(embedding.bytes_total)} with optimizer state), "
+            f"strategy {config.embedding.strategy}"
         )
         for dim, choice in embedding.fills().items():
             self._console.print(f"rows of width {dim} move {choice}")
-        self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
         self._show_memory(self._memory)
 
     @contextmanager
     def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
-        bar = Progress(
+        bar = _View(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
             expand=True,
+            disable=self._quiet,
         )
-        task = bar.add_task(title, total=steps, facts="")
+        task = bar.add_task(title, total=steps, speed="")
+        taken = sum(self._memory.values())
+        memory = f" · memory {show_bytes(taken)}" if title == "training" else ""
 
         def advance(tally: Tally) -> None:
-            bar.update(task, completed=tally.steps, facts=_facts(tally))
+            speed = f"{tally.samples_per_second:,.0f} samples/s"
+            bar.facts = _facts(tally) + memory
+            total = tally.expected or max(steps, tally.steps)
+            bar.update(task, completed=tally.steps, total=total, speed=speed)
 
         with bar:
             yield advance
 
     def _show_memory(self, memory: Mapping[str, int]) -> None:
-        if any(memory.values()):  # without slots nothing is taken before the first batch
+        # Without slots nothing is taken before the first batch.
+        if any(memory.values()) and not self._quiet:
             self._console.print(_memory_table(memory, all_rows=self._all_rows))
 
     def differs(self, what: list[str]) -> None:
@@ -137,7 +158,9 @@ class Screen:
         for key, value in _summary(record).items():
             table.add_row(key, value)
         self._console.print(table)
-        self._console.print(f"written to {folder}", soft_wrap=True)
+        if self._quiet:
+            return
+        self._console.print(f"written to {folder}; hotrow report {folder} draws it", soft_wrap=True)
         if model is not None:
             told = f"model saved to {model}; hotrow evaluate {folder} reads it"
             self._console.print(told, soft_wrap=True)
@@ -151,8 +174,11 @@ class Screen:
 class JsonLines:
     """One JSON object per line; progress at most once a second."""
 
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+
     def warn(self, message: str) -> None:
-        self._write("warning", message=message)
+        typer.echo(to_json({"event": "warning", "message": message}))
 
     def start(self, job: Job, folder: Path) -> None:
         embedding = job.embedding
@@ -184,6 +210,8 @@ class JsonLines:
                     loss=tally.loss,
                     auc=tally.auc,
                     hit_rate=tally.hit_rate,
+                    bytes_per_second=tally.bytes_per_second,
+                    waited=tally.waited,
                 )
 
         yield advance
@@ -198,23 +226,26 @@ class JsonLines:
         self._write("checkpoint", folder=str(saved.folder), step=saved.step, seconds=saved.seconds)
 
     def end(self, record: RunRecord, folder: Path, model: Path | None, saved: Saved | None) -> None:
-        self._write(
-            "end",
-            folder=str(folder),
-            model=None if model is None else str(model),
-            checkpoint=None if saved is None else str(saved.folder),
+        told = {
+            "event": "end",
+            "folder": str(folder),
+            "model": None if model is None else str(model),
+            "checkpoint": None if saved is None else str(saved.folder),
             **to_dict(record),
-        )
+        }
+        typer.echo(to_json(told))
 
     def _write(self, event: str, **facts: Any) -> None:
-        typer.echo(to_json({"event": event, **facts}))
+        if not self._quiet:
+            typer.echo(to_json({"event": event, **facts}))
 
 
 def _facts(tally: Tally) -> str:
-    # Short, because a bar must still fit into 80 columns beside it.
-    auc = "" if math.isnan(tally.auc) else f" AUC {tally.auc:.3f}"
-    loss = f" loss {tally.loss:.3f}" if tally.losses else ""
-    return f"{tally.samples_per_second:,.0f} samples/s{loss}{auc} hits {tally.hit_rate:.1%}"
+    loss = [f"loss {tally.loss:.3f}"] if tally.losses else []
+    auc = [] if math.isnan(tally.auc) else [f"AUC {tally.auc:.3f}"]
+    waited = [] if math.isnan(tally.waited) else [f"waited {tally.waited:.0%}"]
+    moved = [f"hits {tally.hit_rate:.1%}", f"link {show_bytes(tally.bytes_per_second)}/s"]
+    return " · ".join([*loss, *auc, *moved, *waited])
 
 
 def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:
@@ -240,25 +271,35 @@ def _summary(record: RunRecord) -> dict[str, str]:
     contract = find_named(record.settings["embedding"]["strategy"]).contract
     equality = {
         None: "not compared",
-        True: f"yes, to the bit: rows, row state, dense weights, {found.steps:,} losses",
+        True: "yes, to the bit: rows, row state, dense weights, "
+        + many(found.steps, "loss", "losses"),
         False: "NO" if contract == "exact" else f"not to the bit, and promised is: {contract}",
     }
     # A run that was stopped has seen no test sample.
     split = "validation" if record.outcome == "interrupted" else "test"
     chunked = {}
     if found.chunked_batches:
-        chunked["too large for the slots"] = f"{found.chunked_batches:,} batches, in chunks"
+        chunked["too large for the slots"] = (
+            many(found.chunked_batches, "batch", "batches") + ", in chunks"
+        )
     return {
-        "outcome": f"{record.outcome} after {found.steps:,} steps, {found.samples:,} samples",
+        "outcome": f"{record.outcome} after {many(found.steps, 'step')}, "
+        + many(found.samples, "sample"),
         f"{split} AUC": "not evaluated" if math.isnan(found.auc) else f"{found.auc:.4f}",
         f"{split} log-loss": _log_loss(record),
-        "hit rate": f"{found.hit_rate:.2%} of {found.lookups:,} lookups",
+        "hit rate": f"{found.hit_rate:.2%} of {many(found.lookups, 'lookup')}",
         "slots": _slots(record),
+        **record.told,
         **chunked,
         "moved": show_bytes(found.bytes_moved),
         "speed": f"{found.samples_per_second:,.0f} samples/s",
+        **({} if record.limit is None else {"limited by": _limit(record.limit)}),
         "equal to all-fast": equality[found.equal_to_all_fast],
     }
+
+
+def _limit(limit: Limit) -> str:
+    return f"the {limit.part}, {limit.share:.0%} of a step".replace("the planning", "planning")
 
 
 def _log_loss(record: RunRecord) -> str:

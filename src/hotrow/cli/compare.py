@@ -30,7 +30,7 @@ from hotrow.report.cells import (
     speed_cells,
     speed_title,
 )
-from hotrow.report.page import page_of
+from hotrow.report.comparison import page_of
 from hotrow.run.compare import USUAL, Comparison, Turn, choose
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
@@ -240,8 +240,8 @@ class _Screen:
 
     def end(self, record: ComparisonRecord, folder: Path) -> None:
         console = Console(highlight=False)
-        title = speed_title(record).replace(" over", "\nover")
-        heads = ["strategy", *(name or title for name in SPEED)]
+        title = speed_title(record).replace(" ", "\n")
+        heads = ["strategy", *(name.replace("fast ", "fast\n") or title for name in SPEED)]
         console.print(_table(heads, record, speed_cells))
         narrow = [name.replace("/", "/\n").replace("to all", "to\nall") for name in RESULT]
         console.print(_table(["strategy", *narrow], record, result_cells))
@@ -311,7 +311,8 @@ def _table(heads: Sequence[str], record: ComparisonRecord, cells: Any) -> Table:
     for head in heads:
         wraps = head == "contract" or head.startswith("equal")
         is_text = wraps or head == "strategy"
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=not wraps)
+        justify: Any = "left" if is_text else "right"
+        table.add_column(head, justify=justify, no_wrap=not wraps, min_width=8 if wraps else None)
     for each in record.strategies:
         table.add_row(each.strategy, *cells(each))
     return table

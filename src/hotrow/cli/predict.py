@@ -13,6 +13,7 @@ from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
 from hotrow.run.files import to_json
 from hotrow.run.predictions import check_arrow, write_scores
 from hotrow.run.trained import open_trained
+from hotrow.told import many
 
 
 def predict(
@@ -32,8 +33,8 @@ def predict(
     """Score every sample of a split with the model that a run has trained.
 
     The file has three columns: `row`, the sample's number in its split, from 0 on; `score`, the
-    probability of a click; and `label`. It is there when it is whole. `pip install 'hotrow[data]'`
-    brings pyarrow, which writes it.
+    probability of a click; and `label`. It is there when it is whole. pyarrow writes it:
+    `pip install pyarrow`.
 
     **Examples**
 
@@ -59,7 +60,7 @@ def predict(
         facts = {"event": "prediction", "run": run, "split": split, "samples": done}
         typer.echo(to_json(facts | {"out": str(out)}))
     else:
-        Console(highlight=False).print(f"{done:,} scores written to {out}", soft_wrap=True)
+        Console(highlight=False).print(f"{many(done, 'score')} written to {out}", soft_wrap=True)
 
 
 def _check_place(out: Path, *, force: bool) -> None:

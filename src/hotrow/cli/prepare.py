@@ -13,11 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
+from hotrow.cli._declared import JsonLinesFlag
 from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
 from hotrow.run.files import to_json
+from hotrow.told import many
 
 
 def prepare(
@@ -36,7 +38,9 @@ def prepare(
     ] = None,
     use_hash: Annotated[
         bool,
-        typer.Option("--hash", help="No vocabulary: every value is hashed into --max-rows rows."),
+        typer.Option(
+            "--hash", metavar="", help="No vocabulary: every value is hashed into --max-rows rows."
+        ),
     ] = False,
     split: Annotated[
         str | None,
@@ -59,18 +63,18 @@ def prepare(
         int | None, typer.Option(min=1, help="Threads; as many as there are cores if left out.")
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away what is in --out and begin anew.")
+        bool,
+        typer.Option("--restart", metavar="", help="Throw away what is in --out and begin anew."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same facts for machines, one object per line.")
-    ] = False,
+    as_json: JsonLinesFlag = False,
 ) -> None:
     """Turn logs into shards that training maps into memory.
 
     Values are counted, given rows, and written as fixed-width numbers, beside a manifest with
     checksums and the access counts of every row. Memory stays below --memory whatever the size of
     the input; a run that was stopped goes on where it was when the same command is given again.
-    For a while the folder takes up to twice the bytes of its shards.
+    For a while the folder takes up to twice the bytes of its shards. **hotrow verify** compares the
+    checksums again, whenever you like.
 
     **Kinds of files**
 
@@ -87,9 +91,11 @@ def prepare(
         label = "clicked"
         dense = ["price", "age"]          # numbers
         log = ["price"]                   # those of them that become log(x + 1)
-        categories = ["user", "item"]     # one table each; lists are jagged
+        categories = ["user", "item", "last_item", "tags"]    # one table each
         [tables]
         last_item = "item"                # a column that reads another's table
+        [lists]
+        tags = "|"                        # CSV: between the values of a list; Parquet has its own
 
     **Examples**
 
@@ -103,6 +109,10 @@ def prepare(
     - `hotrow prepare avazu train.csv.zst --out prepared/avazu --min-frequency 2 --bad-rows skip`
 
     - `hotrow prepare parquet part-*.parquet --columns columns.toml --out prepared/mine`
+
+    - `hotrow prepare csv clicks.csv --columns columns.toml --out prepared/mine`
+
+    pyarrow reads .gz, .zst and Parquet: `pip install pyarrow`. Plain text needs none.
     """
     settings = Settings(
         min_frequency=min_frequency,
@@ -167,13 +177,15 @@ class _Bar(Watch):
             table.add_row(escape(each.name), f"{each.rows:,}", values, each.ids)
         self._console.print(table)
         if bad := manifest.source["bad_rows"]:
-            self._console.print(f"[yellow]{bad:,} bad rows left out[/], the first of them:")
+            self._console.print(f"[yellow]{many(bad, 'bad row')} left out[/], the first of them:")
             for example in manifest.source["bad_examples"]:
                 self._console.print(f"  {escape(example)}", soft_wrap=True)
         rows = sum(each.rows for each in manifest.tables)
         samples = ", ".join(f"{manifest.samples(name):,} {name}" for name in manifest.splits)
         size = show_bytes(sum(each.bytes for each in manifest.files))
-        self._console.print(f"{rows:,} rows in {len(manifest.tables)} tables; {samples}; {size}")
+        self._console.print(
+            f"{many(rows, 'row')} in {many(len(manifest.tables), 'table')}; {samples}; {size}"
+        )
         self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
 
 

@@ -21,22 +21,33 @@ from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
-from hotrow.records import EvalRecord, RunRecord
+from hotrow.records import EvalRecord, RunRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
+from hotrow.run.limits import limit_of
 from hotrow.run.named import find_named
+from hotrow.run.outcome import record_of, told_of
 from hotrow.run.resume import Resumed, find_run_to_resume, has_finished, settings_of
 from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving
 from hotrow.run.tally import Tally
+from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
 
 
 def train(
     file: RunFile = None,
     settings: Settings = None,
     as_json: JsonLinesFlag = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", metavar="", help="Nothing but warnings and the summary."),
+    ] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="steps=N", help="Also write a Chrome trace of so many steps."),
+    ] = None,
     runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
         "runs"
     ),
@@ -70,6 +81,8 @@ def train(
 
     - `hotrow train --set run.tensorboard=true`, then `tensorboard --logdir runs`
 
+    - `hotrow train --trace steps=20`, then `hotrow report default`
+
     - `hotrow train`, then `hotrow evaluate default` and `hotrow predict default --out a.parquet`
 
     - `hotrow train run.toml --set checkpoint.every_steps=1000`, and when it was stopped
@@ -99,26 +112,37 @@ def train(
     ```
 
     `training.steps`, where it is given, takes the place of `epochs`. Without a file,
-    `run.threads = 1` and `training.eval_every = 64` are set, and, where the strategy is exact,
-    `training.check_equality = true`.
+    `run.threads = 1` is set, and on generated data `training.eval_every = 64` and, where the
+    strategy is exact, `training.check_equality = true`.
 
     The trained model goes to runs/NAME/model, as safetensors: dense weights, and those of all
     rows. `--set run.save=false` leaves it out.
+
+    **While it runs**: samples/s, the bytes that move per second, hits (the share of lookups that
+    caused no fetch), the share of a step in which training waited for rows, AUC and fast memory.
+    At the end it says whether the loader, planning, the link or the dense part is what limits it.
+
+    **--trace steps=20** profiles 20 steps, from the 68th on where the run is long enough;
+    `steps=20,from=500` begins later. runs/NAME/trace.json.gz opens in ui.perfetto.dev or
+    chrome://tracing, and stages have names in it: read, plan, confirm, fill (or send, collect,
+    exchange, insert), write-back, train. The profiler slows those steps down.
 
     Ctrl-C ends the run after the step under way; its records and the model are kept, with a
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A run whose loss
     is no number at its end exits with 3.
     """
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
+    traced = None if trace is None else parse_traced(trace)
     if config.run.save:
         _check_saving()
     if config.run.tensorboard:
         check_board()
-    show: Show = JsonLines() if as_json else Screen()
+    show: Show = JsonLines(quiet) if as_json else Screen(quiet)
     with one_line_warnings(show.warn):
         use_threads(config.run, show.warn)
         samples = open_data(config)
         steps = total_steps(config, samples)
+        traced = None if traced is None else traced.within(steps)
         samples.split("test")  # refuses one that is empty, before anything was trained
         if config.training.eval_every is not None:
             samples.split("validation")
@@ -143,7 +167,8 @@ def train(
                 show.resumed(before.step, before.checkpoint)
             if config.run.save:
                 _warn_of_little_room(job, run.folder, show)
-            result = _run(job, _Telling(run, board, show, stop), steps, before)
+            tracing = _tracing(config, run.folder, traced)
+            result = _run(job, _Telling(run, board, show, stop, tracing), steps, before)
             show.end(result.record, run.folder, result.model, result.saved)
     if result.unsaved is not None:
         raise result.unsaved
@@ -196,6 +221,10 @@ def _board(config: RunConfig, folder: Path, done: int) -> Board:
     return TensorBoard(folder, config, done) if config.run.tensorboard else NoBoard()
 
 
+def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
+    return NoTracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
+
+
 def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
     needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
     if free < needed:
@@ -213,6 +242,7 @@ class _Telling:
     board: Board
     show: Show
     stop: StopAfterStep
+    tracing: Tracing
 
 
 @dataclass(frozen=True)
@@ -310,12 +340,14 @@ def _evaluate(job: Job, tally: Tally, telling: _Telling, *, at_end: bool = False
 
 def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving) -> None:
     every, show = job.config.training.eval_every, telling.show
-    with show.progress("training", steps=steps) as advance:
+    with show.progress("training", steps=steps) as advance, telling.tracing as tracing:
         for record in job.train():
+            tracing.step(tally.steps + 1)
             tally.add(record)
             telling.run.step(record)
             telling.board.step(record)
-            if every and record.step % every == 0 and record.step < steps:
+            tally.expected = job.known_steps
+            if every and record.step % every == 0 and record.step != tally.expected:
                 _evaluate(job, tally, telling)
             advance(tally)
             saving.after_step(record.step)
@@ -323,6 +355,9 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
             if telling.stop.asked or settled:
                 break
     tally.finish()
+    limit = limit_of(tally.times(), device=job.config.run.device)
+    if limit is not None and limit.is_to_be_told:
+        show.warn(limit.message)
     if tally.losses and math.isnan(tally.loss):
         first = next(step for step, loss in enumerate(tally.losses, 1) if math.isnan(loss))
         message = (
@@ -377,7 +412,8 @@ def _record(
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
 ) -> RunRecord:
-    embedding = job.embedding
+    embedding, times = job.embedding, tally.times()
+    traffic = embedding.traffic()
     return RunRecord(
         name=name,
         started=started,
@@ -388,9 +424,17 @@ def _record(
         summary=tally.summary(
             fast_rows_share=embedding.num_slots / embedding.num_rows,
             equal_to_all_fast=is_equal,
-            chunked_batches=embedding.traffic().chunked_batches,
+            chunked_batches=traffic.chunked_batches,
         ),
         evaluations=tuple(tally.evaluations),
         data=job.samples.described(),
         resumed_after=resumed_after,
+        system=record_of(job.trainer.system),
+        told=told_of(job.trainer.system),
+        tables={
+            name: TableRecord(each.lookups, each.unique_rows, each.fetched_rows, each.evicted_rows)
+            for name, each in traffic.per_table.items()
+        },
+        times=times,
+        limit=limit_of(times, device=job.config.run.device),
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hotrow.budget import show_bytes
 from hotrow.checkpoint import Checkpoint, SavedModel
 from hotrow.checkpoint.folder import IN_RUN, saved_in
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
@@ -17,6 +19,7 @@ from hotrow.data.prepared.format import MANIFEST
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.run.files import MODEL_FOLDER, to_json
+from hotrow.told import many
 
 
 def verify(
@@ -48,14 +51,24 @@ def verify(
     - `hotrow verify prepared/kaggle --json`
     """
     found = list(_parts(path)) or list(_parts(runs / path))
+    if not found and not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
     if not found:
         raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
     for folder in found:
-        kind = _verify(folder)
+        what = _verify(folder)
         if as_json:
-            typer.echo(to_json({"event": "verified", "folder": str(folder), "kind": kind}))
+            typer.echo(to_json({"event": "verified", "folder": str(folder), **asdict(what)}))
         else:
-            typer.echo(f"{folder}: a {kind} that is whole")
+            told = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
+            typer.echo(f"{told}, as written")
+
+
+@dataclass(frozen=True)
+class _Verified:
+    kind: str
+    files: int
+    bytes: int
 
 
 def _parts(path: Path) -> Iterator[Path]:
@@ -69,28 +82,34 @@ def _parts(path: Path) -> Iterator[Path]:
         yield path / MODEL_FOLDER
 
 
-def _verify(folder: Path) -> str:
+def _verify(folder: Path) -> _Verified:
     """Says what it is, if nothing is wrong with it."""
     if (folder / CHECKPOINT).is_file():
         Checkpoint(folder).verify()
-        return "checkpoint"
+        return _counted("checkpoint", folder)
     found = read_json(folder / MANIFEST)
-    if isinstance(found, dict) and "splits" in found:
-        _verify_data(Prepared(folder))
-        return "folder of prepared data"
-    model = SavedModel(folder)
-    model.verify()
-    _refuse_what_is_no_number(model)
-    return "model"
+    if isinstance(found, dict) and "tables" in found and "splits" not in found:
+        model = SavedModel(folder)
+        model.verify()
+        _refuse_what_is_no_number(model)
+        return _counted("model", folder)
+    data = Prepared(folder)
+    _verify_data(data)
+    return _Verified("prepared data", len(data.manifest.files), data.num_bytes)
+
+
+def _counted(kind: str, folder: Path) -> _Verified:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return _Verified(kind, len(sizes), sum(sizes))
 
 
 def _verify_data(data: Prepared) -> None:
-    done, total = 0, sum(each.bytes for each in data.manifest.files)
+    done = 0
 
     def note(size: int) -> None:
         nonlocal done
         done += size
-        advance(done, total)
+        advance(done, data.num_bytes)
 
     with bytes_bar("checking the data") as advance:
         data.verify(note)

@@ -35,7 +35,7 @@ from hotrow.data.synthetic import ClickBatch
 from hotrow.order import BatchSet, NoBatches, Separated
 from hotrow.samples import mask_of
 from hotrow.scalars import whole
-from hotrow.told import few
+from hotrow.told import few, many
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
@@ -70,7 +70,6 @@ class BatchReader(Generic[Batch]):
             source = PreparedSource(source, split)
         self.source, self.batch_size, self.epochs = source, batch_size, epochs
         self.features = source.features if features is None else tuple(features)
-        self._drop_last = drop_last
         if not self.features or len(set(self.features)) < len(self.features):
             given = few(self.features) or "none"
             raise ValueError(f"features must name one at least, and each once; got {given}")
@@ -81,18 +80,20 @@ class BatchReader(Generic[Batch]):
         self._columns = [source.single.index(each) for each in self._single]
         self._mixed, self._seed = mixed, seed
         self._order = Order(source.sizes, mixed=mixed, seed=seed)
-        self.samples = self._order.samples
-        if not self.batches_per_epoch:
+        self.samples = self._end = self._order.samples
+        if drop_last:
+            self._end -= self.samples % batch_size
+        if not self._end:
             raise ValueError(
-                f"there are {self.samples:,} samples, which do not fill one batch of {batch_size:,}"
+                f"a batch of {batch_size:,} cannot be filled by {many(self.samples, 'sample')}"
+                + ("; lower batch_size" if self.samples else "")
             )
         self.workers = workers or min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
         self._pins = torch.cuda.is_available() if pin_memory is None else pin_memory
 
     @property
     def batches_per_epoch(self) -> int:
-        full, rest = divmod(self.samples, self.batch_size)
-        return full + bool(rest and not self._drop_last)
+        return -(-self._end // self.batch_size)
 
     def __len__(self) -> int:
         return self.epochs * self.batches_per_epoch
@@ -137,6 +138,8 @@ class BatchReader(Generic[Batch]):
         advance: Callable[[int], None] = nobody,
     ) -> Separated:
         """Hot samples and cold ones, as two readers like this one; both keep a short last batch.
+        Where this one leaves some out that do not fill a batch, they leave out as many together;
+        without a seed, the same.
 
         `popular` says of each sample of a batch whether it is hot; several threads ask at once. The
         numbers of either kind are put into the folder. With a `key`, which names the hot rows, they
@@ -174,14 +177,15 @@ class BatchReader(Generic[Batch]):
                 yield stretch.first, stretch.samples, result
 
     def _among(self, numbers: NDArray[np.int64]) -> BatchSet:
-        """A reader of these samples alone."""
+        """A reader of these samples alone, but those left out of an epoch."""
         if not len(numbers):
             return NoBatches()
         other = copy(self)
-        other.source, other._drop_last = SubsetSource(self.source, numbers), False
+        other.source = SubsetSource(self.source, numbers)
         other._order = Order(other.source.sizes, mixed=self._mixed, seed=self._seed)
-        other.samples = other._order.samples
-        return other
+        # As many as there are of those that lie last among all.
+        other.samples = other._end = int(np.searchsorted(numbers, self._end))
+        return other if other.samples else NoBatches()
 
     def _identity(self) -> str | None:
         """Of the samples and what is read of them; None: the source does not say."""
@@ -201,10 +205,7 @@ class BatchReader(Generic[Batch]):
 
     def _made(self, item: tuple[Stretch, int]) -> list[Batch | Columns]:
         """Batches that lie in a stretch, and the parts of those that reach beyond it."""
-        stretch, begin = item
-        end = self.samples
-        if self._drop_last:
-            end = self.batches_per_epoch * self.batch_size
+        (stretch, begin), end = item, self._end
         low, high = max(begin, stretch.first), min(end, stretch.first + stretch.samples)
         if low >= high:
             return []
@@ -302,10 +303,11 @@ class Loader(BatchReader[ClickBatch]):
 
     With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
     leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `features` chooses some, in their order. `sparse` is [B, F] where every
-    sample has one id of each feature, and jagged otherwise. Memory: about (2 x workers + 1) x
-    `mixed` samples. A batch may be changed in place; it lies in the memory of its stretch, which
-    stays as long as any batch of it does, so whoever keeps a few of many keeps `batch.clone()`.
+    more than it teaches. `len()` counts the batches of all epochs. `features` chooses some, in
+    their order. `sparse` is [B, F] where every sample has one id of each feature, and jagged
+    otherwise. Memory: about (2 x workers + 1) x `mixed` samples. A batch may be changed in place;
+    it lies in the memory of its stretch, which stays as long as any batch of it does, so whoever
+    keeps a few of many keeps `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.data.counted import Counted
@@ -252,6 +251,8 @@ class SyntheticClicks(Drawn):
         batches = [self.batch(index) for index in indices]
         scores = torch.cat([self.logits(batch) for batch in batches])
         labels = torch.cat([batch.label for batch in batches])
+        from torchmetrics.functional.classification import binary_auroc  # slow to import
+
         return float(binary_auroc(scores, labels.long()))
 
     def _calibrated_model(self) -> PlantedModel:

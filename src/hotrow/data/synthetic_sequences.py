@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 
 from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedHistories, click_probability
@@ -106,6 +105,8 @@ class SyntheticSequences(Drawn):
         batches = [self.batch(index) for index in indices]
         scores = torch.cat([self.logits(batch) for batch in batches])
         labels = torch.cat([batch.label for batch in batches])
+        from torchmetrics.functional.classification import binary_auroc  # slow to import
+
         return float(binary_auroc(scores, labels.long()))
 
     def expected_counts(self, table: int, count: int) -> Tensor:

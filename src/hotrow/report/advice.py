@@ -10,7 +10,7 @@ from hotrow.records import ComparisonRecord, Figures
 
 def advise(record: ComparisonRecord) -> str:
     """The fastest exact strategy within the budget, and what else is worth a thought."""
-    timed = [each for each in record.strategies if each.samples_per_second > 0]
+    timed = [each for each in record.strategies if each.whole_run > 0]
     right = [each for each in timed if _keeps_its_word(each) and each.outcome != "diverged"]
     affordable = [each for each in right if each.is_within_budget]
     said = [_told_of_broken(timed)]
@@ -35,7 +35,7 @@ def _fastest_of_best_contract(affordable: Sequence[Figures]) -> Figures | None:
 
 
 def _speed(figures: Figures) -> float:
-    return figures.samples_per_second
+    return figures.whole_run
 
 
 def _keeps_its_word(figures: Figures) -> bool:
@@ -54,7 +54,7 @@ def _choice(best: Figures, record: ComparisonRecord) -> str:
     if record.baseline not in (None, best.strategy):
         over = f", {best.speed_up:.2f} times {record.baseline},"
     return (
-        f"Take {best.strategy}: with {best.samples_per_second:,.0f} samples/s{over} the fastest "
+        f"Take {best.strategy}: with {best.whole_run:,.0f} samples/s{over} the fastest "
         f"that is {best.contract} within the budget of {show_bytes(record.budget_bytes)}."
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from hotrow.budget import show_bytes
 from hotrow.records import ComparisonRecord, Figures
+from hotrow.told import many
 
 NONE = "-"
 
@@ -32,7 +33,15 @@ _whole, _times, _quality = _number(",.0f"), _number(".2f"), _number(".4f")
 def spread(figures: Figures) -> str:
     if math.isnan(figures.samples_per_second):
         return NONE
-    return f"{figures.slow_samples_per_second:,.0f} to {figures.fast_samples_per_second:,.0f}"
+    slow, fast = figures.slow_samples_per_second, figures.fast_samples_per_second
+    return f"{_short(figures.samples_per_second)} ({_short(slow)}-{_short(fast)})"
+
+
+def _short(rate: float) -> str:
+    for unit, word in ((1e6, "M"), (1e3, "k")):
+        if rate >= 0.9995 * unit:
+            return f"{rate / unit:.3g}{word}"
+    return f"{rate:.3g}"
 
 
 def speed_cells(figures: Figures) -> list[str]:
@@ -40,7 +49,7 @@ def speed_cells(figures: Figures) -> list[str]:
     ran = figures.samples > 0
     return [
         figures.contract,
-        _whole(figures.samples_per_second),
+        _whole(figures.whole_run),
         spread(figures),
         _times(figures.speed_up),
         show_bytes(figures.fast_bytes) if ran else NONE,
@@ -62,7 +71,8 @@ def result_cells(figures: Figures) -> list[str]:
     ]
 
 
-SPEED = ("contract", "samples/s", "p20 to p80", "", "fast memory")  # the empty one: speed_title
+# The empty one is speed_title.
+SPEED = ("contract", "samples/s", "step p50 (p20-p80)", "", "fast memory")
 RESULT = (
     "hit rate", "rows/sample", "bytes/sample", "samples", "AUC", "log-loss", "equal to all-fast",
 )  # fmt: skip
@@ -78,7 +88,8 @@ def remarks(record: ComparisonRecord) -> list[str]:
             found.append(f"{each.strategy}: the loss is no number at the end")
         if each.repetitions and each.outcome == "unfinished":
             found.append(
-                f"{each.strategy}: {each.repetitions} of {record.repetitions} repetitions were done"
+                f"{each.strategy}: {each.repetitions} of "
+                f"{many(record.repetitions, 'repetition')} done"
             )
         elif each.is_optional and 0 < each.repetitions < record.repetitions:
             found.append(f"{each.strategy} was trained once, to compare with")
@@ -92,14 +103,16 @@ def remarks(record: ComparisonRecord) -> list[str]:
 def conditions(record: ComparisonRecord) -> str:
     """What the figures are of, in a sentence or two."""
     where = record.environment.get("gpu") or record.environment["device"]
-    tolerance = record.tolerance
+    tolerance, batch = record.tolerance, record.settings["data"]["batch_size"]
     return (
-        f"{record.steps:,} steps of {record.settings['data']['batch_size']:,} samples, "
-        f"{record.repetitions} repetitions in turn, the first {record.warm_up:,} steps of each "
-        f"left out of speeds; {show_bytes(record.rows_bytes)} of rows with their state, a budget "
-        f"of {show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
+        f"{many(record.steps, 'step')} of {many(batch, 'sample')}, "
+        f"{many(record.repetitions, 'repetition')} in turn, the first "
+        f"{many(record.warm_up, 'step')} of each left out of speeds; "
+        f"{show_bytes(record.rows_bytes)} of rows with their state, a budget of "
+        f"{show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
         f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
         f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
         f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "
-        "differ."
+        "differ; or, where rounding was carried further, both are at most twice as far as all-fast "
+        "is from itself with the samples of each batch in another order."
     )

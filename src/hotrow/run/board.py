@@ -124,7 +124,7 @@ def _events() -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
         raise ValueError(
-            "run.tensorboard needs tensorboard, which is not installed; pip install "
-            "'hotrow[tensorboard]', or set run.tensorboard=false"
+            "run.tensorboard needs tensorboard, which is not installed: pip install "
+            "tensorboard, or set run.tensorboard=false"
         ) from error
     return Event, Summary, SessionLog, EventFileWriter

@@ -36,16 +36,21 @@ from hotrow.run.likeness import (
     OUTLIERS,
     RELATIVE,
     Bits,
+    Distance,
     Reference,
     bits_of,
     room_for_reference,
 )
+from hotrow.run.named import followed
 from hotrow.run.source import AnyBatch, Samples
-from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system
+from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system, reordered
 from hotrow.run.tally import Tally
-from hotrow.told import few
+from hotrow.skip import SkipRecord
+from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.told import few, many
 
 REFERENCE = "all-fast"
+CONTROLS = (1, 2)  # seeds
 BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
 _MOST_KEPT = 4 << 30  # bytes of batches that are kept in memory
@@ -63,12 +68,14 @@ class Entry:
     message: str = ""  # why it failed
     traceback: str = ""
     rates: list[float] = field(default_factory=list)  # samples/s of timed steps
+    whole_runs: list[float] = field(default_factory=list)  # samples/s of each repetition
     tally: Tally | None = None  # of the first repetition, as all below
     quality: EvalRecord | None = None
     memory: dict[str, int] = field(default_factory=dict)
     bits: Bits | None = None
     equal: str = "not compared"
     equal_note: str = ""
+    distance: Distance | None = None  # from all-fast, where no bits are promised
     changes: list[str] = field(default_factory=list)  # repetitions that ended in other bits
 
     @property
@@ -87,7 +94,7 @@ class Turn:
     stage: str
     steps: int = 0  # of this turn
     loss: float = math.nan
-    samples_per_second: float = math.nan  # p50, of a turn that has finished
+    samples_per_second: float = math.nan  # of a turn that has finished
     message: str = ""
 
 
@@ -100,13 +107,17 @@ def usual_strategies(config: RunConfig) -> list[str]:
 def choose(
     config: RunConfig, names: Sequence[str] | None = None, *, repeat: int = 3
 ) -> list[Entry]:
-    """The strategies of a comparison, all-fast first: the others are compared with it."""
+    """The strategies of a comparison, all-fast first: the others are compared with it. One with
+    random-drop comes after the one with slipstream, as many of whose samples it leaves out."""
     is_usual = names is None
     names = usual_strategies(config) if names is None else names
     for name in names:
         if list(names).count(name) > 1:
             raise ValueError(f"strategy {name!r} is named twice")
     kinds = [find_system(name) for name in names]
+    for kind in [each for each in kinds if followed(each.name) in names]:
+        kinds.remove(kind)
+        kinds.insert(1 + [each.name for each in kinds].index(followed(kind.name) or ""), kind)
     entries = [Entry(kind, repeat) for kind in kinds if kind.name != REFERENCE]
     is_optional = is_usual or REFERENCE not in names
     # Where nobody asked for it, once is enough to compare with.
@@ -133,13 +144,15 @@ class Comparison:
         self.warm_up = min(max(3, self.steps // 10), self.steps - 1) if warm_up is None else warm_up
         if not 0 <= self.warm_up < self.steps:
             raise ValueError(
-                f"a warm-up of {self.warm_up:,} steps leaves none of {self.steps:,} to be timed"
+                f"a warm-up of {many(self.warm_up, 'step')} leaves none of {self.steps:,} to be "
+                "timed"
             )
         self._samples, self._most_kept = samples, most_kept
         self._started = now()
         self._notes: list[str] = []
         self._reference: Reference | None = None
         self._why_no_distance = ""
+        self._left_out: dict[str, SkipRecord] = {}  # by strategies with slipstream
         width = config.model.row_width
         width += config.embedding.optimizer.rule().state_width(width)
         self.rows_bytes = sum(4 * width * rows for rows, _ in samples.tables.values())
@@ -162,6 +175,8 @@ class Comparison:
                 for entry in self.entries:
                     if repetition <= entry.repetitions and not entry.has_failed:
                         yield from self._turn(entry, repetition)
+                if repetition == 1:
+                    yield from self._measure_rounding()
         finally:
             gc.unfreeze()
             if self._reference is not None:
@@ -188,13 +203,17 @@ class Comparison:
         if (reason := entry.kind.refuses(self.config)) is not None:
             raise ValueError(reason)
         system = entry.kind.build(self.config, self._samples)
+        self._follow(entry, system)
         tally, clock = Tally(), _Clock(system.device)
         for record in system.train():
             tally.add(record)
             clock.add(record)
             yield replace(turn, stage="training", steps=tally.steps, loss=tally.loss)
         tally.finish()
+        if isinstance(skip := getattr(system, "skip", None), Slipstream):
+            self._left_out[entry.kind.name] = skip.record
         rates = clock.rates(self.warm_up)
+        whole_run = clock.whole_run(self.warm_up, self.steps * self.config.data.batch_size)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
         if entry.quality is None:
             yield replace(turn, stage="evaluating")
@@ -205,12 +224,28 @@ class Comparison:
         self._note(entry, turn.repetition, system, tally)
         entry.quality = quality
         entry.rates += rates
+        entry.whole_runs.append(whole_run)
         entry.done += 1
         yield replace(
             turn,
             stage="finished",
-            samples_per_second=statistics.median(rates) if rates else math.nan,
+            samples_per_second=whole_run,
         )
+
+    def _follow(self, entry: Entry, system: System) -> None:
+        """Leave out as many samples at random as slipstream has, where both are compared."""
+        skip, other = getattr(system, "skip", None), followed(entry.kind.name)
+        if not isinstance(skip, RandomDrop) or not any(e.kind.name == other for e in self.entries):
+            return
+        found, target = self._left_out.get(other or ""), f"{self.config.system.target:.0%} of all"
+        if found is None:
+            said = f"{target} samples, since {other} failed"
+        elif found.mode == "rows":
+            said = f"{target} samples, since {other} leaves out updates of rows and no sample"
+        else:
+            skip.follow(found)
+            said = f"as many samples as {other}: {found.dropped:,} of {found.offered:,}"
+        self._notes = list(dict.fromkeys([*self._notes, f"{entry.kind.name} leaves out {said}"]))
 
     def _note(self, entry: Entry, repetition: int, system: System, tally: Tally) -> None:
         """What a system has become, and how like it is to all-fast or to itself before."""
@@ -250,10 +285,32 @@ class Comparison:
             return "no", "it changes the training, and says so"
         if self._reference is None:
             return "not compared", f"bits differ; {self._why_no_distance}"
-        distance = self._reference.distance(system, tally.losses)
+        distance = entry.distance = self._reference.distance(system, tally.losses)
         if distance is None:
             return "no", f"it has other things: {few(unlike, most=3)}"
         return "tolerance" if distance.is_tolerable else "no", str(distance)
+
+    def _measure_rounding(self) -> Iterator[Turn]:
+        """Where some are beyond the tolerance: how far all-fast is from itself in another order of
+        sums, and whether they are about as near."""
+        far = [
+            (entry, entry.distance)
+            for entry in self.entries
+            if entry.distance is not None and not entry.distance.is_tolerable
+        ]
+        if not far or self._reference is None:
+            return
+        controls: list[Distance] = []
+        for seed in CONTROLS:
+            control = Entry(reordered(seed), 1)
+            yield from self._turn(control, 1)
+            if control.distance is not None:
+                controls.append(control.distance)
+        for entry, distance in far:
+            if controls and distance.is_as_near(controls):
+                entry.equal = "tolerance"
+            for each in controls:
+                entry.equal_note += f". Rounding alone, by another order of samples: {each}"
 
     def _keep_batches(self) -> Iterator[Turn]:
         """The same batches for everybody, from memory if they fit: no speed is that of the data."""
@@ -277,7 +334,7 @@ class Comparison:
 
     def record(self, outcome: str) -> ComparisonRecord:
         baseline = self._baseline()
-        pace = statistics.median(baseline.rates) if baseline is not None else math.nan
+        pace = statistics.median(baseline.whole_runs) if baseline is not None else math.nan
         device = self.config.run.device
         return ComparisonRecord(
             name=self.config.run.name,
@@ -292,9 +349,19 @@ class Comparison:
             budget_bytes=self.budget_bytes,
             rows_bytes=self.rows_bytes,
             tolerance={"relative": RELATIVE, "absolute": ABSOLUTE, "outliers": OUTLIERS},
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._over_budget()),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
         )
+
+    def _over_budget(self) -> Iterator[str]:
+        """Who has rows in fast memory by the budget, and takes more for what goes with them."""
+        for entry in self.entries:
+            over = sum(entry.memory.values()) - self.budget_bytes
+            if entry.kind.is_budgeted and over > 0:
+                yield (
+                    f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
+                    f"of {show_bytes(self.budget_bytes)}: batches need that much beside its slots"
+                )
 
     def _baseline(self) -> Entry | None:
         """hybrid; or else the first that was asked for; or else what there is."""
@@ -318,6 +385,7 @@ class Comparison:
         if entry.tally is None or entry.quality is None:
             return about
         slow, middle, fast = _percentiles(entry.rates)
+        whole_run = statistics.median(entry.whole_runs)
         tally, samples = entry.tally, entry.tally.samples
         fast_bytes = sum(entry.memory.values())
         return replace(
@@ -326,7 +394,8 @@ class Comparison:
             samples_per_second=middle,
             slow_samples_per_second=slow,
             fast_samples_per_second=fast,
-            speed_up=middle / pace if pace else math.nan,
+            whole_run=whole_run,
+            speed_up=whole_run / pace if pace else math.nan,
             memory=entry.memory,
             fast_bytes=fast_bytes,
             is_within_budget=kind.is_bounded or fast_bytes <= self.budget_bytes,
@@ -357,10 +426,12 @@ class _Kept:
     def __init__(self, samples: Samples, batches: list[AnyBatch]) -> None:
         self._rest, self._batches = samples, batches
 
-    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        yield from self._batches[start:steps]
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
+        yield from self._batches[:steps]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # it would read them again, and leave out others
         return getattr(self._rest, name)
 
 
@@ -385,14 +456,25 @@ class _Clock:
 
     def rates(self, warm_up: int) -> list[float]:
         """Samples per second of each step but the first ones."""
+        return [samples / taken for samples, taken in self._timed(warm_up) if taken > 0]
+
+    def whole_run(self, warm_up: int, offered: int) -> float:
+        """Samples per second of all of them together, where so many were offered in the run. What
+        is left out counts as done."""
+        timed = self._timed(warm_up)
+        seconds = sum(taken for _, taken in timed)
+        before = sum(self._samples[: len(self._samples) - len(timed)])
+        return (offered - before) / seconds if seconds > 0 else math.nan
+
+    def _timed(self, warm_up: int) -> list[tuple[int, float]]:
+        """Samples and seconds of each step but the first ones."""
         seconds = self._seconds
         if self._marks:
             self._marks[-1].wait()
             pairs = zip(self._marks[1:], self._marks, strict=False)
             seconds = [math.inf, *(after.since(before) for after, before in pairs)]
             warm_up = max(1, warm_up)  # nothing is before the first
-        steps = list(zip(self._samples, seconds, strict=True))[warm_up:]
-        return [samples / taken for samples, taken in steps if taken > 0]
+        return list(zip(self._samples, seconds, strict=True))[warm_up:]
 
 
 def _percentiles(rates: Sequence[float]) -> tuple[float, float, float]:

@@ -55,10 +55,11 @@ SEQUENCE_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _MODELS = CLICK_MODELS | SEQUENCE_MODELS
 
-# What the job without a file adds to the defaults: an AUC on the way, one thread, so that neither
-# its time nor its bits depend on what else the machine has to do; and, where the strategy promises
-# bits, a proof at the end.
-BUILT_IN: dict[str, Any] = {"run": {"threads": 1}, "training": {"eval_every": 64}}
+# What the job without a file adds to the defaults: one thread, so that neither its time nor its
+# bits depend on what else the machine has to do; on generated data an AUC on the way, and, where
+# the strategy promises bits, a proof at the end.
+BUILT_IN: dict[str, Any] = {"run": {"threads": 1}}
+BUILT_IN_EVAL_EVERY = 64
 # And where it learns from sequences, whose samples are many times as large.
 BUILT_IN_SEQUENCES: dict[str, Any] = {
     "rows": [20_000, 200_000, 2_000],
@@ -235,13 +236,14 @@ class RowOptimizerSection:
 @dataclass(frozen=True)
 class EmbeddingSection:
     """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, how a
-    GPU moves rows, and whether the counts of prepared data say which rows are hot."""
+    GPU moves rows, and whether the counts of prepared data say which rows are hot, or those in a
+    folder that `hotrow profile` has made."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
     depth: str | int = "auto"
     fill: str = "auto"
-    profile: bool = False
+    profile: bool | str = False
     optimizer: RowOptimizerSection = field(default_factory=RowOptimizerSection)
 
     def __post_init__(self) -> None:
@@ -354,10 +356,13 @@ def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> Ru
         # Names and shape are those of the rows, so whoever gives rows gives all.
         if not {"rows", "kind"} & given.keys():
             found["data"] = BUILT_IN_SEQUENCES | given
+    is_built_in = path is None and found.get("data", {}).get("kind", "synthetic") == "synthetic"
+    if is_built_in:
+        found["training"] = {"eval_every": BUILT_IN_EVAL_EVERY, **found.get("training", {})}
     config = toml.build(RunConfig, found, where=where, section="")
-    if path is None and "check_equality" not in found.get("training", {}):
-        promised = find_named(config.embedding.strategy).contract == "exact"
-        config = replace(config, training=replace(config.training, check_equality=promised))
+    if is_built_in and "check_equality" not in found["training"]:
+        is_exact = find_named(config.embedding.strategy).contract == "exact"
+        config = replace(config, training=replace(config.training, check_equality=is_exact))
     return config
 
 

@@ -22,20 +22,31 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 
 from hotrow import __version__
 from hotrow.disk import Disk
 from hotrow.manifests import read_json
-from hotrow.records import ComparisonRecord, EvalRecord, RunRecord, StepRecord, Summary
+from hotrow.records import (
+    ComparisonRecord,
+    EvalRecord,
+    Limit,
+    RunRecord,
+    StepRecord,
+    Summary,
+    TableRecord,
+    Times,
+)
 from hotrow.run.arriving import Arriving
-from hotrow.told import warn
+from hotrow.told import many, warn
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -132,7 +143,7 @@ class RunWriter:
         finally:
             self._steps.close()
         if self._missing:
-            warn(f"{self.folder / STEPS_FILE} lacks {self._missing:,} steps")
+            warn(f"{self.folder / STEPS_FILE} lacks {many(self._missing, 'step')}")
 
     def __enter__(self) -> Self:
         return self
@@ -172,6 +183,11 @@ def read_run(folder: str | Path) -> RunRecord:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
         found["resumed_after"] = tuple(found.get("resumed_after", ()))
+        tables = found.get("tables", {}).items()  # which earlier versions left out, as what follows
+        found["tables"] = {name: _from_dict(TableRecord, each) for name, each in tables}
+        for name, kind in (("times", Times), ("limit", Limit)):
+            if found.get(name) is not None:
+                found[name] = _from_dict(kind, found[name])
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
@@ -201,15 +217,15 @@ def read_steps(folder: str | Path) -> Iterator[StepRecord]:
 
 def to_dict(record: Any) -> dict[str, Any]:
     """A record as plain values; NaN and infinity become None, which JSON can say."""
-    plain = asdict(record)
+    found = asdict(record)
     if isinstance(record, StepRecord):
-        plain["hit_rate"] = record.hit_rate
-    return {key: _plain(value) for key, value in plain.items()}
+        found["hit_rate"] = record.hit_rate
+    return {key: plain(value) for key, value in found.items()}
 
 
 def to_json(record: Any, *, indent: int | None = None) -> str:
-    plain = _plain(record) if isinstance(record, Mapping) else to_dict(record)
-    return json.dumps(plain, indent=indent, allow_nan=False)
+    found = plain(record) if isinstance(record, Mapping) else to_dict(record)
+    return json.dumps(found, indent=indent, allow_nan=False)
 
 
 def now() -> str:
@@ -260,21 +276,29 @@ def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
     raise AssertionError("unreachable")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
 
 
 def _from_dict(kind: type[Record], found: Mapping[str, Any]) -> Record:
     """Builds a record; keys a newer version has added are left out."""
-    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    known = _types_of(kind)  # type: ignore[arg-type]
     values = {key: value for key, value in found.items() if key in known}
     for key, value in values.items():
         if value is None and known[key] == "float":
             values[key] = math.nan
     return kind(**values)
+
+
+@cache  # a run may have a million steps
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    return {each.name: each.type for each in fields(kind)}

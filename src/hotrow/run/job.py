@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.models import MODELS
+from hotrow.profile import Profile, load_profile
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
-from hotrow.run.training import make_system, training_batches
+from hotrow.run.training import known_steps, make_system, training_batches
 from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig
 from hotrow.trainer import Trainer
 
@@ -48,20 +49,25 @@ class Job:
             for schedule in schedules:
                 schedule.step()
             yield record
-            if record.step == self.config.training.steps:
-                return  # a system that orders samples would go on to the end of its epoch
 
     def _batches(self) -> Iterable[AnyBatch]:
         """What a system reads more than once it reads from the beginning each time."""
-        if self.trainer.system is None:
-            return self.samples.batches(self.total_steps, start=self.done)
         first = first_batch(self.config, self.samples, self.done)
         rest: Any = Rest(self.samples, first) if first else self.samples
+        if self.trainer.system is None:
+            return rest.batches(self.total_steps - first)  # type: ignore[no-any-return]
         return training_batches(rest, self.total_steps - first, self.trainer.system)
 
     @property
     def total_steps(self) -> int:
+        """Batches that the run is of."""
         return total_steps(self.config, self.samples)
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps that will have been taken; None: not known, or not yet."""
+        left = known_steps(self.trainer.system, self.total_steps - self.done)
+        return None if left is None else left + self.done
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
         """Quality on what is held back for the way, or for the end."""
@@ -103,7 +109,8 @@ def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -
     """`done`: steps that were taken before, whose results are loaded into the job."""
     samples = samples or open_data(config)
     left = partial(_steps_left, config, samples, done)
-    embedding = _embedding(config, samples)
+    profile = _profile(config.embedding.profile, samples)
+    embedding = _embedding(config, samples, profile)
     model = MODELS[config.model.kind](
         embedding,
         samples.num_dense,
@@ -118,7 +125,7 @@ def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
-        system=make_system(config, samples, left),
+        system=make_system(config, samples, profile, left),
     )
     # What is told of its memory before the first batch is to be what it will be.
     if samples.lookups is not None:
@@ -184,13 +191,9 @@ def dense_optimizer(
     return DENSE_OPTIMIZERS[section.name](model.parameters(), **options)
 
 
-def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
-    profile = samples.profile if config.embedding.profile else None
-    if config.embedding.profile and profile is None:
-        raise ValueError(
-            "embedding.profile pins rows by how often they were counted; generated data have no "
-            'counts, unless data.kind is "counted"'
-        )
+def _embedding(
+    config: RunConfig, samples: Samples, profile: Profile | None
+) -> EmbeddingBagCollection:
     is_sequence = config.model.num_steps is not None
     collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     try:
@@ -208,6 +211,18 @@ def _embedding(config: RunConfig, samples: Samples) -> EmbeddingBagCollection:
         if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
             raise ValueError(str(error)) from error
         raise
+
+
+def _profile(given: bool | str, samples: Samples) -> Profile | None:
+    if isinstance(given, str):
+        return load_profile(given)
+    profile = samples.profile if given else None
+    if given and profile is None:
+        raise ValueError(
+            "embedding.profile pins rows by how often they were counted; generated data have no "
+            'counts, unless data.kind is "counted"; `hotrow profile` counts them'
+        )
+    return profile
 
 
 def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:

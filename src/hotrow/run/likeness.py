@@ -26,6 +26,11 @@ from hotrow.run.systems import System
 # As tests/test_hybrid.py holds strategies to that are exact up to rounding.
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 OUTLIERS = 0.01  # of the weights, rows and row state that are not the same
+# Rounding stays small until it turns one unit of a network on or off, and then parts two trainings
+# at a stroke. So where one is beyond the tolerance at its end, it is compared with all-fast itself
+# in another order of sums, and may be so many times as far away.
+TIMES_AS_FAR = 2
+EARLY_STEPS = 8  # in which nothing has come of rounding yet
 _SPARE_BYTES = 1 << 28  # of the disk, for everybody else
 
 
@@ -71,7 +76,22 @@ class Distance:
     def is_tolerable(self) -> bool:
         """Every loss, and nearly all of what is not the same. Adaptive optimizers divide small
         gradients by their own size: of some they make large steps that rounding has chosen."""
-        return not self.losses.beyond and self.values.beyond <= OUTLIERS * self.values.unlike
+        return not self.losses.beyond and self.outliers <= OUTLIERS
+
+    def is_as_near(self, controls: Sequence[Distance]) -> bool:
+        """Whether it is not much further away than trainings that differ by rounding alone."""
+        if self.first_beyond is not None and self.first_beyond <= EARLY_STEPS:
+            return False
+        loss = max(each.losses.largest for each in controls)
+        outliers = max(each.outliers for each in controls)
+        return (
+            self.losses.largest <= TIMES_AS_FAR * loss and self.outliers <= TIMES_AS_FAR * outliers
+        )
+
+    @property
+    def outliers(self) -> float:
+        """Of the values that are not the same, the share beyond the tolerance."""
+        return self.values.beyond / max(1, self.values.unlike)
 
     def __str__(self) -> str:
         since = "" if self.first_beyond is None else f" (beyond it from step {self.first_beyond:,})"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from hotrow.skip import MODES
+from hotrow.budget import parse_bytes
+from hotrow.scalars import plain_fields
+from hotrow.skip import SkipSettings
 from hotrow.strategy import STRATEGIES, Strategy
 
 # Systems, what they do, and what they promise next to all-fast; rows are pinned, others fetched.
@@ -54,6 +56,12 @@ class Named:
         return self.rows.contract if self.system is None else SYSTEMS[self.system][1]
 
 
+def followed(name: str) -> str | None:
+    """What a strategy with random-drop leaves out as many samples as, if it is trained, too."""
+    base, _, skip = name.partition("+")
+    return f"{base}+slipstream" if skip == "random-drop" else None
+
+
 def find_named(name: str) -> Named:
     """A strategy, a system, or one of them with `+slipstream` or `+random-drop`."""
     base, plus, skip = name.partition("+")
@@ -80,16 +88,26 @@ def find_named(name: str) -> Named:
 @dataclass(frozen=True)
 class SystemSection:
     """`[system]`: for strategies that order, split or leave out samples. `hot_budget`: bytes of
-    rows that fae and slipstream take as hot, at most; None: all that can be pinned. `target`: the
-    share of hot samples that slipstream leaves out, and of all samples that random-drop does.
-    `mode`: what slipstream leaves out."""
+    rows that fae and slipstream take as hot, at most; None: all that can be pinned, or where
+    nothing is, as many as the run's budget of fast memory. `target`: the share of hot samples that
+    slipstream leaves out, and of all samples that random-drop does where it is not compared with
+    slipstream; the rest is slipstream's, as `hotrow.skip.SkipSettings` has it."""
 
     hot_budget: str | int | None = None
     target: float = 0.3
     mode: str = "samples"
+    watched: float = 0.015
+    least_visits: int = 1
+    patience: int = 3
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not 0 <= self.target < 1:
             raise ValueError(f"target must be a share of at least 0 and below 1, got {self.target}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        self.skipping()  # refuses values out of range
+        if self.hot_budget is not None:
+            parse_bytes(self.hot_budget, total=1 << 60)  # only its form
+
+    def skipping(self) -> SkipSettings:
+        names = ("target", "mode", "watched", "least_visits", "patience")
+        return SkipSettings(**{name: getattr(self, name) for name in names})

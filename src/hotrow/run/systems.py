@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from hotrow.run.job import build, dense_weights
 from hotrow.run.named import SKIPS, Named, find_named
 from hotrow.run.named import SYSTEMS as NAMED_SYSTEMS
 from hotrow.run.plain import PlainHybrid, why_not_plain
-from hotrow.run.source import Samples
+from hotrow.run.source import AnyBatch, Samples
+from hotrow.run.training import skip_of
+from hotrow.samples import take
+from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 
 PLAIN = "hybrid-plain"
@@ -68,6 +71,7 @@ class SystemKind:
     build: Callable[[RunConfig, Samples], System]
     refuses: Callable[[RunConfig], str | None] = _never  # why it cannot train a run; None: it can
     is_bounded: bool = True  # by the budget, or it has no rows in fast memory
+    is_budgeted: bool = False  # it keeps as many rows there as a budget holds
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -107,6 +111,11 @@ class StrategySystem:
     def device(self) -> torch.device:
         return self._job.embedding.device
 
+    @property
+    def skip(self) -> RandomDrop | Slipstream | None:
+        """What leaves samples out, if anything does."""
+        return skip_of(self._job.trainer.system)
+
     def train(self) -> Iterator[StepRecord]:
         return self._job.train()
 
@@ -126,10 +135,46 @@ class StrategySystem:
         return self._job.embedding.memory()
 
 
+class Reordered:
+    """Samples of a run whose batches have theirs in another order."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
+        draw = torch.Generator().manual_seed(self._seed)
+        for batch in self._samples.batches(steps):
+            size = len(batch.label)
+            yield take(batch, torch.randperm(size, generator=draw), size=size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+
+def reordered(seed: int) -> SystemKind:
+    """all-fast with the samples of each batch in another order, so that sums are made in another:
+    how far it ends from all-fast is what rounding does to this run."""
+
+    def build(config: RunConfig, samples: Samples) -> StrategySystem:
+        config = with_strategy(config, find_named("all-fast"))
+        return StrategySystem(config, cast(Samples, Reordered(samples, seed)))
+
+    return SystemKind(
+        f"reordered-{seed}",
+        "all-fast, the samples of each batch in another order",
+        "exact up to rounding",
+        build=build,
+        is_bounded=False,
+    )
+
+
 def with_strategy(config: RunConfig, named: Named) -> RunConfig:
-    """The same run with another strategy; one of the CPU alone leaves a GPU aside."""
+    """The same run with another strategy, which somebody else compares; one of the CPU alone leaves
+    a GPU aside."""
     run = replace(config.run, device="cpu") if named.rows.on_cpu_alone else config.run
-    return replace(config, run=run, embedding=replace(config.embedding, strategy=named.name))
+    embedding = replace(config.embedding, strategy=named.name)
+    training = replace(config.training, check_equality=False)
+    return replace(config, run=run, embedding=embedding, training=training)
 
 
 def _of_named(named: Named) -> SystemKind:
@@ -139,6 +184,7 @@ def _of_named(named: Named) -> SystemKind:
         named.contract,
         build=lambda config, samples: StrategySystem(with_strategy(config, named), samples),
         is_bounded=not named.rows.everything,
+        is_budgeted=named.rows.has_slots and not named.rows.everything,
     )
 
 

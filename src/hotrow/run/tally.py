@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
-from hotrow.records import EvalRecord, StepRecord, Summary
+from hotrow.records import EvalRecord, StepRecord, Summary, Times
 from hotrow.run.arriving import Arriving
+
+_SETTLING = 16  # steps before times are added up: caches are cold, and graphs are captured
 
 
 class Tally:
@@ -14,11 +17,14 @@ class Tally:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.expected: int | None = None  # steps of the whole run, where that is known
         self.losses: list[float] = []  # of fewer steps, while some are on their way from a device
         self._arriving = Arriving(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
         self.samples = self.lookups = self.fetched_rows = self.rows_moved = self.bytes_moved = 0
         self.seconds = 0.0
+        self._times = Times(0, 0.0, 0.0, 0.0, 0.0)
+        self._waits, self._waited = 0, 0.0
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -29,6 +35,18 @@ class Tally:
         self.fetched_rows += record.fetched_rows
         self.rows_moved += record.fetched_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
+        if self.steps > _SETTLING:
+            before = self._times
+            self._times = Times(
+                before.steps + 1,
+                before.seconds + record.seconds,
+                before.read_seconds + record.read_seconds,
+                before.plan_seconds + record.plan_seconds,
+                before.rows_seconds + record.rows_seconds,
+            )
+            if not math.isnan(record.waited):
+                self._waits += 1
+                self._waited += record.waited
 
     def finish(self) -> None:
         """Takes in the losses that are still on their way; waits for the device."""
@@ -50,6 +68,20 @@ class Tally:
     @property
     def hit_rate(self) -> float:
         return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_moved / self.seconds if self.seconds else 0.0
+
+    @property
+    def waited(self) -> float:
+        """Share of a step in which training waited for rows; NaN: not measured yet."""
+        return self._waited / self._waits if self._waits else math.nan
+
+    def times(self) -> Times | None:
+        if self._times.steps < _SETTLING:
+            return None
+        return replace(self._times, waited=self.waited)
 
     def summary(
         self, *, fast_rows_share: float, equal_to_all_fast: bool | None, chunked_batches: int

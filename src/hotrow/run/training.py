@@ -3,62 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from hotrow.fae import FAE
 from hotrow.hotline import Hotline
+from hotrow.profile import Profile
 from hotrow.run.config import RunConfig
-from hotrow.run.named import SystemSection, find_named
+from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.told import warn
 from hotrow.trainer import System
 
 
 def make_system(
-    config: RunConfig, samples: Samples, total_steps: Callable[[], int]
+    config: RunConfig, samples: Samples, profile: Profile | None, total_steps: Callable[[], int]
 ) -> System[AnyBatch] | None:
     """What the run's strategy names beside where rows are; None: batches come as they are."""
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
     if named.system is None and named.skip is None:
         return None  # whoever evaluates need not have a whole batch to train on
-    steps, test = total_steps(), Again(lambda: iter(samples.validation))
+    steps, test = total_steps(), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
         assert named.skip is not None
-        return _skip(named.skip, config.system, epoch, test)
-    skip = None if named.skip is None else _skip(named.skip, config.system, epoch)
+        return _skip(named.skip, config, epoch, test, profile)
+    skip = None if named.skip is None else _skip(named.skip, config, epoch)
     if named.system == "hotline":
         return Hotline(batches_per_epoch=epoch, skip=skip)
     return FAE(
         hot_budget=budget,
+        profile=profile,
         cold="hybrid" if named.system == "fae-hybrid" else "fetched",
         test=test,
-        epochs=None if hasattr(samples, "loader") else -(-steps // epoch),
+        epochs=None if _knows_numbers(samples, steps) else -(-steps // epoch),
         seed=config.data.seed,
         skip=skip,
+        # Whole epochs end by themselves.
+        most_samples=steps * config.data.batch_size if steps % epoch else None,
     )
 
 
+def _held_back(samples: Samples) -> Iterable[AnyBatch] | None:
+    """What is evaluated while samples are chosen; None, and somebody says so: there is nothing."""
+    try:
+        samples.split("validation")
+    except ValueError as error:
+        warn(str(error))
+        return None
+    return Again(lambda: iter(samples.validation))
+
+
 def _skip(
-    name: str, section: SystemSection, epoch: int, test: Iterable[AnyBatch] | None = None
+    name: str,
+    config: RunConfig,
+    epoch: int,
+    test: Iterable[AnyBatch] | None = None,
+    profile: Profile | None = None,
 ) -> RandomDrop | Slipstream:
+    section = config.system
     if name == "random-drop":
         return RandomDrop(section.target, batches_per_epoch=epoch)
-    options: dict[str, Any] = {"target": section.target, "mode": section.mode}
-    if section.hot_budget is not None:
-        options["hot_budget"] = section.hot_budget
-    return Slipstream(test=test, batches_per_epoch=epoch, **options)
+    hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
+    return Slipstream(
+        section.skipping(), hot_budget=hot, profile=profile, test=test, batches_per_epoch=epoch
+    )
+
+
+def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
+    """What leaves samples out of a run, if anything does."""
+    skip = getattr(system, "skip", system)
+    return skip if isinstance(skip, RandomDrop | Slipstream) else None
 
 
 def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
     """FAE tells the samples of one epoch apart, and goes through them as often as it is told."""
     epoch = min(steps, samples.batches_per_epoch)
     if isinstance(system, FAE):
-        if hasattr(samples, "loader"):
-            found: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))
+        if _knows_numbers(samples, steps):
+            found: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))  # type: ignore[attr-defined]
             return found
         steps = epoch
     return Again(lambda: samples.batches(steps), steps, epoch)
+
+
+def _knows_numbers(samples: Samples, steps: int) -> bool:
+    """Whether samples are told apart by their numbers. Of less than an epoch they are copied: a run
+    without FAE has just those."""
+    return hasattr(samples, "loader") and steps >= samples.batches_per_epoch
+
+
+def known_steps(system: System[AnyBatch] | None, steps: int) -> int | None:
+    """How many steps a run of so many batches has; None: not known, or not yet."""
+    if skip_of(system) is not None:
+        return None
+    return system.total_steps if isinstance(system, FAE) else steps
 
 
 class Again:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_READ = "compressed files, CSV of any columns and Parquet are read"
+_READ = "Parquet is read"
 
 
 def pyarrow(module: str = "", *, what: str = _READ) -> Any:
@@ -14,7 +14,7 @@ def pyarrow(module: str = "", *, what: str = _READ) -> Any:
         return import_module(f"pyarrow.{module}" if module else "pyarrow")
     except ImportError as error:
         raise ValueError(
-            f"{what} with pyarrow, which is not installed; pip install 'hotrow[data]'"
+            f"{what} with pyarrow, which is not installed: pip install pyarrow"
         ) from error
 
 

@@ -53,6 +53,8 @@ class Columns:
     separator = ","
     [tables]
     last_item = "item"
+    [lists]
+    tags = "|"
     """
 
     label: str = ""
@@ -61,6 +63,7 @@ class Columns:
     categories: tuple[str, ...] = ()
     separator: str = ","
     tables: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)  # CSV: what stands between their values
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -81,8 +84,13 @@ class Columns:
             raise ValueError(f"log names {name!r}, which is none of the dense columns")
         for name in set(self.tables) - set(self.categories):
             raise ValueError(f"[tables] names {name!r}, which is none of the categories")
-        if len(self.separator) != 1 or not self.separator.isascii() or self.separator in '"\r\n':
-            raise ValueError(f"separator must be one character, not {self.separator!r}")
+        for name in set(self.lists) - set(self.categories):
+            raise ValueError(f"[lists] names {name!r}, which is none of the categories")
+        for name, mark in (("separator", self.separator), *self.lists.items()):
+            if len(mark) != 1 or not mark.isascii() or mark in '"\r\n' + _UNIT:
+                raise ValueError(f"{name}: one character separates values, not {mark!r}")
+            if name in self.lists and mark == self.separator:
+                raise ValueError(f"{name}: {mark!r} stands between columns already")
 
     def table(self, category: str) -> str:
         return self.tables.get(category, category)
@@ -94,9 +102,8 @@ class Columns:
 
 def read_columns(path: Path) -> Columns:
     found = toml.read(path)
-    tables = found.pop("tables", {})
-    if not isinstance(tables, dict) or not all(isinstance(v, str) for v in tables.values()):
-        raise ValueError(f"{path}: [tables] gives the name of a table for a column")
+    tables = _of_columns(found, "tables", f"{path}: [tables] gives the name of a table")
+    lists = _of_columns(found, "lists", f"{path}: [lists] gives what stands between values")
     known = {key: getattr(Columns, key, "") for key in Columns.__dataclass_fields__}
     for key in found:
         if key not in known:
@@ -107,9 +114,16 @@ def read_columns(path: Path) -> Columns:
             raise ValueError(f"{path}: {key} must be {'text' if wants_text else 'a list of texts'}")
         found[key] = found[key] if wants_text else tuple(found[key])
     try:
-        return Columns(**found, tables=tables)
+        return Columns(**found, tables=tables, lists=lists)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _of_columns(found: dict[str, Any], key: str, what: str) -> dict[str, str]:
+    texts = found.pop(key, {})
+    if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+        raise ValueError(f"{what} for a column")
+    return texts
 
 
 def _is_texts(found: Any) -> bool:
@@ -134,8 +148,11 @@ class Csv:
             self._names = next(csv.reader([text], delimiter=columns.separator), [])
         except csv.Error as error:
             raise ValueError(f"{path} does not begin with a header: {error}") from None
-        self._places = {name: _place(name, self._names, path) for name in columns.used}
-        features = (Feature(name, columns.table(name)) for name in columns.categories)
+        hint = f"; the first line is to name the columns, with {columns.separator!r} between"
+        self._places = {name: _place(name, self._names, path, hint) for name in columns.used}
+        features = (
+            Feature(name, columns.table(name), name in columns.lists) for name in columns.categories
+        )
         self.schema = Schema(columns.label, columns.dense, tuple(features))
         self.describes = {"columns": _plain(columns)}
 
@@ -157,10 +174,14 @@ class Csv:
             judge.refuse(wrong, where, partial(_no_number, name))
             right = np.where(wrong[0], 0, values[0])
             dense[:, place] = _number(right, log=name in columns.log)
-        keys: dict[str, Keys] = {
-            name: fields.texts(one(self._places[name]))[0] for name in columns.categories
-        }
-        return samples_of(fields, judge, label, dense, keys)
+        keys: dict[str, Keys] = {}
+        lengths = {}
+        for name in columns.categories:
+            if name in columns.lists:
+                keys[name], lengths[name] = fields.lists(self._places[name], columns.lists[name])
+            else:
+                keys[name] = fields.texts(one(self._places[name]))[0]
+        return samples_of(fields, judge, label, dense, keys, lengths)
 
 
 def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, ...]]:
@@ -176,15 +197,20 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
             fields = next(csv.reader([decoded], delimiter=separator, strict=True))
         except csv.Error as error:
             fields = []
-            why = "they do not close before its end" if "end of data" in str(error) else error
+            why = str(error)
+            if "end of data" in why:
+                why = (
+                    "they do not close before its end, and a line end within quotes is not "
+                    "understood; write such texts as Parquet, or without it"
+                )
             broken.append(BadLine(number, f"its quotes are wrong: {why}"))
         found.append(_UNIT.join(fields).encode("utf-8", errors="surrogateescape"))
     return b"\n".join(found) + b"\n", tuple(broken[:EXAMPLES])
 
 
-def _place(name: str, names: list[str], path: Path) -> int:
+def _place(name: str, names: list[str], path: Path, hint: str = "") -> int:
     if name not in names:
-        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}")
+        raise ValueError(f"{path} has no column {name!r}; it has {few(names)}{hint}")
     if names.count(name) > 1:
         raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
     return names.index(name)
@@ -192,6 +218,8 @@ def _place(name: str, names: list[str], path: Path) -> int:
 
 def _plain(columns: Columns) -> dict[str, Any]:
     found = asdict(columns)
+    if not columns.lists:
+        del found["lists"]  # folders made before there were any are the same
     return {key: list(each) if isinstance(each, tuple) else each for key, each in found.items()}
 
 
@@ -214,6 +242,9 @@ class ParquetSource:
         self._columns, self.paths = columns, list(paths)
         self.describes: dict[str, Any] = {"columns": _plain(columns)}
         kinds = [_kinds(path, columns) for path in self.paths]
+        for name in columns.lists:
+            if any(each[name] != _NOTHING and not each[name].startswith(_LISTS) for each in kinds):
+                raise ValueError(f"[lists] splits texts of CSV alone: {name!r} must hold lists")
         for name in columns.categories:
             held = {each[name]: path for each, path in zip(kinds, self.paths, strict=True)}
             held.pop(_NOTHING, None)
@@ -308,7 +339,7 @@ class ParquetSource:
                 lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
                 column = column.flatten()
             try:
-                keys[feature.name] = _keys(column)
+                keys[feature.name] = column_keys(column)
             except pyarrow().ArrowInvalid as error:
                 raise ValueError(
                     f"column {feature.name!r} of {column.type} has values that are too large: "
@@ -370,7 +401,7 @@ def _kinds(path: Path, columns: Columns) -> dict[str, str]:
             )
     found = {}
     for name in columns.categories:
-        kind = _kind(value_type(types[name]))
+        kind = kind_of(value_type(types[name]))
         if kind is None:
             raise ValueError(
                 f"{path}: column {name!r} of {types[name]} cannot be a category: only whole "
@@ -381,11 +412,11 @@ def _kinds(path: Path, columns: Columns) -> dict[str, str]:
     return found
 
 
-def _kind(found: Any) -> str | None:
+def kind_of(found: Any) -> str | None:
     """What a column holds, in words; None: what no category is made of."""
     types = pyarrow("types")
     if types.is_dictionary(found):
-        return _kind(found.value_type)
+        return kind_of(found.value_type)
     if types.is_null(found):
         return _NOTHING
     if types.is_integer(found) or types.is_boolean(found) or _is_whole_decimal(found):
@@ -397,7 +428,7 @@ def _may_be_numbers(found: Any) -> bool:
     types = pyarrow("types")
     if types.is_dictionary(found):
         found = found.value_type
-    return types.is_floating(found) or types.is_decimal(found) or _kind(found) is not None
+    return types.is_floating(found) or types.is_decimal(found) or kind_of(found) is not None
 
 
 def _is_whole_decimal(kind: Any) -> bool:
@@ -435,7 +466,7 @@ def _float(text: str | bytes) -> float:
         return math.nan
 
 
-def _keys(column: Any) -> Keys:
+def column_keys(column: Any) -> Keys:
     """Whole numbers as they are, texts as in CSV files."""
     arrow, types = pyarrow(), pyarrow("types")
     if types.is_dictionary(column.type):

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from hotrow.told import many
+
 Words = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
@@ -113,7 +115,7 @@ class Fields:
         first = []
         for line in bad[:EXAMPLES].tolist():
             empty = not self._bytes[starts[line] : line_ends[line]].tobytes().strip(b"\r")
-            found = "an empty line" if empty else f"{per_line[line]} columns"
+            found = "an empty line" if empty else many(int(per_line[line]), "column")
             first.append(BadLine(line, f"{found} instead of {columns} columns"))
         self.bad = BadLines(len(bad), tuple(first))
         self.lines, self._starts = np.flatnonzero(good), starts[good]
@@ -205,6 +207,21 @@ class Fields:
         """Any text as a number, see text_keys."""
         starts, lengths = self.span(columns)
         return text_keys(self._words, starts.reshape(-1), lengths.reshape(-1)).reshape(starts.shape)
+
+    def lists(self, column: int, separator: str) -> tuple[Words, Places]:
+        """The texts of fields that hold several, as numbers, one after the other; and how many each
+        line has: [lines]. Empty ones do not count."""
+        starts, lengths = (each[0] for each in self.span(one(column)))
+        marks = np.flatnonzero(self._bytes == ord(separator))
+        of = np.searchsorted(starts, marks, side="right") - 1
+        inside = (of >= 0) & (marks < (starts + lengths)[of]) if len(starts) else of > 0
+        marks, of = marks[inside], of[inside]
+        # Fields lie behind one another, so sorting puts a value's begin beside its end.
+        begins = np.sort(np.concatenate([starts, marks + 1]))
+        sizes = np.sort(np.concatenate([starts + lengths, marks])) - begins
+        owners = np.sort(np.concatenate([np.arange(len(starts)), of]))[sizes > 0]
+        keys = text_keys(self._words, begins[sizes > 0], sizes[sizes > 0])
+        return keys, np.bincount(owners, minlength=len(starts))
 
     def numbers(self, columns: slice) -> tuple[NDArray[np.float64], Mask, Mask]:
         """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""

@@ -176,6 +176,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         found = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
+        if not folder.exists():
+            raise ValueError(
+                f"{folder} does not exist; `hotrow prepare` makes such folders"
+            ) from None
         hint = "; preparing was not finished: give the same `hotrow prepare` again to resume"
         unfinished = (folder / ".work").is_dir()
         raise ValueError(

@@ -117,6 +117,10 @@ def _together(parts: list[Samples]) -> Samples:
         np.concatenate([each.dense for each in parts]),
         {name: np.concatenate([each.keys[name] for each in parts]) for name in parts[0].keys},
         BadLines.joined(each.bad for each in parts),
+        lengths={
+            name: np.concatenate([each.lengths[name] for each in parts])
+            for name in parts[0].lengths
+        },
     )
 
 
@@ -194,18 +198,27 @@ LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     if (bits := fields.bits(column)) is not None:
         return bits
-    values, empty, wrong = fields.integers(one(column))
-    wrong = wrong | empty | (values < 0) | (values > 1)
+    values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
+    wrong = wrong | empty | ((values != 0) & (values != 1))
     judge.refuse(wrong, one(column), lambda _, found: f"the label is {found!r}, neither 0 nor 1")
     label: NDArray[np.uint8] = values[0].astype(np.uint8)
     return label
 
 
 def samples_of(
-    fields: Fields, judge: Judge, label: NDArray[Any], dense: NDArray[Any], keys: dict[str, Keys]
+    fields: Fields,
+    judge: Judge,
+    label: NDArray[Any],
+    dense: NDArray[Any],
+    keys: dict[str, Keys],
+    lengths: dict[str, NDArray[np.int64]] | None = None,  # of jagged ones
 ) -> Samples:
-    lines, good = fields.lines, judge.good
+    lines, good, lengths = fields.lines, judge.good, lengths or {}
     if not good.all():
         lines, label, dense = lines[good], label[good], dense[good]
-        keys = {name: each[good] for name, each in keys.items()}
-    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines)
+        keys = {
+            name: each[np.repeat(good, lengths[name]) if name in lengths else good]
+            for name, each in keys.items()
+        }
+        lengths = {name: each[good] for name, each in lengths.items()}
+    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines, lengths)

@@ -17,6 +17,8 @@ from torch import Tensor
 from hotrow.data.prepared.disk import inside, why_wrong
 from hotrow.data.prepared.format import Manifest, Schema, ShardRecord, read_manifest, sections
 
+_REMEDY = "copy it again, or prepare the folder again with --restart"
+
 
 @dataclass(frozen=True)
 class Jagged:
@@ -50,7 +52,7 @@ class Prepared:
         self.manifest: Manifest = read_manifest(self.folder)
         for record in self.manifest.files:
             if wrong := why_wrong(self.folder, record, contents=False):
-                raise ValueError(f"{wrong}; prepare it again")
+                raise ValueError(f"{wrong}; {_REMEDY}")
 
     @property
     def schema(self) -> Schema:
@@ -73,6 +75,10 @@ class Prepared:
         counts = self._map(record.counts.file, 0, "int64", (record.rows,))
         return counts
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.bytes for each in self.manifest.files)
+
     def profile(self) -> dict[str, tuple[Tensor, Tensor]]:
         """For `profile=` of a collection: of every table the rows that the training split reads,
         and how often."""
@@ -90,7 +96,7 @@ class Prepared:
             checked = pool.map(lambda each: why_wrong(self.folder, each, contents=True), records)
             for record, wrong in zip(records, checked, strict=True):
                 if wrong:
-                    raise ValueError(f"{wrong}; prepare it again")
+                    raise ValueError(f"{wrong}; {_REMEDY}")
                 advance(record.bytes)
 
     def _shards(self, split: str) -> tuple[ShardRecord, ...]:

@@ -157,7 +157,8 @@ class _Stream:
         self._text: Any = self._raw
         kind = _COMPRESSED.get(path.suffix)
         if kind:
-            self._text = pyarrow().CompressedInputStream(self._raw, kind)
+            what = f"{path.suffix} files are read"
+            self._text = pyarrow(what=what).CompressedInputStream(self._raw, kind)
         self._is_compressed = kind is not None
 
     def read(self, size: int) -> bytes:

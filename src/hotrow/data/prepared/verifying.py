@@ -14,6 +14,9 @@ from hotrow.data.prepared.format import Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.spool import WORK, as_bytes
 from hotrow.disk import FileRecord
+from hotrow.told import few
+
+_LARGE = 1000.0  # numbers beyond it are pointed out
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,33 @@ class Verify:
         groups = self._groups()
         job.watch.stage("verifying", len(groups) * sum(each.bytes for each, _ in shards))
         done = samples = 0
+        largest = none = np.zeros(len(self._schema.dense), np.float32)
         found: dict[str, list[FileRecord]] = {}
         for turn, group in enumerate(groups):
             counts = {each: np.zeros(each.last - each.first, np.int64) for each in group}
-            check = self._why_wrong if turn == 0 else lambda _: None
+            check = self._why_wrong if turn == 0 else lambda _: (None, none)
             checked = job.cores.in_order(check, (shard for shard, _ in shards), ahead=2)
-            for (shard, is_counted), (_, wrong) in zip(shards, checked, strict=True):
+            for (shard, is_counted), (_, (wrong, most)) in zip(shards, checked, strict=True):
                 if wrong:
                     raise ValueError(f"{wrong}; give the same command again to make it anew")
+                largest = np.maximum(largest, most)
                 self._count(shard, counts if is_counted else {})
                 done, samples = done + shard.bytes, samples + shard.samples
                 job.watch.advance(done, samples)
             for each, uses in counts.items():
                 parts = found.setdefault(each.table, [])
                 parts.append(job.disk.write(self._file(each), [as_bytes(uses)]))
+        self._tell_of_large(largest)
         make_durable(job.out / "shards")
         return {name: self._joined(name, found[name]) for name in self._rows}
+
+    def _tell_of_large(self, largest: NDArray[np.float32]) -> None:
+        found = zip(self._schema.dense, largest.tolist(), strict=True)
+        if large := [f"{name} (up to {most:,.0f})" for name, most in found if most > _LARGE]:
+            self._job.watch.say(
+                f"large numbers, from which a model learns little or nothing: {few(large)}; name "
+                "them in log, or scale them in the files"
+            )
 
     def _file(self, rows: _Rows) -> str:
         """Where the counts of these rows go; not yet to their place, if there are others."""
@@ -85,30 +99,31 @@ class Verify:
 
     def _arrays(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
         """The ids of each feature."""
-        path = inside(self._job.out, shard.file)
-        found = {}
-        for name, each in sections(self._schema, shard.samples, shard.values).items():
-            if name == "ids" or name.endswith(".values"):
-                empty = 0 in each.shape
-                found[name] = (
-                    np.empty(each.shape, each.dtype)
-                    if empty
-                    else np.memmap(path, each.dtype, "r", each.offset, each.shape)
-                )
-        ids = found.pop("ids")
+        found = self._mapped(shard)
+        ids = found["ids"]
         columns = {each.name: ids[:, place] for place, each in enumerate(self._schema.single)}
         return columns | {each.name: found[f"{each.name}.values"] for each in self._schema.jagged}
 
-    def _why_wrong(self, shard: ShardRecord) -> str | None:
-        """On a worker."""
+    def _mapped(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
+        path = inside(self._job.out, shard.file)
+        return {
+            name: np.empty(each.shape, each.dtype)
+            if 0 in each.shape
+            else np.memmap(path, each.dtype, "r", each.offset, each.shape)
+            for name, each in sections(self._schema, shard.samples, shard.values).items()
+        }
+
+    def _why_wrong(self, shard: ShardRecord) -> tuple[str | None, NDArray[np.float32]]:
+        """On a worker; and the largest of each column of numbers."""
         make_durable(inside(self._job.out, shard.file))
         if wrong := why_wrong(self._job.out, shard, contents=True):
-            return wrong
+            return wrong, np.zeros(len(self._schema.dense), np.float32)
         arrays = self._arrays(shard)
         for each in self._schema.features:
             top = arrays[each.name].max(initial=0)
             assert top < self._rows[each.table], f"{shard.file}: {each.name} has row {top}"
-        return None
+        dense = self._mapped(shard)["dense"]
+        return None, np.maximum(dense.max(axis=0, initial=0), -dense.min(axis=0, initial=0))
 
     def _count(self, shard: ShardRecord, counts: dict[_Rows, NDArray[np.int64]]) -> None:
         arrays = self._arrays(shard) if counts else {}

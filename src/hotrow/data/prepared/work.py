@@ -44,6 +44,7 @@ from hotrow.data.prepared.splits import (
 )
 from hotrow.data.prepared.spool import WORK, Spool, Stretch
 from hotrow.data.prepared.verifying import Verify
+from hotrow.told import many
 
 
 def prepare(
@@ -60,14 +61,16 @@ def prepare(
     shared = share(settings.memory_bytes, workers)
     watch, disk, described = watch or NoWatch(), disk or Disk(out), _described(source, settings)
     if shared.idle:
-        watch.say(f"{shared.idle} cores stay idle: more than {shared.workers} need more --memory")
+        watch.say(
+            f"{many(shared.idle, 'core')} idle, as more than {shared.workers} need more --memory"
+        )
     if settings.split == "time" and (hint := out_of_order([path.name for path in source.paths])):
         watch.say(hint)
     spool = Spool(disk, source.schema, source.key_dtype)
     with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
         job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
-            job.watch.say(f"{out} is finished already: nothing is left to do")
+            job.watch.say(f"{out} is finished already; hotrow verify tells whether it is whole")
             return read_manifest(out)
         manifest = _run(job, described)
         disk.write(MANIFEST, [to_json(manifest).encode()])
@@ -102,7 +105,7 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
     del tables  # their memory is for counts now
     if not splits["train"]:
         raise ValueError(
-            f"{sum(lines):,} lines leave none for training; give more, or --split random"
+            f"of {many(sum(lines), 'line')} none is left for training; give more, or --split random"
         )
     counts = Verify(job, schema, rows, splits).run()
     return Manifest(

@@ -1,0 +1,131 @@
+"""How near look-ahead comes to Belady's bound on real logs.
+
+    python benchmarks/bound.py --criteo train.txt.zst --globo clicks.parquet --movielens ml-1m.zip
+
+plans the batches of each log, in the order of time and without rows, with a part of all rows in
+slots and so many batches known ahead, and counts rows fetched against the fewest that anyone could
+fetch who knows all. Batches have 1,024 samples, of MovieLens 64. Counting starts when slots have
+been filled, or at half of the log. Where `depth` exceeds `useful`, slots over misses, knowing more
+would change little. Rows of a batch in training may not leave for the next one's, which the second
+bound obeys, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from real import write_ratings
+from skew import CATEGORIES, criteo_table
+
+from hotrow.reuse import NEVER, Reuse, belady
+from hotrow.run.followed import unique
+from hotrow.run.lookups import OfParquet
+from hotrow.simulate import simulate
+from hotrow.strategy import STRATEGIES
+
+PARTS = (2.0, 5.0, 10.0)
+DEPTHS = (50, 200, 400)
+PAST_FULL = 1.25  # rows read before counting starts, over slots
+BATCH = {"criteo": 1024, "globo": 1024, "movielens": 64}
+GLOBO = ("user_id", "article_id", "environment", "deviceGroup", "os", "referrer_type")
+MOVIELENS = ("user", "film", "genres", "gender", "occupation", "zip")
+
+
+@dataclass(frozen=True)
+class Log:
+    """Different rows of each batch, and what is needed for the bound."""
+
+    name: str
+    num_rows: int
+    batches: list[NDArray[np.int32]]
+    reuse: Reuse
+    read: NDArray[np.int64]  # [batches]: rows read until then
+
+    def tensors(self, count: int) -> Iterator[torch.Tensor]:
+        for rows in self.batches[:count]:
+            yield torch.from_numpy(rows.astype(np.int64))
+
+
+def opened(name: str, path: Path, scratch: Path) -> Log:
+    categories = {"criteo": CATEGORIES, "globo": GLOBO, "movielens": MOVIELENS}[name]
+    file = path if name == "globo" else scratch / f"{name}.parquet"
+    if name == "criteo":
+        pq.write_table(criteo_table(path), file)
+    elif name == "movielens":
+        write_ratings(path, file)
+    lookups = OfParquet(file, categories=categories, batch_size=BATCH[name])
+    batches = [unique(batch.ids)[0] for batch in lookups.batches()]
+    num_rows, reuse = sum(lookups.rows.values()), Reuse()
+    last_use, new = np.full(num_rows, NEVER, dtype=np.int32), []
+    for number, rows in enumerate(batches):
+        before = last_use[rows]
+        new.append(np.count_nonzero(before == NEVER))
+        reuse.add(before)
+        last_use[rows] = number
+    return Log(name, num_rows, batches, reuse, np.cumsum(new))
+
+
+def lines(log: Log, part: float, depths: Sequence[int], most: int) -> Iterator[str]:
+    slots, last = int(part / 100 * log.num_rows), len(log.batches)
+    first = min(int(np.searchsorted(log.read, PAST_FULL * slots)) + 1, last // 2)
+    counted = min(most, last - first)
+    uses = log.reuse.next_uses()
+    assert uses is not None
+    least = float(belady(uses, [slots], first=first, counted=counted).per_batch[0])
+    where = f"| {log.name} | {part:g} % | {slots:,} |"
+    if np.isnan(least):
+        yield f"{where} a batch has up to {log.reuse.floor(1):,} rows, which do not fit | | | |"
+        return
+    yield f"{where} belady | {least:,.0f} | 1.000 | useful {slots / least:,.0f} |"
+    ahead = STRATEGIES["lookahead"]
+    past = ahead.hold.past
+    held = belady(uses, [slots], first=first, counted=counted, past=past).per_batch[0]
+    yield f"| | | | belady, {past + 1} batches held | {held:,.0f} | {held / least:.3f} | |"
+    chosen = [replace(ahead, look_ahead=depth) for depth in depths]
+    planned = simulate(
+        log.tensors(first + counted + max(depths)),
+        num_rows=log.num_rows,
+        choices=[(each, slots) for each in (*chosen, STRATEGIES["lru"])],
+        warm_up=first,
+        counted=counted,
+    )
+    for each in planned:
+        name = f"{each.strategy} {each.depth}" if each.depth else each.strategy
+        over = each.rows_per_batch / least
+        told = f"{each.chunked_batches} of {each.batches} chunked" if each.chunked_batches else ""
+        yield f"| | | | {name} | {each.rows_per_batch:,.0f} | {over:.3f} | {told} |"
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name in BATCH:
+        made.add_argument(f"--{name}", type=Path)
+    made.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of all rows, in %%")
+    made.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
+    made.add_argument("--counted", type=int, default=2000, help="batches at the most")
+    asked = made.parse_args()
+    given = {name: getattr(asked, name) for name in BATCH if getattr(asked, name) is not None}
+    if not given:
+        made.error(f"give one at least of {', '.join(f'--{name}' for name in BATCH)}")
+    torch.set_num_threads(1)
+    print(
+        "| log | rows in slots | slots | | rows per batch | over the bound | |\n|---|" + "---|" * 6
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, path in given.items():
+            log = opened(name, path, Path(scratch))
+            for part in asked.parts:
+                for line in lines(log, part, asked.depths, asked.counted):
+                    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""One run, or several beside each other: as a page, as texts, and as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotrow.budget import show_bytes
+from hotrow.records import RunRecord, Span
+from hotrow.report.cells import NONE
+from hotrow.report.charts import Bars, Chart, Line, Spans
+from hotrow.report.curves import Bin, Curve
+from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+
+SUMMARY = (
+    "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",
+    "moved", "waited", "fast memory", "equal to all-fast",
+)  # fmt: skip
+_STEPS_SHOWN = 4  # in a timeline
+_SPANS_SHOWN = 400
+_TABLES_SHOWN = 40
+_STAGES = (
+    "read", "plan", "confirm", "fill", "send", "collect", "exchange", "insert", "write-back",
+    "train", "evaluate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that is known of a run."""
+
+    name: str  # which no other has
+    record: RunRecord
+    curve: Curve
+    spans: Sequence[Span] = ()  # of a trace; none: there is none
+
+
+def page_of_runs(runs: Sequence[Seen]) -> str:
+    """The whole page."""
+    limits = [f"{run.name}: {run.record.limit.message}." for run in runs if run.record.limit]
+    timelines = [(run, timeline(run)) for run in runs if run.spans]
+    return page(
+        "hotrow report: " + ", ".join(run.name for run in runs),
+        [
+            paragraph(" ".join(limits), "advice") if len(limits) == 1 else bullets(limits),
+            heading("Summary"),
+            table(SUMMARY, [summary_cells(run) for run in runs], words=_WORDS, bad=_bad(runs)),
+            heading("Learning"),
+            charts([losses(runs), aucs(runs)]),
+            heading("Speed"),
+            charts([speeds(runs), parts_of_a_step(runs)]),
+            heading("Rows"),
+            charts([hit_rates(runs), link_use(runs), tables_hit(runs), waits(runs)]),
+            heading("Fast memory"),
+            charts([memory(runs)]) or paragraph("No part of it was recorded.", "faint"),
+            heading("Some steps"),
+            charts([found for _, found in timelines])
+            or paragraph("No trace; hotrow train --trace steps=20 records one.", "faint"),
+            heading("Settings and environment"),
+            _settings(runs),
+        ],
+    )
+
+
+# -- charts ----------------------------------------------------------------------------
+
+
+def _lines(
+    runs: Sequence[Seen], of: Callable[[Bin], float], *, of_loss: bool = False
+) -> tuple[Line, ...]:
+    found = []
+    for colour, run in enumerate(runs):
+        bins = run.curve.bins
+        band: dict[str, Any] = {}
+        if of_loss and run.curve.width > 1:
+            band = {
+                "low": [each.least_loss for each in bins],
+                "high": [each.largest_loss for each in bins],
+            }
+        values = run.curve.values(of)
+        if any(math.isfinite(value) for value in values):
+            x = [each.middle for each in bins]
+            dashed = of_loss and colour > 0  # exact strategies have the same
+            found.append(Line(run.name, x, values, colour=colour, is_dashed=dashed, **band))
+    return tuple(found)
+
+
+def _binned(runs: Sequence[Seen]) -> str:
+    widths = {run.curve.width for run in runs}
+    if widths == {1}:
+        return "A point for each step."
+    return f"Each point is the mean of up to {max(widths):,} steps."
+
+
+def losses(runs: Sequence[Seen]) -> Chart:
+    note = _binned(runs)
+    if any(run.curve.width > 1 for run in runs):
+        note += " The band goes from the least to the largest."
+    return Chart(
+        "Training loss", "step", "loss", _lines(runs, lambda x: x.loss, of_loss=True), note
+    )
+
+
+def aucs(runs: Sequence[Seen]) -> Chart:
+    lines = []
+    for colour, run in enumerate(runs):
+        found = [each for each in run.record.evaluations if math.isfinite(each.auc)]
+        x, y = [each.step for each in found], [each.auc for each in found]
+        if found:
+            lines.append(Line(run.name, x, y, colour=colour, has_dots=True, is_dashed=colour > 0))
+    note = "On the way on validation samples, at the end on test samples."
+    return Chart("AUC", "step", "AUC", tuple(lines), note)
+
+
+def speeds(runs: Sequence[Seen]) -> Chart:
+    lines = tuple(
+        Line(run.name, run.curve.ends, run.curve.values(lambda x: x.samples_per_second), colour=i)
+        for i, run in enumerate(runs)
+        if run.curve.bins
+    )
+    title = "seconds of training, without evaluation"
+    return Chart("Samples per second", title, "samples/s", lines, _binned(runs), from_zero=True)
+
+
+def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
+    """On a CPU they add up to a step; beside a GPU the host launches, and waits now and then."""
+    named: dict[str, Callable[[Any], float]] = {
+        "reading batches": lambda x: x.read_seconds,
+        "planning": lambda x: x.plan_seconds,
+        "moving rows": lambda x: x.rows_seconds,
+        "training": lambda x: x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds,
+    }
+    timed = [(run.name, run.record.times) for run in runs if run.record.times is not None]
+    order = tuple(name for name, _ in timed)
+    bars = tuple(
+        Bars(
+            name,
+            order,
+            [1000 * of(each) / each.steps for _, each in timed],
+            colour=place,
+        )
+        for place, (name, of) in enumerate(named.items())
+        if timed
+    )
+    return Chart(
+        "A step's time on the host", "milliseconds", "", bars, is_stacked=True, order=order,
+        note="The mean, without the first steps. Beside a GPU, planning and moving rows are what "
+        "it takes to launch them.",
+    )  # fmt: skip
+
+
+def waits(runs: Sequence[Seen]) -> Chart:
+    return Chart(
+        "Training waited for rows", "step", "share of a step",
+        _lines(runs, lambda x: x.waited), y_format=".3~%", from_zero=True,
+        note="On a GPU measured every few steps, between marks in its lanes.",
+    )  # fmt: skip
+
+
+def hit_rates(runs: Sequence[Seen]) -> Chart:
+    return Chart(
+        "Hit rate", "step", "share of lookups", _lines(runs, lambda x: x.hit_rate),
+        "The share of lookups that caused no fetch, for batches that were planned meanwhile.",
+        y_format=".3~%",
+    )  # fmt: skip
+
+
+def link_use(runs: Sequence[Seen]) -> Chart:
+    lines = _lines(runs, lambda x: x.bytes_per_second / 2**20)
+    note = "Between slow and fast memory, both ways."
+    return Chart("Moved per second", "step", "MiB/s", lines, note, from_zero=True)
+
+
+def tables_hit(runs: Sequence[Seen]) -> Chart:
+    """By the lookups of the first run that has them, most first."""
+    known = [run for run in runs if run.record.tables]
+    lookups: dict[str, int] = {}
+    for run in known:
+        for name, each in run.record.tables.items():
+            lookups[name] = max(lookups.get(name, 0), each.lookups)
+    order = tuple(sorted(lookups, key=lambda name: -lookups[name])[:_TABLES_SHOWN])
+    bars = tuple(
+        Bars(
+            run.name,
+            order,
+            [
+                run.record.tables[name].hit_rate if name in run.record.tables else math.nan
+                for name in order
+            ],
+            colour=runs.index(run),
+        )
+        for run in known
+    )
+    left = len(lookups) - len(order)
+    note = f"The {len(order)} tables with most lookups; {left} more are left out." if left else ""
+    return Chart(
+        "Hit rate by table", "share of lookups", "", bars, note,
+        x_format=".0%", from_zero=True, order=order,
+    )  # fmt: skip
+
+
+def memory(runs: Sequence[Seen]) -> Chart:
+    known = [run for run in runs if any(run.record.memory.values())]
+    order = tuple(run.name for run in known)
+    parts = list(dict.fromkeys(part for run in known for part in run.record.memory))
+    bars = tuple(
+        Bars(part, order, [run.record.memory.get(part, 0) / 2**20 for run in known], colour=place)
+        for place, part in enumerate(parts)
+    )
+    return Chart("By part", "MiB", "", bars, is_stacked=True, order=order)
+
+
+def timeline(run: Seen) -> Chart:
+    """The stages of a few steps in the middle of a trace."""
+    spans = run.spans
+    edges = [span.start for span in spans if span.name == "train" and span.place == "host"]
+    first = max(0, (len(edges) - _STEPS_SHOWN) // 2)
+    start, *_, end = [*edges[first : first + _STEPS_SHOWN + 1], math.inf, math.inf][
+        : _STEPS_SHOWN + 1
+    ]
+    shown = [span for span in spans if start <= span.start < end][:_SPANS_SHOWN]
+    has_gpu = any(span.place == "GPU" for span in shown)
+    lanes = {id(span): f"{span.place}: {span.name}" if has_gpu else span.name for span in shown}
+    stages = [name for name in _STAGES if any(span.name == name for span in shown)]
+    places = ("host: ", "GPU: ") if has_gpu else ("",)
+    order = [place + name for place in places for name in stages]
+    series = tuple(
+        Spans(
+            name,
+            [lanes[id(span)] for span in shown if span.name == name],
+            [1000 * (span.start - start) for span in shown if span.name == name],
+            [1000 * span.seconds for span in shown if span.name == name],
+            colour=place,
+        )
+        for place, name in enumerate(stages)
+    )
+    used = set(lanes.values())
+    return Chart(
+        f"{run.name}: {_STEPS_SHOWN} steps", "milliseconds", "", series,
+        "By stages, as a profiler saw them, which slows them down.",
+        order=tuple(lane for lane in order if lane in used),
+    )  # fmt: skip
+
+
+# -- texts -----------------------------------------------------------------------------
+
+_WORDS = ("strategy", "outcome", "equal to all-fast")
+
+
+def summary_cells(run: Seen) -> list[str]:
+    """For the columns of SUMMARY."""
+    record, found = run.record, run.record.summary
+    fast = sum(record.memory.values())
+    total = run.curve.total
+    return [
+        run.name,
+        str(record.settings.get("embedding", {}).get("strategy", NONE)),
+        record.outcome,
+        f"{found.steps:,}",
+        _number(found.samples_per_second, ",.0f"),
+        _number(found.loss, ".4f"),
+        _number(found.auc, ".4f"),
+        _number(found.log_loss, ".4f"),
+        f"{found.hit_rate:.1%}",
+        show_bytes(found.bytes_moved),
+        _number(total.waited, ".1%"),
+        show_bytes(fast) if fast else NONE,
+        {None: "not compared", True: "bits", False: "no"}[found.equal_to_all_fast],
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else NONE
+
+
+def _bad(runs: Sequence[Seen]) -> list[tuple[int, str]]:
+    unequal = [i for i, run in enumerate(runs) if run.record.summary.equal_to_all_fast is False]
+    failed = [i for i, run in enumerate(runs) if run.record.outcome in ("failed", "diverged")]
+    return [(i, "equal to all-fast") for i in unequal] + [(i, "outcome") for i in failed]
+
+
+def settings_of(record: RunRecord) -> dict[str, str]:
+    """Settings and environment by their full names."""
+    found = dict(_flat(record.settings))
+    return found | {f"environment: {key}": value for key, value in _flat(record.environment)}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", NONE if value is None else str(value)
+
+
+def settings_table(runs: Sequence[Seen]) -> tuple[list[list[str]], list[list[str]]]:
+    """The settings in which runs differ, and those that all share; a row each."""
+    every = [settings_of(run.record) for run in runs]
+    differing: list[list[str]] = []
+    shared: list[list[str]] = []
+    for name in dict.fromkeys(name for each in every for name in each):
+        values = [each.get(name, NONE) for each in every]
+        (shared if len(set(values)) == 1 else differing).append([name, *values])
+    return differing, shared
+
+
+def _settings(runs: Sequence[Seen]) -> str:
+    differing, shared = settings_table(runs)
+    names = [run.name for run in runs]
+    heads = ["setting", *names]
+    parts = []
+    if len(runs) > 1:
+        told = "" if differing else "All runs have the same."
+        parts.append(
+            table(heads, differing, words=names, marked=range(len(differing)))
+            if differing
+            else paragraph(told)
+        )
+    title = f"{len(shared)} settings" + (" that all share" if len(runs) > 1 else "")
+    alike = [[name, value] for name, value, *_ in shared]
+    parts.append(details(title, table(["setting", "value"], alike, words=["value"])))
+    return "".join(parts)
+
+
+def to_values(run: Seen) -> dict[str, Any]:
+    """A run's curve for machines: one list for each quantity, all of the same length."""
+    bins = run.curve.bins
+    return {
+        "steps_per_point": run.curve.width,
+        "step": [each.last for each in bins],
+        "seconds": run.curve.ends,
+        "loss": run.curve.values(lambda x: x.loss),
+        "least_loss": run.curve.values(lambda x: x.least_loss),
+        "largest_loss": run.curve.values(lambda x: x.largest_loss),
+        "samples_per_second": run.curve.values(lambda x: x.samples_per_second),
+        "hit_rate": run.curve.values(lambda x: x.hit_rate),
+        "bytes_per_second": run.curve.values(lambda x: x.bytes_per_second),
+        "waited": run.curve.values(lambda x: x.waited),
+    }

@@ -1,0 +1,318 @@
+"""How many rows slots of any number would have to fetch, from one pass over a trace.
+
+Sees batch numbers only: of each row of a batch, which batch used it last. All rows of a batch are
+resident together, and a row is counted once in it, however many lookups it has.
+
+Rows whose last use is the same batch are equally recent, so least-recent leaves open which of them
+leaves first. Let a row's last use before batch b be batch a. More recent than it are the rows last
+used between the two, S of them; equally recent are the L whose last use is still a, itself among
+them. Of those L, C - S are in C slots, if that is between 0 and L. With every order equally likely,
+the row is there with probability (C - S) / L; which order it was can change the sum over all rows
+only within bounds that are known, too. So one pass that keeps the number of rows by their last
+batch serves any number of slots.
+
+Belady's choice needs as little: residents are told apart only by the batch that uses them next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NEVER = -1  # the last use of a row that no batch has used
+LONGEST_HOLD = 8  # batches whose rows may have to be resident together
+_ENTRY_BYTES = 40  # of next uses, while they are sorted
+_BLOCK = 256
+_ROUNDING = 1e-9  # of sums of weights
+
+Batches = NDArray[np.int32]
+Numbers = NDArray[np.int64]
+Amounts = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MissCurve:
+    """Rows that are fetched, in all, by how many slots there are. NaN: a batch does not fit."""
+
+    policy: str
+    slots: Numbers  # [n], ascending
+    misses: Amounts  # [n]
+    low: Amounts  # [n]: what it may be at the least, by an order that is open or by sampling
+    high: Amounts  # [n]
+    batches: int  # that are counted
+    unique_rows: float  # of these batches, together
+
+    @property
+    def per_batch(self) -> Amounts:
+        return self.misses / max(1, self.batches)
+
+    @property
+    def ratio(self) -> Amounts:
+        """Of the rows of a batch, the share that is fetched."""
+        return self.misses / max(1.0, self.unique_rows)
+
+
+@dataclass(frozen=True)
+class NextUses:
+    """For each batch: how many of its rows are used next by which later batch."""
+
+    sizes: Amounts  # [T]: rows of each batch
+    starts: Numbers  # [T + 1]: batch a has the entries starts[a] to starts[a + 1]
+    batch: Batches  # [entries]: which uses them next
+    rows: NDArray[np.float32]  # [entries]: how many of them
+
+
+class Reuse:
+    """Counts of one trace, batch by batch.
+
+    reuse = Reuse(slots=[1000, 5000])
+    for rows in batches:              # different ones each
+        reuse.add(last_use[rows])
+        last_use[rows] = reuse.batches - 1
+    reuse.least_recent().misses
+    """
+
+    def __init__(
+        self, slots: Sequence[int] = (), *, first: int = 0, next_uses_bytes: int = 1 << 62
+    ) -> None:
+        """Misses are counted from batch `first` on. Next uses are kept while they fit."""
+        self.slots = np.unique(np.asarray(slots, dtype=np.int64))
+        self.first = first
+        self._most_bytes = next_uses_bytes
+        self._live = np.zeros(1024)  # rows by the batch that used them last
+        self._hits = np.zeros((3, len(self.slots) + 1))  # expected, fewest, most
+        self._sizes: list[float] = []
+        self._apart: list[Amounts] = []  # rows whose last use is more than 0, 1 ... batches ago
+        self._pairs: list[tuple[Batches, NDArray[np.float32]]] | None = []
+        self._entries = 0
+
+    @property
+    def batches(self) -> int:
+        return len(self._sizes)
+
+    def add(self, last_use: Batches, weights: Amounts | None = None) -> None:
+        """The next batch: of each of its rows the batch that used it last, or NEVER.
+
+        `weights`: how many rows each one stands for, where rows are sampled.
+        """
+        number = self.batches
+        counted = np.bincount(last_use + 1, weights, minlength=number + 1).astype(np.float64)
+        size = float(counted.sum())
+        used = np.flatnonzero(counted[1:])
+        rows = counted[1:][used]
+        if number >= self.first and len(self.slots):
+            self._count_hits(used, rows, number)
+        if number == len(self._live):
+            self._live = np.concatenate([self._live, np.zeros(number)])
+        self._live[used] -= rows
+        self._live[number] = size
+        self._sizes.append(size)
+        recent = np.zeros(LONGEST_HOLD)
+        nearest = counted[1:][-(LONGEST_HOLD - 1) :][::-1]
+        recent[1 : len(nearest) + 1] = nearest
+        self._apart.append(size - np.cumsum(recent))
+        self._keep(used, rows)
+
+    def _count_hits(self, used: Numbers, rows: Amounts, number: int) -> None:
+        live = self._live[:number]
+        as_recent = live[used]
+        more_recent = live[::-1].cumsum()[::-1][used] - as_recent
+        # From `whole` on all are there; from `some` to there a part is.
+        some = np.searchsorted(self.slots, more_recent, side="right")
+        whole = np.searchsorted(self.slots, more_recent + as_recent, side="left")
+        self._hits += np.bincount(whole, rows, minlength=len(self.slots) + 1)[None].cumsum(1)
+        many = whole - some
+        which = np.repeat(np.arange(len(used)), many)
+        if not len(which):
+            return
+        place = np.arange(len(which)) - np.repeat(many.cumsum() - many, many) + some[which]
+        there = self.slots[place] - more_recent[which]
+        mine, among = rows[which], as_recent[which]
+        for kind, hits in enumerate(
+            (mine * there / among, np.maximum(0, mine - (among - there)), np.minimum(mine, there))
+        ):
+            self._hits[kind] += np.bincount(place, hits, minlength=len(self.slots) + 1)
+
+    def _keep(self, used: Numbers, rows: Amounts) -> None:
+        if self._pairs is None:
+            return
+        kept = used.astype(np.int32), rows.astype(np.float32)  # exact below 2^24 rows in a batch
+        self._entries += len(used)
+        if self._entries * _ENTRY_BYTES > self._most_bytes:
+            self._pairs = None
+            return
+        self._pairs.append(kept)
+
+    def least_recent(self) -> MissCurve:
+        """Misses if the least recent rows leave first."""
+        sizes = np.array(self._sizes)
+        unique = float(sizes[self.first :].sum())
+        fits = self.slots >= sizes.max(initial=0.0)
+        expected, high, low = np.where(fits, unique - self._hits[:, :-1], np.nan)
+        counted = max(0, self.batches - self.first)
+        return MissCurve("lru", self.slots, expected, low, high, counted, unique)
+
+    def working_sets(self, batches: int) -> Amounts:
+        """Different rows of each `batches` consecutive ones, [T - batches + 1]."""
+        if not 1 <= batches <= LONGEST_HOLD:
+            raise ValueError(f"batches must be 1 to {LONGEST_HOLD}, not {batches}")
+        apart = np.array(self._apart).reshape(-1, LONGEST_HOLD)
+        windows = max(0, len(apart) - batches + 1)
+        found = np.zeros(windows)
+        for later in range(batches):  # rows that no batch of the window has used before
+            found += apart[later : later + windows, later]
+        return found
+
+    def floor(self, hold_batches: int) -> int:
+        """The fewest slots in which the rows of so many consecutive batches fit together."""
+        return floor_of([self], hold_batches)
+
+    def next_uses(self) -> NextUses | None:
+        """The same by the other end; None: they did not fit."""
+        if self._pairs is None:
+            return None
+        many = np.array([len(used) for used, _ in self._pairs], dtype=np.int64)
+        empty = np.empty(0, np.int32), np.empty(0, np.float32)
+        before = np.concatenate([empty[0], *(used for used, _ in self._pairs)])
+        order = np.argsort(before, kind="stable")
+        starts = np.zeros(self.batches + 1, dtype=np.int64)
+        np.cumsum(np.bincount(before, minlength=self.batches), out=starts[1:])
+        batch = np.repeat(np.arange(self.batches, dtype=np.int32), many)[order]
+        rows = np.concatenate([empty[1], *(rows for _, rows in self._pairs)])[order]
+        return NextUses(np.array(self._sizes), starts, batch, rows)
+
+
+def floor_of(samples: Sequence[Reuse], hold_batches: int) -> int:
+    """The same, of one trace of which rows were sampled several times."""
+    held = min(hold_batches, max(1, samples[0].batches))
+    windows = np.mean([each.working_sets(held) for each in samples], axis=0)
+    return math.ceil(float(windows.max(initial=0.0)))
+
+
+def fewest_misses(uses: NextUses, slots: Sequence[int], *, past: int = 0) -> Amounts:
+    """Rows that each batch must fetch if all is known, [slots, T]: Belady's bound.
+
+    All rows of a batch must be resident together, so those leave, among the rows that it does not
+    use, whose next use is farthest, never used again first. The residents whose next use is batch
+    t are the hits of batch t. Rows of the `past` batches before may not leave, either, where a hold
+    says so. NaN: what must be resident together does not fit.
+    """
+    found = [_fewest(uses, each, past) for each in slots]
+    return np.array(found).reshape(len(found), len(uses.sizes))
+
+
+def _fewest(uses: NextUses, slots: int, past: int) -> Amounts:
+    last = len(uses.sizes)
+    resident, held = _Residents(last + 1), deque[_Held]()
+    total, misses = 0.0, np.empty(last)  # all residents, whether they are held or not
+    for number, size in enumerate(uses.sizes.tolist()):
+        hits = resident.take(number) + sum(each.take(number) for each in held)
+        misses[number] = size - hits
+        leaving = max(0.0, total - hits + size - slots)
+        if leaving > resident.total + _ROUNDING * total:
+            return np.full(last, np.nan)
+        resident.drop_farthest(leaving)
+        total += size - hits - leaving
+        here = slice(uses.starts[number], uses.starts[number + 1])
+        held.append(_Held(uses.batch[here], uses.rows[here].astype(np.float64), size))
+        if len(held) > past:
+            resident.add(held.popleft())
+    return misses
+
+
+class _Held:
+    """Rows of a batch, by the batch that uses them next."""
+
+    def __init__(self, numbers: Batches, rows: Amounts, size: float) -> None:
+        self.numbers, self.rows = numbers, rows  # ascending
+        self.never = size - float(rows.sum())
+
+    def take(self, number: int) -> float:
+        """Those that are used now."""
+        if not len(self.numbers) or self.numbers[0] != number:
+            return 0.0
+        found = float(self.rows[0])
+        self.numbers, self.rows = self.numbers[1:], self.rows[1:]
+        return found
+
+
+class _Residents:
+    """Rows in slots, counted by the batch that uses them next; the last number is none.
+
+    In blocks with a sum each, so that the farthest are found without a look at all of them.
+    """
+
+    def __init__(self, numbers: int) -> None:
+        self._rows = np.zeros((-(-numbers // _BLOCK), _BLOCK))
+        self._flat = self._rows.reshape(-1)
+        self._sums = np.zeros(len(self._rows))
+        self._never = numbers - 1
+
+    @property
+    def total(self) -> float:
+        return float(self._sums.sum())
+
+    def take(self, number: int) -> float:
+        """Those that are used now; they are counted anew by their next use."""
+        rows = float(self._flat[number])
+        self._flat[number] = 0
+        self._sums[number // _BLOCK] -= rows
+        return rows
+
+    def add(self, rows: _Held) -> None:
+        self._flat[rows.numbers] += rows.rows
+        self._flat[self._never] += rows.never
+        self._sums += np.bincount(rows.numbers // _BLOCK, rows.rows, minlength=len(self._sums))
+        self._sums[-1] += rows.never
+
+    def drop_farthest(self, count: float) -> None:
+        if count <= 0:
+            return
+        from_end = self._sums[::-1].cumsum()
+        whole = int(np.searchsorted(from_end, count, side="right"))  # blocks that leave at once
+        end = len(self._sums) - whole
+        if whole:
+            count -= float(from_end[whole - 1])
+            self._rows[end + np.flatnonzero(self._sums[end:])] = 0
+            self._sums[end:] = 0
+        if end and count > 0:
+            block = self._rows[end - 1]
+            leaving = np.minimum(block[::-1].cumsum(), count)
+            leaving[1:] -= leaving[:-1].copy()
+            block -= leaving[::-1]
+            self._sums[end - 1] -= count
+
+
+def belady(
+    uses: NextUses,
+    slots: Sequence[int],
+    *,
+    first: int = 0,
+    counted: int | None = None,
+    past: int = 0,
+) -> MissCurve:
+    """The bound for the `counted` batches from `first` on, by default for all of them; `past`: see
+    fewest_misses."""
+    ordered = np.unique(np.asarray(slots, dtype=np.int64))
+    end = len(uses.sizes) if counted is None else first + counted
+    here = slice(first, end)
+    misses = fewest_misses(uses, ordered.tolist(), past=past)[:, here].sum(1)
+    unique = float(uses.sizes[here].sum())
+    return MissCurve("belady", ordered, misses, misses, misses, len(uses.sizes[here]), unique)
+
+
+def next_uses_of(batches: Sequence[NDArray[np.integer]], *, num_rows: int) -> NextUses:
+    """Of batches of different rows each, numbered from 0 to `num_rows` - 1."""
+    reuse = Reuse()
+    last_use = np.full(num_rows, NEVER, dtype=np.int32)
+    for rows in batches:
+        reuse.add(last_use[rows])
+        last_use[rows] = reuse.batches - 1
+    found = reuse.next_uses()
+    assert found is not None
+    return found

@@ -1,0 +1,260 @@
+"""`hotrow report` draws what runs have left behind, and says in one sentence what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hotrow.cli import make_app
+from hotrow.report.curves import MOST_POINTS
+from hotrow.run.files import read_run, read_steps
+from hotrow.run.tracing import read_trace
+
+SMALL = (
+    "data.rows=[400, 60, 5]",
+    "data.batch_size=16",
+    "data.samples=640",
+    "data.eval_batches=4",
+    "model.embedding_dim=4",
+    "model.bottom=[8]",
+    "model.top=[8]",
+    "embedding.budget=60%",
+    "training.eval_every=10",
+    "training.check_equality=false",
+    "run.save=false",
+)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(make_app(), list(words))
+
+
+def train(name: str, *settings: str, options: tuple[str, ...] = ()) -> Result:
+    chosen = [word for each in (*SMALL, f"run.name={name}", *settings) for word in ("--set", each)]
+    result = invoke("train", *chosen, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of 40 steps: `first`, with a trace of four of them, and `second`."""
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train("first", options=("--trace", "steps=4"))
+        train("second", "embedding.strategy=lru", "embedding.budget=50%")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+
+
+def charts(page: str) -> dict[str, list[dict[str, Any]]]:
+    """The traces of each chart by its title."""
+    found = re.findall(
+        r"<h3>(.*?)</h3>.*?<script type=\"application/json\">(.*?)</script>", page, re.DOTALL
+    )
+    return {title: json.loads(data)["data"] for title, data in found}
+
+
+def test_one_run_is_drawn_beside_its_records() -> None:
+    result = invoke("report", "first")
+    assert result.exit_code == 0, result.output
+    page = Path("runs/first/report.html")
+    assert f"written to {page}" in result.stdout
+    found, steps = charts(page.read_text()), list(read_steps("runs/first"))
+    (loss,) = found["Training loss"]
+    assert loss["x"] == [step.step for step in steps]
+    assert loss["y"] == pytest.approx([step.loss for step in steps], rel=1e-5)
+    (auc,) = found["AUC"]
+    assert auc["x"] == [10, 20, 30, 40]
+    tables = read_run("runs/first").tables
+    (hits,) = found["Hit rate by table"]
+    assert dict(zip(hits["y"], hits["x"], strict=True)) == pytest.approx(
+        {name: each.hit_rate for name, each in tables.items()}, rel=1e-5
+    )
+    memory = {trace["name"]: trace["x"][0] * 2**20 for trace in found["By part"]}
+    assert memory == pytest.approx(dict(read_run("runs/first").memory), rel=1e-5)
+    assert {trace["name"] for trace in found["first: 4 steps"]} >= {"plan", "fill", "train"}
+
+
+def test_counts_by_table_add_up_to_the_run() -> None:
+    run = read_run("runs/first")
+    assert list(run.tables) == ["cat_0", "cat_1", "cat_2"]
+    assert sum(each.lookups for each in run.tables.values()) == run.summary.lookups
+    fetched = sum(each.fetched_rows for each in run.tables.values())
+    assert 1 - fetched / run.summary.lookups == pytest.approx(run.summary.hit_rate)
+
+
+def test_several_runs_lie_over_each_other_and_what_differs_comes_first() -> None:
+    result = invoke("report", "first", "runs/second", "--out", "both.html")
+    assert result.exit_code == 0, result.output
+    page = Path("both.html").read_text()
+    for title, count in (("Training loss", 2), ("Samples per second", 2), ("Hit rate", 2)):
+        assert [trace["name"] for trace in charts(page)[title]] == ["first", "second"][:count]
+    marked = re.findall(r'<tr class="differs"><td data-label="setting">(.*?)</td>', page)
+    assert marked == ["run.name", "embedding.strategy", "embedding.budget"]
+
+
+def test_text_and_json_say_the_same() -> None:
+    text = invoke("report", "first", "second", "--text").stdout
+    found = json.loads(invoke("report", "first", "second", "--json").stdout)
+    assert [run["name"] for run in found["runs"]] == ["first", "second"]
+    for run in found["runs"]:
+        assert len(run["curve"]["loss"]) == 40
+        assert f"{run['summary']['hit_rate']:.1%}" in text
+        assert run["limit"]["message"] in text
+    assert re.search(r"embedding.strategy +lookahead +lru", text)
+
+
+def test_a_run_that_did_not_end_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
+    lines = Path("runs/first/steps.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "steps.jsonl").write_text("".join(lines[:7]) + lines[7][:20])
+    result = invoke("report", str(tmp_path / "killed"), "--json")
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert (run["outcome"], run["summary"]["steps"]) == ("not ended", 7)
+    assert invoke("report", "killed", "--runs", str(tmp_path)).exit_code == 0
+    assert (tmp_path / "killed" / "report.html").is_file()
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    (line, *_) = Path("runs/first/steps.jsonl").read_text().splitlines()
+    step = json.loads(line)
+    (tmp_path / "long").mkdir()
+    with (tmp_path / "long" / "steps.jsonl").open("w") as file:
+        file.writelines(json.dumps(step | {"step": n}) + "\n" for n in range(1, 5001))
+    invoke("report", str(tmp_path / "long"), "--out", str(tmp_path / "long.html"))
+    found = charts((tmp_path / "long.html").read_text())
+    low, high, loss = found["Training loss"]
+    assert len(low["x"]) == len(high["x"]) == len(loss["x"]) == -(-5000 // 16) <= MOST_POINTS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["third"], "there is no run third; in runs there are first, second"),
+        (["first", "runs/first"], "run runs/first is named twice"),
+        (["first", "--text", "--json"], "--text or --json, not both"),
+        (["."], "has neither run.json nor steps.jsonl"),
+        (["first", "--out", "runs"], "--out runs is a folder; name a page in it: runs/report.html"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(words: list[str], said: str) -> None:
+    result = invoke("report", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_without_plotly_texts_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    result = invoke("report", "first")
+    assert result.exit_code == 2
+    assert "pip install 'hotrow[report]'" in result.stderr
+    assert invoke("report", "first", "--text").exit_code == 0
+
+
+def test_a_trace_opens_in_chrome_and_has_the_steps_asked_for() -> None:
+    with gzip.open("runs/first/trace.json.gz", "rt") as file:
+        assert json.load(file)["traceEvents"]
+    spans = read_trace(Path("runs/first/trace.json.gz"))
+    assert sum(span.name == "train" for span in spans) == 4
+    assert {span.place for span in spans} == {"host"}
+    assert all(a.start <= b.start for a, b in pairwise(spans))
+
+
+def test_stages_of_a_gpu_have_lanes_of_their_own(tmp_path: Path) -> None:
+    def event(kind: str, name: str, start: int, length: int) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
+
+    launched = [("plan", 0, 20), ("fill", 25, 10), ("train", 40, 50)]
+    events = [
+        event(kind, f"hotrow: {name}", 1000 * step + start + late, length)
+        for step in range(6)
+        for name, start, length in launched
+        for kind, late in (("user_annotation", 0), ("gpu_user_annotation", 300))
+    ]
+    others = [event("kernel", "gemm", 0, 5), event("user_annotation", "another's", 0, 5)]
+    (tmp_path / "gpu").mkdir()
+    shutil.copy("runs/first/steps.jsonl", tmp_path / "gpu" / "steps.jsonl")
+    with gzip.open(tmp_path / "gpu" / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": others + events}, file)
+    invoke("report", str(tmp_path / "gpu"))
+    found = charts((tmp_path / "gpu" / "report.html").read_text())["gpu: 4 steps"]
+    assert [trace["name"] for trace in found] == ["plan", "fill", "train"]
+    for trace in found:
+        assert sorted(set(trace["y"])) == [f"{place}: {trace['name']}" for place in ("GPU", "host")]
+        assert trace["y"].count(f"GPU: {trace['name']}") == 4
+    assert found[2]["base"][:2] == [0, 0.3]  # milliseconds since the first shown
+    assert found[2]["x"][:2] == [0.05, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        ("20", "--trace takes steps=20 or steps=20,from=500, not '20'"),
+        ("steps=0", "--trace takes"),
+        ("steps=2,to=3", "--trace takes"),
+        ("steps=2,from=41", "--trace steps=2,from=41: the run has 40 steps"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused_before_training(trace: str, said: str) -> None:
+    chosen = [word for each in (*SMALL, "run.name=refused") for word in ("--set", each)]
+    result = invoke("train", *chosen, "--trace", trace)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not Path("runs/refused").exists()
+
+
+@pytest.mark.parametrize(("trace", "count"), [("steps=2,from=3", 2), ("steps=9,from=38", 3)])
+def test_a_trace_begins_and_ends_where_it_is_told(
+    trace: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train("traced", options=("--trace", trace))
+    spans = read_trace(Path("runs/traced/trace.json.gz"))
+    assert sum(span.name == "train" for span in spans) == count
+
+
+def test_quiet_leaves_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = train("quiet", options=("--quiet",)).stdout
+    assert said.split()[0] == "outcome"
+    assert "samples/s" in said
+    (line,) = train("quiet", options=("--quiet", "--json")).stdout.splitlines()
+    end = json.loads(line)
+    assert end["event"] == "end"
+    assert end["times"]["steps"] == 40 - 16
+    assert end["limit"]["part"] in ("loader", "planning", "link", "dense part")
+
+
+def test_a_slow_loader_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from time import sleep
+
+    from hotrow.run.source import Generated
+
+    quick = Generated.batches
+
+    def slow(self: Generated, steps: int) -> Any:
+        for batch in quick(self, steps):
+            sleep(0.03)
+            yield batch
+
+    monkeypatch.setattr(Generated, "batches", slow)
+    monkeypatch.chdir(tmp_path)
+    result = train("slow")
+    assert "warning: limited by the loader: of a step, training took" in result.stderr
+    assert read_run("runs/slow").limit.part == "loader"  # type: ignore[union-attr]
