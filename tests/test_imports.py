@@ -76,7 +76,7 @@ LAYERS = [
         "watch",
         "writer",
     },
-    {"tables", "blocks", "budget", "evict", "scratchpad", "traffic", "records"},
+    {"tables", "blocks", "budget", "changed", "evict", "scratchpad", "traffic", "records"},
     {"host_memory"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"parts"},

@@ -4,7 +4,7 @@ from hotrow import _quiet  # noqa: F401  (first: before torch is imported)
 from hotrow.ahead import Ahead, ahead
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
-from hotrow.checkpoint import load_model, save_model
+from hotrow.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
 from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
@@ -50,8 +50,10 @@ __all__ = [
     "Uniform",
     "ahead",
     "graphed",
+    "load_checkpoint",
     "load_model",
     "load_profile",
+    "save_checkpoint",
     "save_model",
     "save_profile",
 ]

@@ -41,6 +41,7 @@ class DeviceMemory(RowGroup):
     """Slots on a GPU, the store on the host, and what plans and moving rows need beside them."""
 
     plans_later = can_be_captured = True
+    notes_changes = False
     zero_copy = True  # the device reads and writes the store by itself
     staged: Staged | None = None  # or the copy engine and the CPU move rows
     back: WriteBack | None = None  # or only those that leave

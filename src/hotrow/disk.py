@@ -9,13 +9,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 PARTIAL = ".partial"
 _READ_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
+_FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,35 @@ class FileRecord:
     file: str  # relative to the folder
     bytes: int
     sha256: str
+
+
+class Digest(Protocol):
+    def update(self, part: bytes | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class BlockSums:
+    """SHA-256 of the CRC-32 of each MiB: more than twice as fast as that of all bytes, and as good
+    against disks. (Against people neither helps: they can compute both.)"""
+
+    def __init__(self) -> None:
+        self._sums, self._crc, self._filled = hashlib.sha256(), 0, 0
+
+    def update(self, part: bytes | memoryview, /) -> None:
+        part = memoryview(part)
+        while len(part):
+            here = part[: _BLOCK_BYTES - self._filled]
+            self._crc, part = zlib.crc32(here, self._crc), part[len(here) :]
+            self._filled += len(here)
+            if self._filled == _BLOCK_BYTES:
+                self._sums.update(self._crc.to_bytes(4, "little"))
+                self._crc = self._filled = 0
+
+    def hexdigest(self) -> str:
+        whole = self._sums.copy()
+        if self._filled:
+            whole.update(self._crc.to_bytes(4, "little"))
+        return whole.hexdigest()
 
 
 class Disk:
@@ -39,23 +72,32 @@ class Disk:
         return path.open("wb")
 
     def write(
-        self, name: str, parts: Iterable[bytes | memoryview], *, durable: bool = True
+        self,
+        name: str,
+        parts: Iterable[bytes | memoryview],
+        *,
+        durable: bool = True,
+        digest: Digest | None = None,
     ) -> FileRecord:
         """Puts a file in place; what an error leaves behind is taken away.
 
         One that need not be durable is not waited for: a lost machine may lose it, which its
-        checksum tells.
+        checksum tells. A `digest` takes the place of SHA-256.
         """
         path = self.folder / name
         beside = path.with_name(path.name + PARTIAL)
-        digest, size = hashlib.sha256(), 0
+        digest, size = digest or hashlib.sha256(), 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self.open(beside) as file:
+                begun = 0
                 for part in parts:
                     file.write(part)
                     digest.update(part)
                     size += len(part)
+                    if size - begun >= _FLUSH_BYTES:
+                        begin_flush(file, begun, size)
+                        begun = size
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -74,6 +116,12 @@ class Disk:
             return error
         # Without a number, which would be printed before the words.
         return OSError(f"the disk is full: {path} was not written. {self.remedy}")
+
+
+def begin_flush(file: IO[bytes], first: int, last: int) -> None:
+    """Let the disk begin with some bytes, while others are on their way. Nobody waits."""
+    with suppress(OSError, AttributeError, ValueError):  # only a hint, and not for every file
+        os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 
 
 def make_durable(path: Path) -> None:

@@ -32,6 +32,7 @@ from hotrow.batch import (
     weights_of,
 )
 from hotrow.budget import Budget, parse_bytes, share_out, show_bytes, times_as_large
+from hotrow.changed import ChangedRows
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
 from hotrow.interrupt import uninterrupted
@@ -161,6 +162,7 @@ class EmbeddingBagCollection(nn.Module):
     """
 
     _prefix = "embedding_bags"
+    changed_since: Any = None  # for what `note_changes` was called
 
     def __init__(
         self,
@@ -803,6 +805,62 @@ class EmbeddingBagCollection(nn.Module):
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         for name, columns in self._place(table)[0].state.items():
             self._load(table, 0, state[name], columns)
+
+    def settle(self) -> None:
+        """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""
+        self.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def stored(self, table: str) -> Tensor:
+        """All rows of a table with their state where they lie, [rows, dim + state]: after
+        `settle()` the newest ones, until the next step."""
+        group, base, size = self._place(table)
+        return group.store.rows[base : base + size]
+
+    def state_widths(self, table: str) -> dict[str, int]:
+        """How many numbers of each piece of optimizer state a row has behind its weights."""
+        columns = self._place(table)[0].state
+        return {name: each.stop - each.start for name, each in columns.items()}
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, what is written to `stored(table)` replaces rows with their state.
+
+        No `hotrow.ahead` may be running.
+        """
+        self._refuse_if_running("replacing rows")
+        self.settle()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # others may have written in their streams
+            with uninterrupted():
+                self._arrivals.clear()
+                self.changed_since = None
+                for group in self.every_group:
+                    group.changed = None
+                    group.replaced()
+
+    def note_changes(self) -> bool:
+        """From now on remember, in a bit for each row, which were written, and forget what was
+        remembered; False: this engine cannot."""
+        if not all(group.notes_changes for group in self.every_group):
+            return False
+        for group in self.groups:
+            group.changed = ChangedRows(group.layout.num_rows)
+        if self._aside is not None:
+            for group, other in zip(self.groups, self._aside.groups, strict=True):
+                other.changed = group.changed
+        return True
+
+    def changed_rows(self, table: str, first: int, last: int) -> Tensor:
+        """Those of the rows first..last-1 that were written since `note_changes()`."""
+        group, base, _ = self._place(table)
+        if group.changed is None:
+            raise RuntimeError("note_changes() comes before changed_rows()")
+        return group.changed.between(base + first, base + last) - base
 
     def key_of(self, table: str) -> str:
         """What a table's weights are called in the state dict."""

@@ -226,10 +226,12 @@ class HostRows(RowGroup):
     @classmethod
     def over(cls, rows: RowGroup, strategy: Strategy) -> HostRows:
         """A second engine for the rows of another one."""
-        return cls(
+        made = cls(
             rows.layout, store=rows.store, optimizer=rows.optimizer, strategy=strategy, share=None,
             device=rows.device, seed=0, profile=None, output_dtype=rows.output_dtype,
         )  # fmt: skip
+        made.changed = rows.changed
+        return made
 
     # -- sorting -----------------------------------------------------------------------
 
@@ -534,6 +536,8 @@ class HostRows(RowGroup):
         moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
         if moves is not None:
             ids = ids[moves]
+        if self.changed is not None:
+            self.changed.note(ids)
         # What the lookup has read is still there, if nobody has written since.
         is_held = plan is not None and self._held is plan and moves is None
         self._held = None
@@ -617,6 +621,8 @@ class HostRows(RowGroup):
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
         self.settle()
         self._held, self._updates = None, self._updates + 1
+        if self.changed is not None:
+            self.changed.note(ids)
         self.store.write(ids, rows)
 
     def flush(self) -> None:

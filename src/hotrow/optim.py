@@ -273,15 +273,31 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, steps, and a copy of all row state; large tables stream theirs by `rows()`."""
+        told = self.settings_dict()
+        state = {
+            name: {"step": step, **self.rows.copy_state(name)}
+            for name, step in told["steps"].items()
+        }
+        return {"state": state, "param_groups": told["param_groups"]}
+
+    def settings_dict(self) -> dict[str, Any]:
+        """All that `state_dict` has but the state of rows."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups
         ]
-        state = {
-            name: {"step": step, **self.rows.copy_state(name)}
-            for name, step in zip(self.names, self.steps, strict=True)
-        }
-        return {"state": state, "param_groups": groups}
+        steps = dict(zip(self.names, self.steps, strict=True))
+        return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
+
+    def load_settings_dict(self, found: dict[str, Any]) -> None:
+        """Settings and steps; what was learned about rows comes with them."""
+        named = {group["name"]: group for group in found["param_groups"]}
+        for place, group in enumerate(self.param_groups):
+            mine = named[group["name"]]
+            for key in (*self._settings, "initial_lr"):  # the last is torch's schedulers'
+                if key in mine:
+                    group[key] = mine[key]
+            self.steps[place] = int(found["steps"][group["name"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         named = {group.get("name"): group for group in state_dict.get("param_groups", [])}

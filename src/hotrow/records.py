@@ -148,6 +148,7 @@ class RunRecord:
     summary: Summary
     evaluations: tuple[EvalRecord, ...] = field(default=())
     data: Mapping[str, Any] = field(default_factory=dict)  # what a model of it can read: tables ...
+    resumed_after: tuple[int, ...] = ()  # steps whose checkpoints it went on from
     system: Mapping[str, Any] = field(default_factory=dict)  # what ordered or left out samples
     told: Mapping[str, str] = field(default_factory=dict)  # the same in words
     tables: Mapping[str, TableRecord] = field(default_factory=dict)  # by the tables' names

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
+from hotrow.changed import ChangedRows
 from hotrow.clock import named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
@@ -45,6 +46,8 @@ class RowGroup:
     # Different ones of a batch, before the first is planned; None: nobody has said.
     expected_rows: int | None = None
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
+    notes_changes = True  # this engine can say which rows it has written
+    changed: ChangedRows | None = None  # where it does; None: nobody asks
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
     times_as_large: Callable[[int, int], float] | None = None
@@ -147,6 +150,12 @@ class RowGroup:
         """All rows that have slots, once more from the store, where others have changed them."""
         taken = (self.pad.row_of_slot != FREE).nonzero().squeeze(1)
         self._load(taken, self.pad.row_of_slot[taken])
+
+    def replaced(self) -> None:
+        """Others have replaced rows in the store, while nothing was in flight."""
+        if not self.everything:
+            self.expect_changes()
+            self.reload()
 
     def count_resident(self) -> int:
         """Rows that have slots."""
@@ -336,6 +345,8 @@ class RowGroup:
 
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
         """Replace rows, each given once, wherever they are now."""
+        if self.changed is not None:
+            self.changed.note(ids)
         if self.everything:
             self.store.write(ids, rows)
             return
@@ -434,6 +445,8 @@ class RowGroup:
             moves = ~in_bits(self.frozen, ids)
             ids, grads = ids[moves], grads[moves]
             slots = None if slots is None else slots[moves]
+        if self.changed is not None:
+            self.changed.note(ids)
         columns = self._scalars(ids)
         for first in range(0, ids.numel(), self.chunk_rows):
             part = slice(first, first + self.chunk_rows)

@@ -64,6 +64,8 @@ class HotWork(HostWork):
 class StaticHybridRows(HostRows):
     """Rows of one width."""
 
+    notes_changes = False  # of hot rows it cannot say it
+
     def __init__(self, layout: WidthGroup, **options: Any) -> None:
         """As RowGroup's; the share's slots are for hot rows."""
         super().__init__(layout, **options)
@@ -110,6 +112,9 @@ class StaticHybridRows(HostRows):
             self._version += 1
             self._held, self._updates = None, self._updates + 1
             self.lanes.join()
+
+    def replaced(self) -> None:
+        self._take_in(self._hot_ids)
 
     def pin_rows(self, ids: Tensor) -> None:
         """From now on let these rows be hot, the first ones if slots are fewer; learn no more."""

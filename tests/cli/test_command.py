@@ -14,7 +14,7 @@ import hotrow as hotrow_package
 from hotrow._quiet import is_the_command
 from hotrow.cli import make_app
 
-COMMANDS = ("train", "compare", "prepare", "verify", "doctor", "evaluate", "predict")
+COMMANDS = ("train", "compare", "prepare", "verify", "export", "doctor", "evaluate", "predict")
 
 
 def hotrow(*arguments: str) -> Result:

@@ -177,7 +177,7 @@ def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
     result = hotrow("verify", "out")
     assert result.exit_code == 0
-    assert "out: 55 files" in result.output
+    assert "out: prepared data, 55 files" in result.output
     found = json.loads(hotrow("verify", "out", "--json").output)
     assert (found["event"], found["files"]) == ("verified", 55)
     shard = tmp_path / "out" / "shards" / "train-00000.bin"

@@ -1,5 +1,15 @@
-"""Trained models on disk. Knows modules and collections; nothing of runs or data."""
+"""Trained models and checkpoints on disk. Knows modules and collections; no runs."""
 
+from hotrow.checkpoint.loading import Checkpoint, Loaded, load_checkpoint
 from hotrow.checkpoint.model import SavedModel, load_model, save_model
+from hotrow.checkpoint.saving import save_checkpoint
 
-__all__ = ["SavedModel", "load_model", "save_model"]
+__all__ = [
+    "Checkpoint",
+    "Loaded",
+    "SavedModel",
+    "load_checkpoint",
+    "load_model",
+    "save_checkpoint",
+    "save_model",
+]

@@ -5,9 +5,8 @@ The only module that needs safetensors, and only when it saves or loads.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint.format import (
@@ -27,6 +27,7 @@ from hotrow.checkpoint.format import (
     read_manifest,
     to_json,
 )
+from hotrow.checkpoint.tensors import head, packed, pieces_of
 from hotrow.disk import Disk, FileRecord, inside, why_wrong
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.progress import bytes_bar
@@ -74,12 +75,12 @@ def safetensors(module: str = "safetensors") -> Any:
 
 def bytes_of(model: nn.Module) -> int:
     """What saving a model takes on the disk, but for a few kilobytes."""
-    tables = sum(4 * each.rows * each.dim for each in _tables(model).values())
-    return tables + sum(each.numel() * each.element_size() for each in _dense(model).values())
+    tables = sum(4 * each.rows * each.dim for each in tables_of(model).values())
+    return tables + sum(each.numel() * each.element_size() for each in dense_state(model).values())
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     """A table of one of the model's collections."""
 
     collection: EmbeddingBagCollection
@@ -87,22 +88,40 @@ class _Table:
     rows: int
     dim: int
 
+    @property
+    def stored(self) -> Tensor:
+        """All of its rows where they lie, with their state."""
+        return self.collection.stored(self.name)
 
-def _tables(model: nn.Module) -> dict[str, _Table]:
-    """All tables by the names that their weights have in a state dict."""
+    @property
+    def state(self) -> dict[str, int]:
+        """Numbers of each piece of state behind the weights of a row."""
+        return self.collection.state_widths(self.name)
+
+
+def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """All collections of a model by name."""
     return {
-        f"{name}.{each.key_of(table.name)}".lstrip("."): _Table(
-            each, table.name, table.num_embeddings, table.embedding_dim
-        )
+        name: each
         for name, each in model.named_modules()
         if isinstance(each, EmbeddingBagCollection)
+    }
+
+
+def tables_of(model: nn.Module) -> dict[str, Table]:
+    """All tables by the names that their weights have in a state dict."""
+    return {
+        f"{name}.{each.key_of(table.name)}".lstrip("."): Table(
+            each, table.name, table.num_embeddings, table.embedding_dim
+        )
+        for name, each in collections_of(model).items()
         for table in each.tables
     }
 
 
-def _dense(model: nn.Module) -> dict[str, Tensor]:
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without rows, which would not fit one."""
-    with _rows_apart(model):
+    with rows_apart(model):
         state = model.state_dict()
     for name, each in state.items():
         if not isinstance(each, Tensor):
@@ -113,12 +132,28 @@ def _dense(model: nn.Module) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _rows_apart(model: nn.Module) -> ExitStack:
+def rows_apart(model: nn.Module) -> ExitStack:
+    """Inside, the model's state dict is the dense part's."""
     stack = ExitStack()
-    for each in model.modules():
-        if isinstance(each, EmbeddingBagCollection):
-            stack.enter_context(each.rows_apart())
+    for each in collections_of(model).values():
+        stack.enter_context(each.rows_apart())
     return stack
+
+
+def refuse_other(
+    folder: Path, saved: Mapping[str, list[int]], here: Mapping[str, list[int]]
+) -> None:
+    """Compare names and shapes with a model's; a ValueError says what differs."""
+    found = [f"{key} {shape} is saved alone" for key, shape in saved.items() if key not in here]
+    found += [f"{key} {shape} is not saved" for key, shape in here.items() if key not in saved]
+    found += [
+        f"{key} is saved as {saved[key]}, and the model's is {here[key]}"
+        for key in saved
+        if key in here and saved[key] != here[key]
+    ]
+    if found:
+        more = f"; {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        raise ValueError(f"{folder} is of another model: {'; '.join(found[:_TOLD])}{more}")
 
 
 # -- saving ----------------------------------------------------------------------------
@@ -132,10 +167,10 @@ def write_model(disk: Disk, model: nn.Module) -> None:
         files = _Files(disk, lambda done: advance(done, total))
         total = bytes_of(model)
         try:
-            dense = files.write(DENSE, [_packed(_dense(model))])
+            dense = files.write(DENSE, packed(dense_state(model)))
             tables = tuple(
                 _save_table(files, number, key, table)
-                for number, (key, table) in enumerate(_tables(model).items())
+                for number, (key, table) in enumerate(tables_of(model).items())
             )
             manifest = Manifest(dense, tables, made_by=f"hotrow {__version__}")
             files.write(MANIFEST, [to_json(manifest).encode()])
@@ -170,14 +205,7 @@ class _Files:
                 path.rmdir()
 
 
-def _packed(state: dict[str, Tensor]) -> bytes:
-    # Copies, because weights that share memory are refused, and parts of others, too.
-    whole = {name: each.detach().cpu().contiguous().clone() for name, each in state.items()}
-    packed: bytes = safetensors("safetensors.torch").save(whole)
-    return packed
-
-
-def _save_table(files: _Files, number: int, key: str, table: _Table) -> SavedTable:
+def _save_table(files: _Files, number: int, key: str, table: Table) -> SavedTable:
     weights = _Pieces(table.collection.weights(table.name))
     most = max(1, SHARD_BYTES // (4 * table.dim))
     shards = []
@@ -207,17 +235,9 @@ class _Pieces:
 def _shard(
     key: str, first: int, rows: int, dim: int, weights: _Pieces
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file by its parts: the length of the header, the header, the numbers.
-
-    Written by hand, because the library takes whole tensors.
-    """
-    about = {"dtype": "F32", "shape": [rows, dim], "data_offsets": [0, 4 * rows * dim]}
-    metadata = {"table": key, "first": str(first)}
-    header = json.dumps({"__metadata__": metadata, WEIGHTS: about}).encode()
-    header += b" " * (-len(header) % 8)  # so that the numbers are aligned
-    yield len(header).to_bytes(8, "little") + header
+    yield head({WEIGHTS: (torch.float32, [rows, dim])}, {"table": key, "first": str(first)})
     for piece in weights.take(rows):
-        yield piece.contiguous().numpy().data.cast("B")
+        yield from pieces_of(piece)
 
 
 # -- loading ---------------------------------------------------------------------------
@@ -265,35 +285,38 @@ class SavedModel:
 
     def check(self, model: nn.Module) -> None:
         """Compare names and shapes with a model's; a ValueError says what differs."""
-        here = {key: [table.rows, table.dim] for key, table in _tables(model).items()}
-        here |= {key: list(each.shape) for key, each in _dense(model).items()}
+        here = {key: [table.rows, table.dim] for key, table in tables_of(model).items()}
+        here |= {key: list(each.shape) for key, each in dense_state(model).items()}
         saved = {table.key: [table.rows, table.dim] for table in self.tables}
         saved |= self._dense_shapes()
-        found = [f"{key} {shape} is saved alone" for key, shape in saved.items() if key not in here]
-        found += [f"{key} {shape} is not saved" for key, shape in here.items() if key not in saved]
-        found += [
-            f"{key} is saved as {saved[key]}, and the model's is {here[key]}"
-            for key in saved
-            if key in here and saved[key] != here[key]
-        ]
-        if found:
-            more = f"; {len(found) - _TOLD} more" if len(found) > _TOLD else ""
-            raise ValueError(f"{self.folder} is of another model: {'; '.join(found[:_TOLD])}{more}")
+        refuse_other(self.folder, saved, here)
 
     def load(self, model: nn.Module) -> None:
         """Replace all weights of a model that was checked."""
         done, total = 0, bytes_of(model)
         with bytes_bar("loading the model") as advance:
-            with _rows_apart(model), self._open(self._manifest.dense) as file:
-                model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-            tables = _tables(model)
+            with rows_apart(model):
+                model.load_state_dict(self.dense)
+            tables = tables_of(model)
             for saved in self.tables:
                 into = tables[saved.key]
-                for shard in saved.shards:
-                    for first, piece in self._pieces(shard, saved):
-                        into.collection.load_weights(into.name, first, piece)
-                        done += 4 * piece.numel()
-                        advance(done, total)
+                for first, piece in self.weights(saved.key):
+                    into.collection.load_weights(into.name, first, piece)
+                    done += 4 * piece.numel()
+                    advance(done, total)
+
+    @property
+    def dense(self) -> dict[str, Tensor]:
+        """Everything but rows."""
+        with self._open(self._manifest.dense) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table in pieces: (first row, [n, dim]). Of shards that were not verified
+        nobody knows whether they have changed."""
+        table = next(each for each in self.tables if each.key == key)
+        for shard in table.shards:
+            yield from self._pieces(shard, table)
 
     def _pieces(self, shard: RowShard, table: SavedTable) -> Iterator[tuple[int, Tensor]]:
         with self._open(shard) as file:

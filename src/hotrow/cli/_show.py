@@ -22,6 +22,7 @@ from hotrow.records import Limit, RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 from hotrow.run.named import find_named
+from hotrow.run.saving import Saved
 from hotrow.run.tally import Tally
 from hotrow.told import few, many
 
@@ -69,7 +70,11 @@ class Show(Protocol):
     def start(self, job: Job, folder: Path) -> None: ...
     def progress(self, title: str, *, steps: int) -> Any: ...
     def differs(self, what: list[str]) -> None: ...
-    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None: ...
+    def resumed(self, step: int, checkpoint: Path) -> None: ...
+    def saved(self, saved: Saved) -> None: ...
+    def end(
+        self, record: RunRecord, folder: Path, model: Path | None, saved: Saved | None
+    ) -> None: ...
 
 
 class _View(Progress):
@@ -141,7 +146,12 @@ class Screen:
     def differs(self, what: list[str]) -> None:
         self._console.print(f"[red]not equal to all-fast:[/] {few(what)}")
 
-    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None:
+    def resumed(self, step: int, checkpoint: Path) -> None:
+        self._console.print(f"goes on after step {step:,}, from {checkpoint}", soft_wrap=True)
+
+    def saved(self, saved: Saved) -> None: ...
+
+    def end(self, record: RunRecord, folder: Path, model: Path | None, saved: Saved | None) -> None:
         if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
             self._show_memory(record.memory)
         table = Table(show_header=False, box=None, padding=(0, 2))
@@ -153,6 +163,11 @@ class Screen:
         self._console.print(f"written to {folder}; hotrow report {folder} draws it", soft_wrap=True)
         if model is not None:
             told = f"model saved to {model}; hotrow evaluate {folder} reads it"
+            self._console.print(told, soft_wrap=True)
+        if saved is not None:
+            told = f"checkpoint of step {saved.step:,} in {saved.folder}"
+            if record.outcome != "finished":
+                told += f"; hotrow train {folder} --resume goes on from it"
             self._console.print(told, soft_wrap=True)
 
 
@@ -204,9 +219,20 @@ class JsonLines:
     def differs(self, what: list[str]) -> None:
         self._write("differs", what=what)
 
-    def end(self, record: RunRecord, folder: Path, model: Path | None) -> None:
-        saved = None if model is None else str(model)
-        told = {"event": "end", "folder": str(folder), "model": saved, **to_dict(record)}
+    def resumed(self, step: int, checkpoint: Path) -> None:
+        self._write("resumed", step=step, checkpoint=str(checkpoint))
+
+    def saved(self, saved: Saved) -> None:
+        self._write("checkpoint", folder=str(saved.folder), step=saved.step, seconds=saved.seconds)
+
+    def end(self, record: RunRecord, folder: Path, model: Path | None, saved: Saved | None) -> None:
+        told = {
+            "event": "end",
+            "folder": str(folder),
+            "model": None if model is None else str(model),
+            "checkpoint": None if saved is None else str(saved.folder),
+            **to_dict(record),
+        }
         typer.echo(to_json(told))
 
     def _write(self, event: str, **facts: Any) -> None:

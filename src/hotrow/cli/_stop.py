@@ -13,10 +13,11 @@ import typer
 class StopAfterStep:
     """The first Ctrl-C asks for an end after the step under way, the second one ends at once.
 
-    A request to terminate counts as a Ctrl-C.
+    A request to terminate counts as a Ctrl-C, but for the exit code of a run that is saved.
     """
 
     asked = False
+    to_terminate = False
     _signals = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> Self:
@@ -28,7 +29,7 @@ class StopAfterStep:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked, self.to_terminate = True, number == signal.SIGTERM
         typer.echo("stopping after this step; Ctrl-C again stops at once", err=True)
 
     def __exit__(

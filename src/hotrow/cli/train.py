@@ -29,6 +29,9 @@ from hotrow.run.job import Job, all_fast, build, differences, open_data, total_s
 from hotrow.run.limits import limit_of
 from hotrow.run.named import find_named
 from hotrow.run.outcome import record_of, told_of
+from hotrow.run.resume import Resumed, find_run_to_resume, has_finished, settings_of
+from hotrow.run.resume import resume as go_on
+from hotrow.run.saving import Saved, Saving
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
 
@@ -48,6 +51,14 @@ def train(
     runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
         "runs"
     ),
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="",
+            help="Go on from a run's last checkpoint; FILE may also be the run's folder.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model; it and its records are left in runs/NAME.
 
@@ -73,6 +84,9 @@ def train(
     - `hotrow train --trace steps=20`, then `hotrow report default`
 
     - `hotrow train`, then `hotrow evaluate default` and `hotrow predict default --out a.parquet`
+
+    - `hotrow train run.toml --set checkpoint.every_steps=1000`, and when it was stopped
+      `hotrow train run.toml --resume`, or `hotrow train runs/first --resume`
 
     **run.toml**, every key optional:
 
@@ -113,10 +127,11 @@ def train(
     chrome://tracing, and stages have names in it: read, plan, confirm, fill (or send, collect,
     exchange, insert), write-back, train. The profiler slows those steps down.
 
-    Ctrl-C ends the run after the step under way; its records and the model are kept, and the exit
-    code is 130. A run whose loss is no number at its end exits with 3.
+    Ctrl-C ends the run after the step under way; its records and the model are kept, with a
+    checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A run whose loss
+    is no number at its end exits with 3.
     """
-    config = load(file, overrides=settings or ())
+    config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
     if config.run.save:
         _check_saving()
@@ -131,27 +146,68 @@ def train(
         samples.split("test")  # refuses one that is empty, before anything was trained
         if config.training.eval_every is not None:
             samples.split("validation")
-        job = build(config, samples)
+        if folder is not None and has_finished(folder, steps):
+            show.warn(
+                f"{folder} has taken all of its {steps:,} steps, and there is nothing to go on "
+                "with; more training.epochs or training.steps make it longer"
+            )
+            return
+        if folder is None:
+            before, job = None, build(config, samples)
+        else:
+            before = go_on(config, folder, samples, show.warn)
+            job = before.job
         with (
-            RunWriter(runs, name=config.run.name) as run,
-            _board(config, run.folder) as board,
+            _writer(runs, config, folder, before) as run,
+            _board(config, run.folder, job.done) as board,
             StopAfterStep() as stop,
         ):
             show.start(job, run.folder)
+            if before is not None:
+                show.resumed(before.step, before.checkpoint)
             if config.run.save:
                 _warn_of_little_room(job, run.folder, show)
             tracing = _tracing(config, run.folder, traced)
-            result = _run(job, _Telling(run, board, show, stop, tracing), steps)
-            show.end(result.record, run.folder, result.model)
+            result = _run(job, _Telling(run, board, show, stop, tracing), steps, before)
+            show.end(result.record, run.folder, result.model, result.saved)
     if result.unsaved is not None:
         raise result.unsaved
     if stop.asked:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(0 if stop.to_terminate and result.saved is not None else INTERRUPTED)
     is_promised = find_named(config.embedding.strategy).contract == "exact"
     if result.record.summary.equal_to_all_fast is False and is_promised:
         raise typer.Exit(UNEQUAL)
     if result.record.outcome == "diverged":
         raise typer.Exit(DIVERGED)
+
+
+def _what_to_train(
+    file: Path | None, settings: Sequence[str], runs: Path, *, resume: bool
+) -> tuple[RunConfig, Path | None]:
+    """The run's settings, and the folder in which it goes on; None: it begins."""
+    if file is not None and not file.is_file():
+        folder = next((each for each in (file, runs / file) if each.is_dir()), None)
+        if folder is not None and resume:
+            return settings_of(folder, settings), folder
+        if folder is not None:
+            raise ValueError(f"{folder} is the folder of a run; with --resume it goes on")
+    config = load(file, overrides=settings)
+    if not resume and config.checkpoint.resume == "never":
+        return config, None
+    folder = find_run_to_resume(config, runs)
+    if folder is None and resume:
+        raise ValueError(
+            f"there is no checkpoint of a run {config.run.name!r} in {runs} to go on from"
+        )
+    return config, folder
+
+
+def _writer(
+    runs: Path, config: RunConfig, folder: Path | None, before: Resumed | None
+) -> RunWriter:
+    if folder is None or before is None:
+        return RunWriter(runs, name=config.run.name)
+    return RunWriter.going_on(folder, after=before.step)
 
 
 def _check_saving() -> None:
@@ -161,8 +217,8 @@ def _check_saving() -> None:
         raise ValueError(f"{error}, or leave the model out: run.save=false") from error
 
 
-def _board(config: RunConfig, folder: Path) -> Board:
-    return TensorBoard(folder, config) if config.run.tensorboard else NoBoard()
+def _board(config: RunConfig, folder: Path, done: int) -> Board:
+    return TensorBoard(folder, config, done) if config.run.tensorboard else NoBoard()
 
 
 def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
@@ -193,29 +249,39 @@ class _Telling:
 class _Result:
     record: RunRecord
     model: Path | None  # where it was saved
-    unsaved: OSError | None  # why it was not
+    saved: Saved | None  # the last checkpoint
+    unsaved: OSError | None  # why one of both was not
 
 
-def _run(job: Job, telling: _Telling, steps: int) -> _Result:
+def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Result:
     """Trains, evaluates, saves and compares; whatever happens, the record says how far it came."""
     tally, started, stop = Tally(), now(), telling.stop
-    outcome, is_equal, model, unsaved = "failed", None, None, None
+    resumed_after: tuple[int, ...] = ()
+    outcome, is_equal, model, unsaved, last = "failed", None, None, None, None
+    if before is not None:
+        tally, started, resumed_after = before.tally, before.started, before.resumed_after
+        last = Saved(before.checkpoint, before.step)
+    saving = Saving(
+        job, telling.run, tally, started=started, resumed_after=resumed_after, last=last,
+        warn=telling.show.warn, tell=telling.show.saved,
+    )  # fmt: skip
 
     def finish() -> RunRecord:
-        record = _record(job, tally, telling.run.name, started, outcome, is_equal)
+        record = _record(job, tally, telling.run.name, started, outcome, is_equal, resumed_after)
         telling.run.finish(record)
         return record
 
     try:
-        _train(job, tally, telling, steps)
+        _train(job, tally, telling, steps, saving)
         diverged = bool(tally.losses) and math.isnan(tally.loss)
         ended = "interrupted" if stop.asked else "diverged" if diverged else "finished"
+        unsaved = _save_last(job, saving, stop)
         if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
             outcome = ended
             with contextlib.suppress(OSError):  # told at the end, when it is tried again
                 finish()  # before the disk may be full
-            model, unsaved = _save(job, telling.run.folder / MODEL_FOLDER)
-            outcome = "failed"
+            model, unsaved_model = _save(job, telling.run.folder / MODEL_FOLDER)
+            unsaved, outcome = unsaved or unsaved_model, "failed"
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
         outcome = ended
@@ -224,18 +290,43 @@ def _run(job: Job, telling: _Telling, steps: int) -> _Result:
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
+    except Exception as error:
+        if saving.last is not None:
+            telling.show.warn(_how_to_go_on(error, telling.run.folder, saving.last))
+        raise
     finally:
         try:
             record = finish()
         except OSError as error:
             saved = "the model was not saved" if model is None else f"the model is in {model}"
             raise OSError(f"{error}; {saved}") from unsaved
-    return _Result(record, model, unsaved)
+    return _Result(record, model, saving.last, unsaved)
+
+
+def _save_last(job: Job, saving: Saving, stop: StopAfterStep) -> OSError | None:
+    """A run that was stopped, or has checkpoints, leaves one of its last step."""
+    if not (job.config.checkpoint.is_on or (stop.asked and job.config.run.save)):
+        return None
+    try:
+        saving.save(job.trainer.step)
+    except OSError as error:
+        return OSError(f"the last checkpoint was not saved: {error}")
+    return None
+
+
+def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
+    said = f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
+    said += f"`hotrow train {folder} --resume` goes on from it"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        said += ", also with a smaller embedding.budget"
+    return said
 
 
 def _save(job: Job, folder: Path) -> tuple[Path | None, OSError | None]:
     """A disk that is full takes no record of what was trained with it."""
     try:
+        if folder.exists():  # of the same run, before it went on
+            shutil.rmtree(folder)
         save_model(folder, job.model)
     except OSError as error:
         return None, OSError(f"the model was not saved: {error}")
@@ -247,7 +338,7 @@ def _evaluate(job: Job, tally: Tally, telling: _Telling, *, at_end: bool = False
     telling.board.evaluation(tally.evaluations[-1])
 
 
-def _train(job: Job, tally: Tally, telling: _Telling, steps: int) -> None:
+def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving) -> None:
     every, show = job.config.training.eval_every, telling.show
     with show.progress("training", steps=steps) as advance, telling.tracing as tracing:
         for record in job.train():
@@ -259,6 +350,7 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int) -> None:
             if every and record.step % every == 0 and record.step != tally.expected:
                 _evaluate(job, tally, telling)
             advance(tally)
+            saving.after_step(record.step)
             settled = _has_settled(tally.evaluations, job.config.training.patience)
             if telling.stop.asked or settled:
                 break
@@ -268,11 +360,17 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int) -> None:
         show.warn(limit.message)
     if tally.losses and math.isnan(tally.loss):
         first = next(step for step, loss in enumerate(tally.losses, 1) if math.isnan(loss))
-        show.warn(
+        message = (
             f"the loss is no number since step {first:,}: what was trained from there on is worth "
             "nothing. Lower learning rates, training.schedule.warmup_steps or training.clip_norm "
             "may help"
         )
+        if saving.last is not None:
+            message += (
+                f"; `hotrow train {telling.run.folder} --resume --set checkpoint.strict=false` "
+                f"with such settings goes on after step {saving.last.step:,}"
+            )
+        show.warn(message)
 
 
 def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
@@ -306,7 +404,13 @@ def _is_equal_to_all_fast(
 
 
 def _record(
-    job: Job, tally: Tally, name: str, started: str, outcome: str, is_equal: bool | None
+    job: Job,
+    tally: Tally,
+    name: str,
+    started: str,
+    outcome: str,
+    is_equal: bool | None,
+    resumed_after: tuple[int, ...],
 ) -> RunRecord:
     embedding, times = job.embedding, tally.times()
     traffic = embedding.traffic()
@@ -324,6 +428,7 @@ def _record(
         ),
         evaluations=tuple(tally.evaluations),
         data=job.samples.described(),
+        resumed_after=resumed_after,
         system=record_of(job.trainer.system),
         told=told_of(job.trainer.system),
         tables={

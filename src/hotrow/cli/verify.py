@@ -1,55 +1,129 @@
-"""`hotrow verify`: whether prepared data are as they were written."""
+"""`hotrow verify`: whether what is on the disk is what was written there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hotrow.budget import show_bytes
-from hotrow.cli._declared import JsonFlag
+from hotrow.checkpoint import Checkpoint, SavedModel
+from hotrow.checkpoint.folder import IN_RUN, saved_in
+from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
+from hotrow.cli._declared import JsonFlag, Runs
 from hotrow.data.prepared import Prepared
-from hotrow.run.files import to_json
+from hotrow.data.prepared.format import MANIFEST
+from hotrow.manifests import read_json
+from hotrow.progress import bytes_bar
+from hotrow.run.files import MODEL_FOLDER, to_json
 from hotrow.told import many
 
 
 def verify(
-    folder: Annotated[Path, typer.Argument(help="The folder that `hotrow prepare` has made.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, a run, a model, or a folder of prepared data.")
+    ],
     as_json: JsonFlag = False,
+    runs: Runs = Path("runs"),
 ) -> None:
-    """Compare every file of a prepared folder with its checksum.
+    """Read every byte of a folder and compare it with what was written.
 
-    Opening a folder compares sizes alone, and a run also the checksums of one that is small: those
-    of terabytes take as long as it takes to read them. A file that has changed is named, and the
-    exit code is 2.
+    - a checkpoint, with the one it builds upon: checksums, shapes, row numbers, and whether all
+      weights and states are numbers
+
+    - a model: checksums and shapes, and whether all weights are numbers
+
+    - prepared data: checksums
+
+    - a run, or a folder of checkpoints: all that is in it
+
+    What is wrong is named, and the exit code is 2.
 
     **Examples**
 
-    - `hotrow verify prepared/kaggle`
+    - `hotrow verify runs/first/checkpoints/00012-step-12000`
 
-    - `hotrow verify prepared/terabyte --json`
+    - `hotrow verify first`
+
+    - `hotrow verify prepared/kaggle --json`
     """
+    found = list(_parts(path)) or list(_parts(runs / path))
+    if not found and not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
+    if not found:
+        raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
+    for folder in found:
+        what = _verify(folder)
+        if as_json:
+            typer.echo(to_json({"event": "verified", "folder": str(folder), **asdict(what)}))
+        else:
+            told = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
+            typer.echo(f"{told}, as written")
+
+
+@dataclass(frozen=True)
+class _Verified:
+    kind: str
+    files: int
+    bytes: int
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """What is in a folder that can be verified."""
+    if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
+        yield path
+        return
+    yield from saved_in(path)
+    yield from saved_in(path / IN_RUN)
+    if (path / MODEL_FOLDER / MANIFEST).is_file():
+        yield path / MODEL_FOLDER
+
+
+def _verify(folder: Path) -> _Verified:
+    """Says what it is, if nothing is wrong with it."""
+    if (folder / CHECKPOINT).is_file():
+        Checkpoint(folder).verify()
+        return _counted("checkpoint", folder)
+    found = read_json(folder / MANIFEST)
+    if isinstance(found, dict) and "tables" in found and "splits" not in found:
+        model = SavedModel(folder)
+        model.verify()
+        _refuse_what_is_no_number(model)
+        return _counted("model", folder)
     data = Prepared(folder)
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task("verifying", total=data.num_bytes)
-    with bar:
-        data.verify(lambda size: bar.advance(task, size))
-    files = len(data.manifest.files)
-    if as_json:
-        facts = {"event": "verified", "folder": str(folder), "files": files}
-        typer.echo(to_json(facts | {"bytes": data.num_bytes}))
-    else:
-        told = f"{folder}: {many(files, 'file')}, {show_bytes(data.num_bytes)}, as written"
-        Console(highlight=False).print(told, soft_wrap=True, markup=False)
+    _verify_data(data)
+    return _Verified("prepared data", len(data.manifest.files), data.num_bytes)
+
+
+def _counted(kind: str, folder: Path) -> _Verified:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return _Verified(kind, len(sizes), sum(sizes))
+
+
+def _verify_data(data: Prepared) -> None:
+    done = 0
+
+    def note(size: int) -> None:
+        nonlocal done
+        done += size
+        advance(done, data.num_bytes)
+
+    with bytes_bar("checking the data") as advance:
+        data.verify(note)
+
+
+def _refuse_what_is_no_number(model: SavedModel) -> None:
+    for key, each in model.dense.items():
+        if each.is_floating_point() and not bool(each.isfinite().all()):
+            raise ValueError(f"{model.folder}: {key} holds values that are no numbers")
+    for table in model.tables:
+        for first, rows in model.weights(table.key):
+            bad = (~rows.isfinite().all(1)).nonzero()
+            if len(bad):
+                raise ValueError(
+                    f"{model.folder}: row {first + int(bad[0]):,} of {table.key} holds values "
+                    "that are no numbers"
+                )

@@ -47,12 +47,16 @@ def check_board() -> None:
 class TensorBoard:
     """Event files that `tensorboard --logdir runs` shows under the run's name."""
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
-        self._event, self._summary, writer = _events()
+    def __init__(self, folder: Path, config: RunConfig, done: int = 0) -> None:
+        self._event, self._summary, self._log, writer = _events()
         self._writer = writer(str(folder))
         self._config = config
         self._arriving = Arriving(self._write)
         self._writes = True
+        if done:  # what was told of later steps, before the run went on from a checkpoint, goes
+            log = self._log(status=self._log.START)
+            event = self._event(wall_time=time(), step=done + 1, session_log=log)
+            self._try(lambda: self._writer.add_event(event))
 
     def step(self, record: StepRecord) -> None:
         self._arriving.add(record)
@@ -113,9 +117,9 @@ class TensorBoard:
 
 
 def _events() -> Any:
-    """The classes of an event, of its summary, and of what writes them."""
+    """The classes of an event, its summary, the log of a session, and of what writes them."""
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
@@ -123,4 +127,4 @@ def _events() -> Any:
             "run.tensorboard needs tensorboard, which is not installed: pip install "
             "tensorboard, or set run.tensorboard=false"
         ) from error
-    return Event, Summary, EventFileWriter
+    return Event, Summary, SessionLog, EventFileWriter

@@ -297,6 +297,33 @@ class TrainingSection:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    """`[checkpoint]`: how often all that a run goes on with is saved, how many are kept, and
+    whether a run that has some goes on from them."""
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    full_every: int = 1  # the others hold the rows that have changed since
+    keep: int = 2
+    folder: str | None = None  # in which the run's own is made; None: runs/<name>/checkpoints
+    on_error: str = "continue"  # or "stop", where one could not be written
+    resume: str = "never"  # or "auto": where there is one
+    strict: bool = True  # data, model, optimizers and seeds must be those it was saved with
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        _at_least(1, every_steps=self.every_steps, full_every=self.full_every, keep=self.keep)
+        if self.every_seconds is not None and not 0 < self.every_seconds < math.inf:
+            raise ValueError(f"every_seconds must be a number above 0, got {self.every_seconds}")
+        _one_of(("continue", "stop"), on_error=self.on_error)
+        _one_of(("never", "auto"), resume=self.resume)
+
+    @property
+    def is_on(self) -> bool:
+        return self.every_steps is not None or self.every_seconds is not None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run. Every key has a default, so an empty file is a run, too."""
 
@@ -305,6 +332,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     system: SystemSection = field(default_factory=SystemSection)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ runs/<name>/steps.jsonl   one StepRecord per line, written while the run is unde
                           few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
 runs/<name>/model/        the trained model: see hotrow.checkpoint
+runs/<name>/checkpoints/  all that the run can go on with, at some of its steps
 
 comparisons/<name>/compare.json, compare.html    a ComparisonRecord, and the same for people
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import io
 import json
 import math
 import os
@@ -65,9 +68,31 @@ class RunWriter:
     """
 
     def __init__(self, root: str | Path, *, name: str) -> None:
-        self.folder = new_folder(Path(root), name)
+        self._open(new_folder(Path(root), name), "wb")
+
+    @classmethod
+    def going_on(cls, folder: Path, *, after: int) -> Self:
+        """The folder of a run that goes on after a step; what was recorded of later ones goes."""
+        found = cls.__new__(cls)
+        (folder / STEPS_FILE).touch()
+        found._open(folder, "r+b")
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        found._size = _end_of(found._steps, after)
+        found._steps.truncate(found._size)
+        found._steps.seek(found._size)
+        return found
+
+    def _open(self, folder: Path, mode: str) -> None:
+        self.folder = folder
         # Unbuffered: what a full disk did not take must not come back when the file is closed.
-        self._steps = (self.folder / STEPS_FILE).open("wb", buffering=0)
+        self._steps: Any = (folder / STEPS_FILE).open(mode, buffering=0)
+        try:
+            fcntl.flock(self._steps, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError:
+            self._steps.close()
+            raise ValueError(f"another process is training the run in {folder}") from None
+        except OSError:
+            pass  # a file system without locks
         self._size = self._missing = 0
         self._arriving = Arriving(self._write)
 
@@ -99,6 +124,12 @@ class RunWriter:
                 "its end"
             )
         self._missing += 1
+
+    def sync(self) -> None:
+        """Steps so far are on the disk; waits for the device."""
+        self._arriving.finish()
+        with contextlib.suppress(OSError):  # a full one: its steps are missing, as was told
+            os.fsync(self._steps.fileno())
 
     def finish(self, record: RunRecord) -> Path:
         """Puts the record in place whole: a reader sees all of it or none."""
@@ -151,6 +182,7 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         found["summary"] = _from_dict(Summary, found["summary"])
         found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
+        found["resumed_after"] = tuple(found.get("resumed_after", ()))
         tables = found.get("tables", {}).items()  # which earlier versions left out, as what follows
         found["tables"] = {name: _from_dict(TableRecord, each) for name, each in tables}
         for name, kind in (("times", Times), ("limit", Limit)):
@@ -159,6 +191,20 @@ def read_run(folder: str | Path) -> RunRecord:
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _end_of(file: Any, step: int) -> int:
+    """Where the records of later steps begin, or half a line of a run that was killed."""
+    end = 0
+    for line in io.BufferedReader(io.FileIO(file.fileno(), closefd=False)):
+        try:
+            is_later = not line.endswith(b"\n") or json.loads(line)["step"] > step
+        except (ValueError, KeyError, TypeError):
+            is_later = True
+        if is_later:
+            break
+        end += len(line)
+    return end
 
 
 def read_steps(folder: str | Path) -> Iterator[StepRecord]:

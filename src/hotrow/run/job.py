@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,19 @@ class Job:
     embedding: EmbeddingBagCollection
     model: nn.Module
     trainer: Trainer[AnyBatch]
+    done: int = 0  # steps that were taken before, by another process
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of rows, and of the dense part."""
+        found: list[torch.optim.Optimizer] = [self.embedding.optimizer]
+        if self.trainer.dense_optimizer is not None:
+            found.append(self.trainer.dense_optimizer)
+        return found
 
     def train(self) -> Iterator[StepRecord]:
         """The run's steps, with its learning rates."""
-        optimizers: list[torch.optim.Optimizer] = [self.embedding.optimizer]
-        if self.trainer.dense_optimizer is not None:
-            optimizers.append(self.trainer.dense_optimizer)
-        schedules = self.config.training.schedule.drive(optimizers)
+        schedules = self.config.training.schedule.drive(self.optimizers, taken=self.done)
         for record in self.trainer.run(self._batches()):
             for schedule in schedules:
                 schedule.step()
@@ -45,9 +52,11 @@ class Job:
 
     def _batches(self) -> Iterable[AnyBatch]:
         """What a system reads more than once it reads from the beginning each time."""
+        first = first_batch(self.config, self.samples, self.done)
+        rest: Any = Rest(self.samples, first) if first else self.samples
         if self.trainer.system is None:
-            return self.samples.batches(self.total_steps)
-        return training_batches(self.samples, self.total_steps, self.trainer.system)
+            return rest.batches(self.total_steps - first)  # type: ignore[no-any-return]
+        return training_batches(rest, self.total_steps - first, self.trainer.system)
 
     @property
     def total_steps(self) -> int:
@@ -57,7 +66,8 @@ class Job:
     @property
     def known_steps(self) -> int | None:
         """Steps that will have been taken; None: not known, or not yet."""
-        return known_steps(self.trainer.system, self.total_steps)
+        left = known_steps(self.trainer.system, self.total_steps - self.done)
+        return None if left is None else left + self.done
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
         """Quality on what is held back for the way, or for the end."""
@@ -74,8 +84,31 @@ def total_steps(config: RunConfig, samples: Samples) -> int:
     return training.steps or training.epochs * epoch
 
 
-def build(config: RunConfig, samples: Samples | None = None) -> Job:
+def first_batch(config: RunConfig, samples: Samples, done: int) -> int:
+    """Where the samples begin of a run that has taken so many steps. Which ones were trained, where
+    others than all of them are, is not kept: their epoch begins anew."""
+    if find_named(config.embedding.strategy).contract != "changed":
+        return done
+    return done - done % samples.batches_per_epoch
+
+
+class Rest:
+    """Samples without the first batches."""
+
+    def __init__(self, samples: Samples, first: int) -> None:
+        self._samples, self._first = samples, first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+    def batches(self, steps: int) -> Iterator[AnyBatch]:
+        return self._samples.batches(self._first + steps, start=self._first)
+
+
+def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -> Job:
+    """`done`: steps that were taken before, whose results are loaded into the job."""
     samples = samples or open_data(config)
+    left = partial(_steps_left, config, samples, done)
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
     model = MODELS[config.model.kind](
@@ -92,12 +125,17 @@ def build(config: RunConfig, samples: Samples | None = None) -> Job:
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
-        system=make_system(config, samples, profile, lambda: total_steps(config, samples)),
+        system=make_system(config, samples, profile, left),
     )
     # What is told of its memory before the first batch is to be what it will be.
     if samples.lookups is not None:
         embedding.reserve(config.data.batch_size, samples.lookups)
-    return Job(config, samples, embedding, model, trainer)
+    trainer.step = done
+    return Job(config, samples, embedding, model, trainer, done)
+
+
+def _steps_left(config: RunConfig, samples: Samples, done: int) -> int:
+    return total_steps(config, samples) - first_batch(config, samples, done)
 
 
 def all_fast(config: RunConfig) -> RunConfig:

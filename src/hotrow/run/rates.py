@@ -51,8 +51,12 @@ class ScheduleSection:
         left = self.decay_steps - min(step - self.decay_start, self.decay_steps - 1)
         return (left / self.decay_steps) ** 2
 
-    def drive(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[LambdaLR]:
-        """Schedules to be stepped after each training step; none for a constant rate."""
+    def drive(self, optimizers: Iterable[torch.optim.Optimizer], taken: int = 0) -> list[LambdaLR]:
+        """Schedules to be stepped after each training step, of which some were taken before; none
+        for a constant rate."""
         if self.is_constant:
             return []
-        return [LambdaLR(each, lambda taken: self.scale(taken + 1)) for each in optimizers]
+        return [
+            LambdaLR(each, lambda taken: self.scale(taken + 1), last_epoch=taken - 1)
+            for each in optimizers
+        ]

@@ -56,8 +56,8 @@ class Samples(Protocol):
     @property
     def batches_per_epoch(self) -> int: ...
 
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        """So many batches of the training samples, epoch after epoch."""
+    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
+        """So many batches of the training samples, epoch after epoch, without the first `start`."""
 
     @property
     def validation(self) -> Iterable[AnyBatch]:
@@ -119,8 +119,8 @@ class Generated:
         each = config.lookups_per_table if steps is None else [steps + 1] * len(names)
         self.lookups: dict[str, int] | None = dict(zip(names, each, strict=True))
 
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        for step in range(steps):
+    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
+        for step in range(start, steps):
             batch = self.drawn.batch(step % self.batches_per_epoch)
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
@@ -254,12 +254,11 @@ class FromFolder:
             **options,
         )
 
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
+    def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
         seed = self._section.seed if self._section.shuffle else None
         epochs = -(-steps // self.batches_per_epoch)
-        batches = self._loader("train", seed=seed, epochs=epochs, drop_last=True).batches()
-        for _, batch in zip(range(steps), batches, strict=False):
-            yield batch
+        loader = self._loader("train", seed=seed, epochs=epochs, drop_last=True)
+        yield from loader.batches(start, steps)
 
     def loader(self, epochs: int) -> BatchReader[AnyBatch]:
         """All training samples so often, for who tells them apart by their numbers."""

@@ -59,6 +59,11 @@ def find_run(run: str | Path, runs: str | Path) -> Path:
     raise ValueError(f"there is no run {run}{there}")
 
 
+def settings_of_record(folder: Path) -> RunConfig:
+    """The settings of a run that has ended."""
+    return _settings(read_run(folder), folder, None, ())
+
+
 def _settings(
     record: RunRecord, folder: Path, data: str | Path | None, overrides: Iterable[str]
 ) -> RunConfig:

@@ -1,0 +1,143 @@
+"""Saving and loading beside `cp` of the same bytes on the same disk.
+
+    python benchmarks/checkpoint.py --gib 2
+
+One collection on the host, with row-wise Adagrad. In turns, so that whatever else the machine does
+meets all alike: save a checkpoint (all of it is on the disk when that ends), `cp -r` it and wait
+for the disk, load it, `cp -r` it without waiting; at last an incremental one after 1 % of the rows
+have changed. The first round is left out.
+What is read was written just before, so that neither waits for the disk if it fits the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import hotrow
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    options = parser.parse_args()
+    with TemporaryDirectory(dir=options.folder) as folder:
+        print(json.dumps(measure(options, Path(folder))))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    rows = int(options.gib * 2**30 / (4 * (options.dim + 1)))
+    table = hotrow.EmbeddingBagConfig("item", rows, options.dim, ["item"])
+    model = hotrow.EmbeddingBagCollection(
+        [table], hotrow.RowWiseAdagrad(lr=0.1), strategy="all-fast"
+    )
+    times: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    extra: list[int] = []
+
+    def note(name: str, work: Callable[[], object]) -> None:
+        begun, used = time.perf_counter(), sum(os.times()[:4])
+        work()
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+        cpu.setdefault(name, []).append(sum(os.times()[:4]) - used)
+
+    for turn in range(1 + options.repeat):
+        if turn == 1:
+            for each in (times, cpu, extra):
+                each.clear()  # a virtual machine's memory is slow when it is first touched
+        root, copy = folder / f"saved-{turn}", folder / f"copied-{turn}"
+
+        def save(root: Path = root) -> None:
+            hotrow.save_checkpoint(root, model, step=1)
+
+        with Resident() as resident:
+            note("save", save)
+        extra.append(resident.most)
+        note("cp and sync", lambda root=root, copy=copy: copied(root, copy, sync=True))
+        shutil.rmtree(copy)
+        note("load", lambda root=root: hotrow.load_checkpoint(root, model))
+        note("cp", lambda root=root, copy=copy: copied(root, copy, sync=False))
+        shutil.rmtree(copy)
+        shutil.rmtree(root)
+    size = 4 * rows * (options.dim + 1)
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "bytes": size,
+        "rows": rows,
+        "repeat": options.repeat,
+        "seconds": times,
+        "cpu_seconds": {name: statistics.median(each) for name, each in cpu.items()},
+        "GB_per_s": {name: size / 1e9 / each for name, each in middle.items()},
+        "save_over_cp_and_sync": middle["cp and sync"] / middle["save"],
+        "save_over_cp": middle["cp"] / middle["save"],
+        "load_over_cp": middle["cp"] / middle["load"],
+        "extra_resident_MiB_while_saving": max(extra) / 2**20,
+        "incremental": incremental(model, rows, folder / "incremental"),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
+
+
+def incremental(model: hotrow.EmbeddingBagCollection, rows: int, root: Path) -> dict[str, float]:
+    """One after 1 % of the rows have changed, at random."""
+    hotrow.save_checkpoint(root, model, step=1, full_every=2)
+    for ids in torch.randperm(rows)[: rows // 100].split(65_536):
+        model(ids[:, None]).values().sum().backward()
+    begun = time.perf_counter()
+    saved = hotrow.save_checkpoint(root, model, step=2, full_every=2)
+    seconds = time.perf_counter() - begun
+    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    return {"seconds": seconds, "MiB": size / 2**20}
+
+
+def copied(source: Path, target: Path, *, sync: bool) -> None:
+    subprocess.run(["cp", "-r", source, target], check=True)
+    if sync:
+        files = [path for path in target.rglob("*") if path.is_file()]
+        subprocess.run(["sync", *files], check=True)
+
+
+class Resident:
+    """The most anonymous memory that this process has inside, above what it had before."""
+
+    most = 0
+
+    def __enter__(self) -> Resident:
+        self._before, self._ended = _resident(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.most = max(self.most, _resident() - self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def _resident() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return 1024 * int(line.split()[1])
+    raise OSError("this system does not tell how much memory is resident")
+
+
+if __name__ == "__main__":
+    main()

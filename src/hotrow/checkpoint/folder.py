@@ -1,0 +1,92 @@
+"""Checkpoints side by side in one folder: their names, which is the latest, which are removed.
+
+    00001-step-500/  00002-step-1000/  00003-step-1200.partial/  latest
+
+A folder has its name when it is whole; `latest` names one, and is replaced after that. What ends in
+.partial is being made or being removed, or was when its process died.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from hotrow.checkpoint.manifest import MANIFEST, NAME, read_manifest
+from hotrow.disk import PARTIAL, Disk, make_durable
+
+LATEST = "latest"
+IN_RUN = "checkpoints"  # the folder of a run's
+
+
+def saved_in(root: Path) -> list[Path]:
+    """Whole checkpoints of a folder, oldest first."""
+    there = root.iterdir() if root.is_dir() else ()
+    found = [path for path in there if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: number_of(path.name))
+
+
+def number_of(name: str) -> int:
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def latest_in(root: Path) -> Path | None:
+    """The one that `latest` names; without it the newest."""
+    found = saved_in(root)
+    with suppress(OSError, UnicodeDecodeError), (root / LATEST).open("rb") as file:
+        named = file.read(200).decode().strip()
+        for path in found:
+            if path.name == named:
+                return path
+    return found[-1] if found else None
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint's own folder, from that, from the folder of several, or from a run's."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    for root in (path, path / IN_RUN):
+        if (found := latest_in(root)) is not None:
+            return found
+    raise ValueError(f"{path} holds no checkpoint")
+
+
+def next_name(root: Path, step: int) -> str:
+    numbers = [int(match[1]) for path in root.iterdir() if (match := NAME.match(path.name))]
+    return f"{max(numbers, default=0) + 1:05}-step-{step}"
+
+
+def put_in_place(disk: Disk, path: Path) -> None:
+    """Give a folder that is whole its name, and let `latest` name it."""
+    root = path.parent
+    disk.folder.rename(path)
+    make_durable(root)
+    Disk(root).write(LATEST, [path.name.encode()])
+
+
+def clean(root: Path, keep: int | None) -> None:
+    """Remove what died while it was made, and all but the newest `keep` checkpoints.
+
+    The latest stays, and so do parents of those that stay.
+    """
+    for path in root.glob(f"*{PARTIAL}"):
+        if NAME.match(path.name) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+    if keep is None:
+        return
+    found = saved_in(root)
+    latest = latest_in(root)
+    staying = {path.name for path in found[-keep:]} | ({latest.name} if latest else set())
+    for path in reversed(found):  # a parent is older
+        if path.name in staying:
+            with suppress(ValueError):
+                parent = read_manifest(path).parent
+                staying |= {parent.name} if parent is not None else set()
+            continue
+        beside = path.with_name(path.name + PARTIAL)
+        with suppress(OSError):  # what cannot be removed costs room, and no more
+            path.rename(beside)
+            shutil.rmtree(beside)

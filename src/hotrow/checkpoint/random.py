@@ -1,0 +1,32 @@
+"""The states of all random numbers of a process, as trees of numbers and tensors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [kind, keys, *rest],
+        "torch": torch.get_rng_state(),
+        # A device that nobody has used has no state yet, and asking would make one.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    devices = states["cuda"]
+    if devices and torch.cuda.is_available():
+        for number, each in enumerate(devices[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, number)

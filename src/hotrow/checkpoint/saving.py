@@ -1,0 +1,259 @@
+"""Checkpoints written: rows by several threads, in pieces, straight from where they lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.checkpoint import manifest as records
+from hotrow.checkpoint.folder import clean, next_name, number_of, put_in_place, saved_in
+from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, read_manifest
+from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
+from hotrow.checkpoint.random import random_states
+from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
+from hotrow.checkpoint.tree import pack
+from hotrow.disk import PARTIAL, BlockSums, Digest, Disk, FileRecord, make_durable
+from hotrow.progress import bytes_bar
+from hotrow.scalars import whole
+
+SHARD_BYTES = 256 << 20
+_WRITERS = 4  # also where cores are fewer: some wait for the disk
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+    full_every: int = 1,
+    **parts: Any,
+) -> Path:
+    """Save all that training goes on with, as a new checkpoint in `folder`; gives its own folder.
+
+    That is the model with all rows and their optimizer state, the `parts` (dense optimizers,
+    schedulers, a GradScaler, a loader: whatever has `state_dict()` and `load_state_dict()`), all
+    random states, the step, and `extra`: numbers, text, tensors, lists and tables of them.
+
+        hotrow.save_checkpoint("checkpoints", model, step=step, optimizer=optimizer, keep=3)
+        loaded = hotrow.load_checkpoint("checkpoints", model, optimizer=optimizer)
+
+    A checkpoint has its name, and `latest` names it, when all of it is on the disk; a failure takes
+    away what it has written, and leaves those before. Then all but the newest `keep` are removed.
+    With `full_every=10`, one in ten holds all rows, and the others those that this process has
+    written since then, where the engine can tell (on a CPU). Beside the rows' own memory this takes
+    4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing otherwise.
+    """
+    root, step = Path(folder), whole("step", step, least=0)
+    full_every = whole("full_every", full_every, least=1)
+    if keep is not None:
+        keep = whole("keep", keep, least=1)
+    for each in collections_of(model).values():
+        if each.is_accumulating:
+            raise RuntimeError(
+                "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
+            )
+    root.mkdir(parents=True, exist_ok=True)
+    clean(root, keep=None)
+    name = next_name(root, step)
+    disk = Disk(root / (name + PARTIAL))
+    try:
+        since = _parent(root, model, name, full_every)
+        manifest = _write(disk, model, parts, step=step, extra=extra, parent=since)
+        put_in_place(disk, root / name)
+    except BaseException:
+        shutil.rmtree(disk.folder, ignore_errors=True)
+        raise
+    if full_every > 1 and since is None:
+        _note_changes_since(Parent(name, manifest.checksum), model)
+    clean(root, keep)
+    return root / name
+
+
+def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
+    """The checkpoint since which all collections know what has changed; None: all are saved."""
+    known = {each.changed_since for each in collections_of(model).values()}
+    parent: Parent | None = known.pop() if len(known) == 1 else None
+    if parent is None or root / parent.name not in saved_in(root):
+        return None
+    if number_of(name) - number_of(parent.name) >= full_every:
+        return None
+    with suppress(ValueError):  # damaged: nothing is to depend on it
+        if read_manifest(root / parent.name).checksum == parent.checksum:
+            return parent
+    return None
+
+
+def _note_changes_since(parent: Parent, model: nn.Module) -> None:
+    for each in collections_of(model).values():
+        each.changed_since = parent if each.note_changes() else None
+
+
+def _write(
+    disk: Disk, model: nn.Module, parts: dict[str, Any], *, step: int, extra: Any,
+    parent: Parent | None,
+) -> Manifest:  # fmt: skip
+    """All files, the manifest last."""
+    from hotrow import __version__  # here, because the package imports this
+
+    tensors: dict[str, Tensor] = {}
+    state = pack(_state(model, parts, extra), tensors, "state")
+    dense = dense_state(model)
+    for each in collections_of(model).values():
+        each.settle()
+    (disk.folder / "rows").mkdir(parents=True)
+    manifest = Manifest(
+        step=step,
+        dense=_put(disk, records.DENSE, packed(dense)),
+        state=_put(disk, records.STATE, [json.dumps(state).encode()]),
+        state_tensors=_put(disk, records.STATE_TENSORS, packed(tensors)),
+        tables=_write_rows(disk, tables_of(model), only_changed=parent is not None),
+        parent=parent,
+        made_by=f"hotrow {__version__}",
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    manifest = records.with_checksum(manifest)
+    make_durable(disk.folder / "rows")
+    disk.write(records.MANIFEST, [records.to_json(manifest).encode()])
+    return manifest
+
+
+def _put(
+    disk: Disk, name: str, parts: Iterable[bytes | memoryview], digest: Digest | None = None
+) -> FileRecord:
+    """A file that is on the disk; its name in the folder is when the folder is."""
+    found = disk.write(name, parts, durable=False, digest=digest)
+    make_durable(disk.folder / name)
+    return found
+
+
+def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
+    for name, part in parts.items():
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            raise TypeError(
+                f"{name} is a {type(part).__name__}, which has no state_dict() and "
+                "load_state_dict(); plain values go into extra="
+            )
+    rows = {name: each.optimizer.settings_dict() for name, each in collections_of(model).items()}
+    return {
+        "rows": rows,
+        "parts": {name: part.state_dict() for name, part in parts.items()},
+        "random": random_states(),
+        "extra": extra,
+    }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows that go into one shard."""
+
+    number: int  # of their table
+    place: int  # of the shard
+    table: Table
+    key: str
+    first: int
+    span: int
+
+    @property
+    def file(self) -> str:
+        return f"rows/{self.number:03}-{self.place:05}.safetensors"
+
+
+def _write_rows(
+    disk: Disk, tables: dict[str, Table], *, only_changed: bool
+) -> tuple[TableRecord, ...]:
+    pieces = list(_pieces(tables))
+    total = sum(4 * table.stored.numel() for table in tables.values())
+    shards: dict[str, list[Shard]] = {key: [] for key in tables}
+    with bytes_bar("saving a checkpoint") as advance:
+        for piece, shard in _Writer(disk, only_changed).write_all(pieces):
+            if shard is not None:
+                shards[piece.key].append(shard)
+            done = sum(each.bytes for found in shards.values() for each in found)
+            advance(min(done, total), total)
+    return tuple(
+        TableRecord(key, table.rows, table.dim, table.state, tuple(shards[key]))
+        for key, table in tables.items()
+    )
+
+
+def _pieces(tables: dict[str, Table]) -> Iterator[_Piece]:
+    for number, (key, table) in enumerate(tables.items()):
+        most = max(1, SHARD_BYTES // (4 * table.stored.shape[1]))
+        for place, first in enumerate(range(0, table.rows, most)):
+            yield _Piece(number, place, table, key, first, min(most, table.rows - first))
+
+
+class _Writer:
+    def __init__(self, disk: Disk, only_changed: bool) -> None:
+        self._disk, self._only_changed = disk, only_changed
+        self._stop = threading.Event()
+
+    def write_all(self, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Shard | None]]:
+        """What becomes of all pieces, in their order. Whoever waits can be interrupted."""
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            try:
+                yield from zip(pieces, pool.map(self._write, pieces), strict=True)
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _write(self, piece: _Piece) -> Shard | None:
+        """In a thread; None: no row of it has changed."""
+        rows = piece.table.stored[piece.first : piece.first + piece.span]
+        if not self._only_changed:
+            parts, count = _all(rows, piece), piece.span
+        else:
+            table = piece.table
+            ids = table.collection.changed_rows(table.name, piece.first, piece.first + piece.span)
+            if not len(ids):
+                return None
+            parts, count = _some(rows, ids, piece), len(ids)
+        file = _put(self._disk, piece.file, self._watched(parts), digest=BlockSums())
+        return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
+
+    def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for part in parts:
+            if self._stop.is_set():
+                raise InterruptedError("another part of the checkpoint was not written")
+            yield part
+
+
+def _metadata(piece: _Piece) -> dict[str, str]:
+    return {"table": piece.key, "first": str(piece.first)}
+
+
+def _all(rows: Tensor, piece: _Piece) -> Iterator[bytes | memoryview]:
+    yield head({records.ROWS: (rows.dtype, rows.shape)}, _metadata(piece))
+    for part in rows.split(_rows_at_once(rows)):
+        yield from pieces_of(part)
+
+
+def _some(rows: Tensor, ids: Tensor, piece: _Piece) -> Iterator[bytes | memoryview]:
+    yield head(
+        {
+            records.IDS: (torch.int64, [len(ids)]),
+            records.ROWS: (rows.dtype, [len(ids), rows.shape[1]]),
+        },
+        _metadata(piece),
+    )
+    yield from pieces_of(ids)
+    for part in ids.split(_rows_at_once(rows)):
+        yield from pieces_of(rows[(part - piece.first).to(rows.device)])
+
+
+def _rows_at_once(rows: Tensor) -> int:
+    return max(1, PIECE_BYTES // (4 * rows.shape[1]))

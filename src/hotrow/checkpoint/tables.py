@@ -1,0 +1,291 @@
+"""Tables of a checkpoint or model to files that others read, and back. Rows pass in pieces.
+
+    safetensors   a file for each table, its tensor named as in the model's state dict
+    parquet       a file for each table: "row", and "weight", a list of as many numbers; its name
+                  in the metadata as "table"
+    npz           tables.npz, an array for each table
+
+Beside them lies dense.safetensors, everything but rows.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotrow.checkpoint.folder import find_checkpoint
+from hotrow.checkpoint.format import DENSE, MANIFEST
+from hotrow.checkpoint.loading import Checkpoint
+from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
+from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
+from hotrow.disk import Disk
+from hotrow.progress import bytes_bar
+from hotrow.told import few
+
+TABLES = "tables.npz"
+MODEL = "model"  # the folder of a run's
+Pieces = Iterator[tuple[int, Tensor]]  # (first row, [n, dim])
+
+
+class AnyTable(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+
+
+class Weights(Protocol):
+    """A checkpoint or a saved model."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def tables(self) -> Sequence[AnyTable]: ...
+    @property
+    def dense(self) -> Mapping[str, Tensor]: ...
+    def weights(self, key: str) -> Pieces: ...
+
+
+def open_weights(path: str | Path) -> Weights:
+    """A checkpoint, a model, or a run's: its newest checkpoint, or else its model."""
+    path = Path(path)
+    for folder in (path, path / MODEL):
+        if (folder / MANIFEST).is_file() and not _has_checkpoint(path):
+            model = SavedModel(folder)
+            model.verify()
+            return model
+    return Checkpoint(find_checkpoint(path))
+
+
+def _has_checkpoint(path: Path) -> bool:
+    with suppress(ValueError):
+        return bool(find_checkpoint(path))
+    return False
+
+
+# -- out -------------------------------------------------------------------------------
+
+
+def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetensors") -> None:
+    """Write the tables of a checkpoint, model or run as files that need no hotrow.
+
+    `to` is "safetensors", "parquet" or "npz". The folder must be empty or new.
+    """
+    if to not in _WRITERS:
+        raise ValueError(f"tables are written as {', '.join(_WRITERS)}, not as {to!r}")
+    weights, folder = open_weights(source), Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; give another folder, or empty it")
+    folder.mkdir(parents=True, exist_ok=True)
+    Disk(folder).write(DENSE, packed(weights.dense))
+    total, done = sum(4 * each.rows * each.dim for each in weights.tables), 0
+
+    with bytes_bar("exporting") as advance:
+
+        def counted(table: AnyTable) -> Pieces:
+            nonlocal done
+            for first, piece in weights.weights(table.key):
+                yield first, piece
+                done += 4 * piece.numel()
+                advance(done, total)
+
+        _WRITERS[to](folder, weights.tables, counted)
+
+
+Counted = Callable[[AnyTable], Pieces]
+
+
+def _file_of(table: AnyTable, number: int) -> str:
+    return f"{number:03}-" + re.sub(r"[^A-Za-z0-9_.-]", "_", table.key)[:100]
+
+
+def _write_safetensors(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+    def parts(table: AnyTable) -> Iterator[bytes | memoryview]:
+        yield head({table.key: (torch.float32, [table.rows, table.dim])}, {})
+        for _, piece in pieces(table):
+            yield from pieces_of(piece)
+
+    for number, table in enumerate(tables):
+        Disk(folder).write(f"{_file_of(table, number)}.safetensors", parts(table))
+
+
+def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+    arrow, parquet = _arrow()
+    for number, table in enumerate(tables):
+        fields = [("row", arrow.int64()), ("weight", arrow.list_(arrow.float32(), table.dim))]
+        schema = arrow.schema(fields, metadata={"table": table.key, "rows": str(table.rows)})
+        path = folder / f"{_file_of(table, number)}.parquet"
+        with parquet.ParquetWriter(path, schema) as writer:
+            for first, piece in pieces(table):
+                flat = arrow.array(piece.contiguous().numpy().reshape(-1))
+                lists = arrow.FixedSizeListArray.from_arrays(flat, table.dim)
+                rows = arrow.array(np.arange(first, first + len(piece)))
+                writer.write_table(arrow.table([rows, lists], schema=schema))
+
+
+def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+    with zipfile.ZipFile(folder / TABLES, "w", zipfile.ZIP_STORED) as archive:
+        for table in tables:
+            with archive.open(f"{table.key}.npy", "w", force_zip64=True) as file:
+                about = {"descr": "<f4", "fortran_order": False, "shape": (table.rows, table.dim)}
+                np.lib.format.write_array_header_2_0(file, about)
+                for _, piece in pieces(table):
+                    for part in pieces_of(piece):
+                        file.write(part)
+
+
+_WRITERS = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npz": _write_npz}
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            "Parquet needs pyarrow, which is not installed; pip install 'hotrow[data]'"
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+# -- in --------------------------------------------------------------------------------
+
+
+def import_tables(source: str | Path, model: nn.Module) -> list[str]:
+    """Load tables into a model from .safetensors, .parquet or .npz files, or a folder of them.
+
+    A tensor or file belongs to the table whose state-dict name, or name alone, it has; what no
+    table is named by is left aside. Gives the state-dict names of the tables that were loaded. Row
+    state stays as it is; a state dict in memory is loaded by `model.load_state_dict`.
+    """
+    source, mine = Path(source), tables_of(model)
+    names = {key: key for key in mine} | {table.name: key for key, table in mine.items()}
+    names |= {f"{table.name}.weight": key for key, table in mine.items()}
+    paths = sorted(source.iterdir()) if source.is_dir() else [source]
+    found: list[str] = []
+    for path in paths:
+        if path.suffix not in _READERS:
+            continue
+        for name, shape, pieces in _READERS[path.suffix](path):
+            if (key := names.get(name)) is None:
+                continue
+            table = mine[key]
+            if list(shape) != [table.rows, table.dim]:
+                raise ValueError(
+                    f"{path} has {list(shape)} as {name}, and the table is "
+                    f"[{table.rows}, {table.dim}]"
+                )
+            _load(table, pieces)
+            found.append(key)
+    if not found:
+        raise ValueError(f"{source} has no table of this model: {few(mine)}")
+    return found
+
+
+def _load(table: Table, pieces: Pieces) -> None:
+    for first, piece in pieces:
+        table.collection.load_weights(table.name, first, piece)
+
+
+Read = Iterator[tuple[str, Sequence[int], Pieces]]
+
+
+def _read_safetensors(path: Path) -> Read:
+    library = safetensors()
+    try:
+        opened = library.safe_open(path, framework="pt")
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from None
+    with opened as file:
+        for name in file.keys():  # noqa: SIM118
+            tensor = file.get_slice(name)
+            shape = tensor.get_shape()
+            yield name, shape, _slices(tensor, shape)
+
+
+def _slices(tensor: Any, shape: Sequence[int]) -> Pieces:
+    step = _rows_at_once(shape[1])
+    for first in range(0, shape[0], step):
+        yield first, tensor[first : first + step]
+
+
+def _rows_at_once(dim: int) -> int:
+    return max(1, PIECE_BYTES // (4 * max(1, dim)))
+
+
+def _read_parquet(path: Path) -> Read:
+    arrow, parquet = _arrow()
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield _table_of(path, file)
+    except arrow.ArrowException as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _table_of(path: Path, file: Any) -> tuple[str, Sequence[int], Pieces]:
+    schema = file.schema_arrow
+    name = (schema.metadata or {}).get(b"table", path.stem.encode()).decode()
+    kind: Any = schema.field("weight").type if "weight" in schema.names else None
+    if "row" not in schema.names or not hasattr(kind, "list_size"):
+        raise ValueError(f"{path} has no column row, or no weight that is a list of fixed size")
+
+    def pieces() -> Pieces:
+        step = _rows_at_once(kind.list_size)
+        for batch in file.iter_batches(batch_size=step, columns=["row", "weight"]):
+            rows = batch.column(0).to_numpy(zero_copy_only=False)
+            if len(rows) and not np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+                raise ValueError(f"{path}: rows are not in order")
+            values = batch.column(1).flatten().to_numpy(zero_copy_only=False)
+            weights = values.astype(np.float32).reshape(len(rows), kind.list_size)
+            if len(rows):
+                yield int(rows[0]), torch.from_numpy(weights)
+
+    return name, [file.metadata.num_rows, kind.list_size], pieces()
+
+
+def _read_npz(path: Path) -> Read:
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path} is no npz file: {error}") from None
+    with archive:
+        for name in archive.namelist():
+            with archive.open(name) as file:
+                shape, is_fortran, dtype = _npy_header(path, name, file)
+                if len(shape) != 2 or is_fortran or dtype.hasobject or dtype.kind != "f":
+                    continue
+                yield name.removesuffix(".npy"), shape, _npy_pieces(path, file, shape, dtype)
+
+
+def _npy_header(path: Path, name: str, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    reading = np.lib.format
+    try:
+        version = reading.read_magic(file)
+        read = reading.read_array_header_1_0 if version == (1, 0) else reading.read_array_header_2_0
+        return read(file)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: {name} is no array: {error}") from None
+
+
+def _npy_pieces(path: Path, file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pieces:
+    step = _rows_at_once(shape[1])
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        data = file.read(count * shape[1] * dtype.itemsize)
+        if len(data) < count * shape[1] * dtype.itemsize:
+            raise ValueError(f"{path} ends before its last row")
+        rows = np.frombuffer(data, dtype).astype(np.float32).reshape(count, shape[1])
+        yield first, torch.from_numpy(rows)
+
+
+_READERS = {".safetensors": _read_safetensors, ".parquet": _read_parquet, ".npz": _read_npz}

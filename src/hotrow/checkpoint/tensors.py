@@ -1,0 +1,161 @@
+"""safetensors files, written and read piece by piece. Knows nothing of what they hold.
+
+The library takes and gives whole tensors; rows pass in pieces here, however many there are.
+
+    8 bytes   length of the header
+    header    JSON: {"rows": {"dtype": "F32", "shape": [9, 4], "data_offsets": [0, 144]}, ...}
+    data      all tensors, one after the other
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+# That are read or written at once. The system takes several times as long for writes of 16 MiB as
+# for these (benchmarks/checkpoint.py).
+PIECE_BYTES = 4 << 20
+_MOST_HEADER_BYTES = 100_000_000  # as in the library
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A tensor's place in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int  # byte of the file
+    bytes: int
+
+
+def head(
+    tensors: Mapping[str, tuple[torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """What a file of these tensors begins with, in their order."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        first, sizes = end, list(shape)
+        end += math.prod(sizes) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": sizes, "data_offsets": [first, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)  # so that the numbers are aligned
+    return len(header).to_bytes(8, "little") + header
+
+
+def packed(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A file of whole tensors by its parts; one of them is copied at a time."""
+    for name, each in tensors.items():
+        if each.dtype not in DTYPES or each.layout != torch.strided:
+            raise ValueError(
+                f"{name} is a tensor of {each.dtype}, {each.layout}: none can be saved"
+            )
+    yield head({name: (each.dtype, each.shape) for name, each in tensors.items()}, {})
+    for each in tensors.values():
+        yield from pieces_of(each)
+
+
+def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Its bytes; a tensor of the host that lies in one piece is not copied."""
+    flat = bytes_of(tensor.detach().cpu().contiguous())
+    for first in range(0, len(flat), PIECE_BYTES):
+        yield flat[first : first + PIECE_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor of the host that lies in one piece, as bytes that can be read and written."""
+    found: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
+def read_head(file: IO[bytes], size: int) -> tuple[bytes, dict[str, Section]]:
+    """The first bytes of a file of `size` bytes, and the places of its tensors. Nothing in them is
+    believed: a ValueError says what is wrong."""
+    begin = file.read(8)
+    length = int.from_bytes(begin, "little")
+    if len(begin) < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
+        raise ValueError("its header is longer than the file")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError("it ends inside of its header")
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("its header is no JSON") from None
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no table")
+    entries.pop("__metadata__", None)
+    found = {name: _section(name, entry, 8 + length) for name, entry in entries.items()}
+    end = 8 + length
+    for section in sorted(found.values(), key=lambda each: each.first):
+        if section.first != end:
+            raise ValueError("its tensors do not lie one behind the other")
+        end += section.bytes
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end:,} of {size:,}")
+    return begin + text, found
+
+
+def _section(name: str, entry: Any, base: int) -> Section:
+    try:
+        dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"what it says of {name!r} is no tensor") from None
+    numbers = (*shape, first, last) if isinstance(shape, list) else (None,)
+    if not all(type(each) is int and 0 <= each < 2**62 for each in numbers) or (
+        not isinstance(dtype, str) or dtype not in _DTYPES_BY_NAME
+    ):
+        raise ValueError(f"what it says of {name!r} is no tensor")
+    size = math.prod(shape) * _DTYPES_BY_NAME[dtype].itemsize
+    if last - first != size:
+        raise ValueError(f"{name!r} takes {last - first:,} bytes instead of {size:,}")
+    return Section(dtype, tuple(shape), base + first, size)
+
+
+def read_tensors(file: IO[bytes], size: int) -> dict[str, Tensor]:
+    """All tensors of a file of `size` bytes."""
+    _, sections = read_head(file, size)
+    found = {}
+    for name, section in sections.items():
+        file.seek(section.first)
+        tensor = torch.empty(section.shape, dtype=_DTYPES_BY_NAME[section.dtype])
+        if section.bytes:
+            read_into(file, bytes_of(tensor))
+        found[name] = tensor
+    return found
+
+
+def read_into(file: IO[bytes], memory: memoryview) -> None:
+    """Fill the memory, or say that the file has less."""
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError("it is shorter than it was")
+        done += count

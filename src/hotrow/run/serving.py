@@ -1,0 +1,84 @@
+"""A trained model as a folder that needs torch and numpy alone.
+
+serve.py            the model's own source, and a few lines that load it
+model.json          what it is built with
+dense.safetensors   its dense part
+tables/000.safetensors  one for each table, mapped into memory when they are read
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrow.checkpoint.tables import Weights, open_weights
+from hotrow.checkpoint.tensors import head, packed, pieces_of
+from hotrow.disk import Disk
+from hotrow.models import MODELS, layers
+from hotrow.run import _served
+from hotrow.run.config import RunConfig
+from hotrow.run.job import open_data, tables_of
+
+
+def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path) -> None:
+    """Write the model of a run, with the weights of a checkpoint or model, to a new folder."""
+    folder, weights, samples = Path(folder), open_weights(source), open_data(config)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; give another folder, or empty it")
+    disk, model = Disk(folder), MODELS[config.model.kind]
+    tables = []
+    for number, (table, saved) in enumerate(
+        zip(tables_of(config, samples), weights.tables, strict=True)
+    ):
+        file = f"tables/{number:03}.safetensors"
+        disk.write(file, _table(weights, saved))
+        about = {key: getattr(table, key) for key in ("name", "embedding_dim", "pooling")}
+        about |= {"feature_names": list(table.feature_names), "padding_idx": table.padding_idx}
+        tables.append(about | {"file": file})
+    disk.write("dense.safetensors", packed(weights.dense))
+    facts = {
+        "model": model.__name__,
+        "num_dense": samples.num_dense,
+        "arguments": config.model.arguments,
+        "tables": tables,
+    }
+    disk.write("model.json", [json.dumps(facts, indent=1).encode()])
+    disk.write("serve.py", [_source(model).encode()])
+
+
+def _table(weights: Weights, table: Any) -> Iterator[bytes | memoryview]:
+    yield head({"weight": (torch.float32, [table.rows, table.dim])}, {})
+    for _, piece in weights.weights(table.key):
+        yield from pieces_of(piece)
+
+
+def _source(model: type) -> str:
+    """Layers, the model and what loads it, as one module."""
+    parts = [_without_imports(each) for each in (layers, inspect.getmodule(model), _served)]
+    imports = sorted({line for _, lines in parts for line in lines})
+    future = "from __future__ import annotations\n"
+    about = '"""A model that hotrow has trained: `import serve; model = serve.load()`."""\n'
+    return "\n".join([about, future, *imports, *(text for text, _ in parts)])
+
+
+def _without_imports(module: Any) -> tuple[str, list[str]]:
+    """A module's own lines, and what it imports beside hotrow."""
+    text = inspect.getsource(module)
+    # On a GPU a kernel of hotrow's would take this place, with the same result up to rounding.
+    text = text.replace("if dense.is_cuda:", "if False:")
+    lines, imports = text.splitlines(keepends=True), []
+    for node in reversed(ast.parse(text).body):
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_import or is_docstring:
+            del lines[node.lineno - 1 : node.end_lineno]
+        if is_import:
+            imports.append(ast.unparse(node))
+    kept = [each for each in imports if "hotrow" not in each and "__future__" not in each]
+    return "".join(lines), kept

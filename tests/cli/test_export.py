@@ -1,0 +1,228 @@
+"""Tables leave and come back; a served model scores without hotrow; what is damaged is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+import hotrow
+from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.tables import export_tables, import_tables
+from hotrow.cli import make_app
+from hotrow.run.job import same_bits
+from hotrow.run.trained import open_trained
+
+SMALL = """
+[run]
+name = "small"
+[data]
+rows = [400, 60, 5]
+batch_size = 16
+samples = 64
+eval_batches = 2
+lookups = {lookups}
+[model]
+kind = "{kind}"
+embedding_dim = 4
+{model}
+[embedding]
+strategy = "all-fast"
+[checkpoint]
+every_steps = 2
+full_every = 2
+"""
+SHAPES = {
+    "dlrm": ("bottom = [8]\ntop = [8]", "1"),
+    "dcnv2": ("bottom = [8]\ntop = [8]\ncross_rank = 4", "[3, 1, 2]"),
+    "deepfm": ("deep = [8]", "1"),
+    "tbsm": ("num_steps = 3\nbottom = [8]", "1"),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    return tmp_path
+
+
+def command(*words: str) -> Result:
+    return CliRunner().invoke(make_app(), words)
+
+
+def trained(kind: str = "dlrm", **options: Any) -> None:
+    model, lookups = SHAPES[kind]
+    Path("run.toml").write_text(SMALL.format(kind=kind, model=model, lookups=lookups))
+    assert command("train", "run.toml").exit_code == 0
+
+
+@pytest.mark.parametrize("to", ["safetensors", "parquet", "npz"])
+def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained()
+    monkeypatch.setattr("hotrow.checkpoint.tables.PIECE_BYTES", 999)
+    monkeypatch.setattr("hotrow.checkpoint.loading.PIECE_BYTES", 999)
+    newest = saved_in(Path("runs/small/checkpoints"))[-1]
+    assert (json.loads((newest / "checkpoint.json").read_text())["parent"]) is not None
+    assert command("export", "small", "--to", to, "--out", "tables").exit_code == 0
+    model = open_trained("small").model
+    state = model.state_dict()
+    key = "embedding.embedding_bags.cat_0.weight"
+    if to == "npz":
+        assert np.array_equal(np.load("tables/tables.npz")[key], state[key].numpy())
+    elif to == "parquet":
+        table = pyarrow.parquet.read_table(f"tables/000-{key}.parquet")
+        assert table["row"].to_pylist() == list(range(400))
+        assert table["weight"].to_pylist() == state[key].tolist()
+    else:
+        assert same_bits(load_file(f"tables/000-{key}.safetensors")[key], state[key])
+    assert same_bits(
+        load_file("tables/dense.safetensors")["bottom.0.weight"], state["bottom.0.weight"]
+    )
+    empty = hotrow.EmbeddingBagCollection(
+        [
+            hotrow.EmbeddingBagConfig(f"cat_{i}", n, 4, [f"f{i}"])
+            for i, n in enumerate((400, 60, 5))
+        ],
+        hotrow.SGD(lr=0.1),
+        budget="60%",
+        seed=9,
+    )
+    # By another model's name for it, which ends in the same.
+    other = torch.nn.ModuleDict({"embedding": empty})
+    assert import_tables("tables", other)[0] == key
+    for name, each in other.state_dict().items():
+        assert same_bits(each, state[name])
+    assert "is not empty" in command("export", "small", "--to", to, "--out", "tables").stderr
+
+
+def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
+    trained()
+    assert command("export", "runs/small/model", "--to", "npz", "--out", "a").exit_code == 0
+    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
+    model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
+    with pytest.raises(ValueError, match="a has no table of this model"):
+        import_tables("a", model)
+    half = torch.randn(10, 4).half()
+    save_file({"item": half, "other": torch.ones(1)}, folder / "half.safetensors")
+    assert import_tables(folder / "half.safetensors", model) == ["embedding_bags.item.weight"]
+    assert torch.equal(model.state_dict()["embedding_bags.item.weight"], half.float())
+    np.savez(folder / "b.npz", **{"item.weight": np.ones((10, 4)), "text": np.array(["a"])})
+    import_tables(folder / "b.npz", model)
+    assert model.state_dict()["embedding_bags.item.weight"].eq(1).all()
+    np.savez(folder / "c.npz", item=np.ones((9, 4)))
+    with pytest.raises(ValueError, match=r"has \[9, 4\] as item, and the table is \[10, 4\]"):
+        import_tables(folder / "c.npz", model)
+    np.savez(folder / "d.npz", item=np.array([[None] * 4] * 10))  # which only a pickle can hold
+    with pytest.raises(ValueError, match="no table of this model"):
+        import_tables(folder / "d.npz", model)
+    for name in ("e.npz", "e.safetensors", "e.parquet"):
+        (folder / name).write_bytes(b"PK nonsense" * 9)
+        with pytest.raises(ValueError, match=r"e\.\w+ (is no|cannot be read)"):
+            import_tables(folder / name, model)
+    with pytest.raises(ValueError, match="tables are written as safetensors, parquet, npz"):
+        export_tables("runs/small", folder / "x", to="csv")
+
+
+SERVED = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("hotrow", "safetensors", "triton"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import importlib.util
+import torch
+
+for kind in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location(kind, f"{kind}/serve.py")
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    given = torch.load(f"{kind}/batch.pt", weights_only=True)
+    print(repr(serve.load()(serve.Batch(*given)).tolist()))
+"""
+
+
+def test_served_models_need_no_hotrow(folder: Path) -> None:
+    expected = []
+    for kind in SHAPES:
+        trained(kind)
+        Path("runs/small").rename(f"runs/{kind}")
+        assert command("export", kind, "--serve", kind).exit_code == 0
+        job = open_trained(kind)
+        batch = next(iter(job.samples.batches(1)))
+        expected.append(job.trainer.predict(batch))
+        sparse: Any = batch.sparse
+        if not isinstance(sparse, torch.Tensor):
+            sparse = (sparse.values(), sparse.offsets())
+        given = (batch.dense, sparse, getattr(batch, "lengths", None))
+        torch.save(given, folder / kind / "batch.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", SERVED, *SHAPES], capture_output=True, text=True,
+        env={"PATH": "/usr/bin", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line, mine in zip(done.stdout.splitlines(), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(json.loads(line)), mine, rtol=1e-6, atol=1e-6)
+
+
+def test_verify_says_what_is_whole_and_what_is_not() -> None:
+    trained()
+    result = command("verify", "small")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("checkpoint, ") == 2
+    assert "runs/small/model: model, 5 files, " in result.stdout
+    (shard,) = Path("runs/small/model/rows").glob("000-*")
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(data)
+    result = command("verify", "runs/small/model")
+    assert result.exit_code == 2
+    assert "has changed since it was written" in result.stderr
+    newest = saved_in(Path("runs/small/checkpoints"))[-1]
+    found = json.loads(command("verify", str(newest), "--json").stdout)
+    assert found["kind"] == "checkpoint"
+    assert found["bytes"] == sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
+    assert "there is no folder nowhere" in command("verify", "nowhere").stderr
+    Path("empty").mkdir()
+    assert "holds no checkpoint, no model" in command("verify", "empty").stderr
+
+
+def test_verify_finds_what_is_no_number(folder: Path) -> None:
+    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
+    model = hotrow.EmbeddingBagCollection([table], hotrow.Adagrad(), strategy="all-fast")
+    model.load_weights("item", 7, torch.full((1, 4), torch.nan))
+    hotrow.save_checkpoint(folder / "c", model, step=1)
+    hotrow.save_model(folder / "m", model)
+    assert "row 7 holds values that are no numbers" in command("verify", "c").stderr
+    assert "row 7 of embedding_bags.item.weight holds" in command("verify", "m").stderr
+
+
+def test_prepared_data_are_verified(folder: Path) -> None:
+    (folder / "columns.toml").write_text('label = "y"\ncategories = ["u"]\n')
+    lines = [f"{i % 2},{i % 50}" for i in range(100)]
+    (folder / "log.csv").write_text("y,u\n" + "\n".join(lines) + "\n")
+    words = ["prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "p"]
+    assert command(*words).exit_code == 0
+    assert "p: prepared data, " in command("verify", "p").stdout
+    shard = next(Path("p/shards").iterdir())
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    assert "has changed since it was written" in command("verify", "p").stderr
+
+
+def test_what_is_wanted_must_be_said() -> None:
+    trained()
+    assert "say what is wanted" in command("export", "small").stderr
+    assert "say where the tables go" in command("export", "small", "--to", "npz").stderr
+    assert "holds no checkpoint" in command("export", "nothing", "--to", "npz", "-o", "x").stderr

@@ -1,0 +1,426 @@
+"""A run that was stopped, killed or out of room goes on, and ends in the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hotrow.checkpoint import Checkpoint
+from hotrow.checkpoint.folder import saved_in
+from hotrow.cli import make_app
+from hotrow.data import SyntheticClicks
+from hotrow.disk import Disk
+from hotrow.records import StepRecord
+from hotrow.run.files import RunWriter, read_run, read_steps
+from hotrow.run.job import Job, same_bits
+from hotrow.run.trained import open_trained
+
+SMALL = """
+[run]
+name = "small"
+[data]
+rows = [400, 60, 5]
+batch_size = 16
+samples = 112
+eval_batches = 4
+[model]
+embedding_dim = 4
+bottom = [8]
+top = [8]
+[embedding]
+budget = "60%"
+[training]
+epochs = 2
+eval_every = 4
+[training.schedule]
+warmup_steps = 4
+decay_start = 6
+decay_steps = 10
+[checkpoint]
+every_steps = 3
+"""
+STEPS = 14  # two epochs of seven batches
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
+    (tmp_path / "run.toml").write_text(SMALL)
+    return tmp_path
+
+
+def train(*arguments: str, settings: tuple[str, ...] = ()) -> Result:
+    given = [word for each in settings for word in ("--set", each)]
+    return CliRunner().invoke(make_app(), ["train", *arguments, *given])
+
+
+class Killed(BaseException):
+    """As SIGKILL: nobody tidies up."""
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, how: Any = Killed) -> None:
+    write = RunWriter.step
+
+    def note(self: RunWriter, record: StepRecord) -> None:
+        write(self, record)
+        if record.step == step:
+            if isinstance(how, signal.Signals):
+                signal.raise_signal(how)
+            else:
+                raise how("now")
+
+    monkeypatch.setattr(RunWriter, "step", note)
+
+
+def killed(monkeypatch: pytest.MonkeyPatch, *arguments: str, after: int, **options: Any) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, after)
+        patch.setattr(RunWriter, "finish", lambda self, record: None)
+        with pytest.raises(Killed):
+            print(train(*arguments, **options).output)
+
+
+def model_of(run: str) -> dict[str, torch.Tensor]:
+    return {key: each.clone() for key, each in open_trained(run).model.state_dict().items()}
+
+
+def same_end(left: str, right: str) -> bool:
+    one, other = model_of(left), model_of(right)
+    steps = [
+        [(each.step, each.loss, each.samples) for each in read_steps(f"runs/{name}")]
+        for name in (left, right)
+    ]
+    evaluations = [
+        [asdict(each) for each in read_run(f"runs/{n}").evaluations] for n in (left, right)
+    ]
+    return (
+        all(same_bits(one[key], other[key]) for key in one)
+        and steps[0] == steps[1]
+        and evaluations[0] == evaluations[1]
+    )
+
+
+def row_state(run: str) -> dict[str, torch.Tensor]:
+    found = Checkpoint(saved_in(Path("runs") / run / "checkpoints")[-1])
+    return {t.key: torch.cat([rows for _, rows in found.rows(t.key)]) for t in found.tables}
+
+
+# All others are stopped and go on in tests/test_checkpoints.py.
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    ("cpu", "lookahead", "adam", "adamw"),
+    ("cpu", "hybrid", "row-wise-adagrad", "adagrad"),
+    *[
+        pytest.param("cuda", strategy, rows, dense, marks=on_gpu)
+        for strategy, rows, dense in (
+            ("lookahead", "adam", "adamw"),
+            ("all-fast", "adagrad", "sgd"),
+            ("scratchpipe", "row-wise-adagrad", "adam"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("device", "strategy", "rows", "dense"), CASES)
+def test_a_killed_run_ends_in_the_bits_of_one_that_was_not(
+    device: str, strategy: str, rows: str, dense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (
+        f"run.device={device}",
+        f"embedding.strategy={strategy}",
+        f"embedding.optimizer.name={rows}",
+        f"training.optimizer.name={dense}",
+        "checkpoint.full_every=2",
+    )
+    assert train("run.toml", settings=("run.name=whole", *settings)).exit_code == 0
+    for after in (5, 11):
+        resume = ("--resume",) if after > 5 else ()
+        killed(monkeypatch, "run.toml", *resume, after=after, settings=settings)
+    assert [each.step for each in read_steps("runs/small")] == list(range(1, 12))
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert "goes on after step 9" in result.stdout
+    assert read_run("runs/small").resumed_after == (3, 9)
+    assert same_end("small", "whole")
+    one, other = row_state("small"), row_state("whole")
+    assert all(same_bits(one[key], other[key]) for key in one)
+
+
+def test_it_goes_on_with_another_budget_and_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    train("run.toml", settings=("run.name=whole",))
+    killed(monkeypatch, "run.toml", after=4)
+    changes = ("embedding.strategy=lru", "embedding.budget=80%", "embedding.depth=2")
+    result = train("runs/small", "--resume", settings=(*changes, "training.check_equality=true"))
+    assert result.exit_code == 0, result.output
+    assert "yes, to the bit" in result.stdout  # all losses, also those from before
+    assert same_end("small", "whole")
+
+
+@pytest.mark.filterwarnings("ignore:no threshold in")  # on so few samples
+@pytest.mark.parametrize("strategy", ["hotline", "fae", "lookahead+slipstream"])
+def test_a_system_goes_on_and_says_what_it_has_not_kept(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (f"embedding.strategy={strategy}", "embedding.budget=90%", "data.samples=320")
+    killed(monkeypatch, "run.toml", after=7, settings=settings)
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert "anew" in result.stderr
+    steps = [each.step for each in read_steps("runs/small")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 30
+
+
+def test_prepared_data_go_on_in_the_middle_of_an_epoch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "columns.toml").write_text('label = "y"\ndense = ["a"]\ncategories = ["u", "v"]\n')
+    lines = [f"{i % 3 % 2},{i % 7},{i * 7 % 50},{i % 11}" for i in range(300)]
+    (folder / "log.csv").write_text("y,a,u,v\n" + "\n".join(lines) + "\n")
+    words = ["prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "prepared"]
+    assert CliRunner().invoke(make_app(), [*words, "--split", "random"]).exit_code == 0
+    settings = ("data.kind=prepared", "data.folder=prepared", "embedding.strategy=all-fast")
+    train("run.toml", settings=("run.name=whole", *settings))
+    killed(monkeypatch, "run.toml", after=20, settings=settings)
+    assert Checkpoint(saved_in(Path("runs/small/checkpoints"))[-1]).step == 18
+    monkeypatch.setattr("hotrow.data.loader._MOST_WORKERS", 1)
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert same_end("small", "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_saves_and_says_how_to_go_on(
+    name: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("checkpoint.every_steps=100",)
+    train("run.toml", settings=("run.name=whole", *settings))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5, name)
+        result = train("run.toml", settings=settings)
+    assert result.exit_code == code, result.output
+    told = "checkpoint of step 5 in runs/small/checkpoints/00001-step-5; "
+    assert told + "hotrow train runs/small --resume goes on from it" in result.stdout
+    assert read_run("runs/small").outcome == "interrupted"
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert same_end("small", "whole")
+    again = train("run.toml", "--resume", settings=settings)
+    assert again.exit_code == 0
+    assert "has taken all of its 14 steps" in again.stderr
+    longer = train("run.toml", "--resume", settings=(*settings, "training.epochs=3"))
+    assert longer.exit_code == 0, longer.output
+    assert read_run("runs/small").summary.steps == 21
+
+
+def test_a_second_ctrl_c_while_saving_keeps_the_checkpoint_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(Disk):
+        def open(self, path: Path) -> Any:
+            if "step-5" in str(path) and "rows" in str(path):
+                signal.raise_signal(signal.SIGINT)  # in a thread: the main one takes it
+            return super().open(path)
+
+    monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Slow)
+    stop_after(monkeypatch, 5, signal.SIGINT)
+    assert train("run.toml").exit_code == 130
+    assert sorted(path.name for path in Path("runs/small/checkpoints").iterdir()) == [
+        "00001-step-3",
+        "latest",
+    ]
+    Checkpoint("runs/small/checkpoints/00001-step-3").verify()
+
+
+class Full(Disk):
+    def open(self, path: Path) -> Any:
+        if "step-6" in str(path) and "001-00000" in path.name:
+            return Path("/dev/full").open("wb", buffering=0)
+        return super().open(path)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Full)
+    result = train("run.toml")
+    assert result.exit_code == 0, result.output
+    told = "the checkpoint of step 6 was not saved: the disk is full"
+    assert told in result.stderr
+    assert "runs/small/checkpoints/00001-step-3 stays. Training goes on" in result.stderr
+    names = [path.name for path in saved_in(Path("runs/small/checkpoints"))]
+    assert names == ["00003-step-12", "00004-step-14"]
+
+
+def test_a_full_disk_stops_a_run_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Full)
+    result = train("run.toml", settings=("checkpoint.on_error=stop",))
+    assert result.exit_code == 2
+    assert "the checkpoint of step 6 was not saved" in result.stderr
+    assert "`hotrow train runs/small --resume` goes on from it" in result.stderr
+    monkeypatch.undo()
+
+
+def test_a_failure_says_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, 4, torch.OutOfMemoryError)
+    result = train("run.toml")
+    assert isinstance(result.exception, torch.OutOfMemoryError)
+    told = (
+        "the checkpoint of step 3 is whole, in runs/small/checkpoints/00001-step-3; `hotrow train"
+    )
+    assert told in result.stderr
+    assert "smaller embedding.budget" in result.stderr
+
+
+def test_a_reader_of_data_that_dies_says_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SyntheticClicks.batch
+
+    def batch(self: Any, index: int) -> Any:
+        if index == 5:
+            raise OSError("the disk with the data is gone")
+        return real(self, index)
+
+    monkeypatch.setattr(SyntheticClicks, "batch", batch)
+    result = train("run.toml", settings=("embedding.depth=0",))
+    assert result.exit_code == 2
+    assert "the disk with the data is gone" in result.stderr
+    assert "the checkpoint of step 3 is whole" in result.stderr
+
+
+def test_a_loss_that_is_no_number_replaces_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Job.train
+
+    def train_badly(self: Job) -> Iterator[StepRecord]:
+        for record in real(self):
+            yield record
+            if record.step == 4 and self.done == 0:
+                with torch.no_grad():
+                    next(self.model.parameters()).fill_(torch.nan)
+
+    monkeypatch.setattr(Job, "train", train_badly)
+    result = train("run.toml")
+    assert result.exit_code == 3
+    assert [path.name for path in saved_in(Path("runs/small/checkpoints"))] == ["00001-step-3"]
+    told = "`hotrow train runs/small --resume --set checkpoint.strict=false` with such settings"
+    assert told in result.stderr
+    settings = ("checkpoint.strict=false", "training.optimizer.lr=0.001")
+    result = train("runs/small", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("data.batch_size=8", "data.batch_size is 8, and was 16"),
+        ("data.seed=1", "data.seed is 1, and was 0"),
+        ("run.seed=3", "run.seed is 3, and was 0"),
+        ("model.top=[9]", r"model.top is \[9\], and was \[8\]"),
+        ("embedding.optimizer.lr=0.1", "embedding.optimizer.lr is 0.1, and was 0.05"),
+        ("training.optimizer.name=sgd", "training.optimizer.name is 'sgd', and was 'adagrad'"),
+        ("training.clip_norm=1.0", "training.clip_norm is 1.0, and was left out"),
+        ("data.rows=[400, 60, 6]", "other data: table cat_2 has 6 rows instead of 5"),
+    ],
+)
+def test_settings_that_decide_about_bits_are_refused(
+    setting: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(monkeypatch, "run.toml", after=4)
+    result = train("run.toml", "--resume", settings=(setting,))
+    assert result.exit_code == 2
+    assert re.search(told, result.stderr), result.stderr
+
+
+def test_auto_begins_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("checkpoint.resume=auto",)
+    killed(monkeypatch, "run.toml", after=2, settings=settings)  # before its first checkpoint
+    killed(monkeypatch, "run.toml", after=4, settings=settings)
+    assert {path.name for path in Path("runs").iterdir()} == {"small", "small-2"}
+    result = train("run.toml", settings=settings)
+    assert result.exit_code == 0
+    assert "goes on after step 3, from runs/small-2/checkpoints/00001-step-3" in result.stdout
+    events = [
+        json.loads(line)
+        for line in train("run.toml", "--json", settings=settings).stdout.splitlines()
+    ]
+    assert [each["event"] for each in events] == ["warning"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_with() -> None:
+    result = train("run.toml", "--resume")
+    assert result.exit_code == 2
+    assert "there is no checkpoint of a run 'small' in runs to go on from" in result.stderr
+    train("run.toml", settings=("checkpoint.every_steps=100", "run.save=false"))
+    Path("runs/other").mkdir()
+    result = train("other", "--resume")
+    assert "runs/other has no checkpoint to go on from" in result.stderr
+    result = train("runs/other")
+    assert "runs/other is the folder of a run; with --resume it goes on" in result.stderr
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    train("run.toml", settings=("run.name=whole",))
+    killed(monkeypatch, "run.toml", after=8)
+    (shard,) = Path("runs/small/checkpoints/00002-step-6/rows").glob("000-*")
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 4
+    shard.write_bytes(data)
+    result = train("run.toml", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "00002-step-6 cannot be used" in result.stderr
+    assert "goes on after step 3" in result.stdout
+    assert same_end("small", "whole")
+
+
+def test_checkpoints_come_by_the_clock_too() -> None:
+    settings = ("checkpoint.every_seconds=1e-9", "checkpoint.keep=100")
+    text = Path("run.toml").read_text().replace("every_steps = 3", "")
+    Path("run.toml").write_text(text)
+    assert train("run.toml", settings=settings).exit_code == 0
+    assert len(saved_in(Path("runs/small/checkpoints"))) == STEPS
+
+
+def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    killed(monkeypatch, "run.toml", after=5, settings=("run.tensorboard=true",))
+    assert train("run.toml", "--resume", settings=("run.tensorboard=true",)).exit_code == 0
+    found = accumulator.EventAccumulator("runs/small")
+    found.Reload()
+    assert [each.step for each in found.Scalars("training/loss")] == list(range(1, STEPS + 1))
+
+
+def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(monkeypatch, "run.toml", after=4)
+    with RunWriter.going_on(Path("runs/small"), after=3):
+        result = train("run.toml", "--resume")
+    assert result.exit_code == 2
+    assert "another process is training the run in runs/small" in result.stderr
+
+
+def test_a_checkpoint_goes_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("checkpoint.folder=elsewhere",)
+    killed(monkeypatch, "run.toml", after=4, settings=settings)
+    assert Path("elsewhere/small/latest").is_file()
+    assert train("run.toml", "--resume", settings=settings).exit_code == 0
+
+
+def test_records_of_steps_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(monkeypatch, "run.toml", after=4)
+    lines = Path("runs/small/steps.jsonl").read_text().splitlines(keepends=True)
+    Path("runs/small/steps.jsonl").write_text("".join(lines[:2]) + '{"step": 3, "lo')
+    result = train("run.toml", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "has records of 2 steps, and goes on after step 3" in result.stderr
+    assert [each.step for each in read_steps("runs/small")] == [1, 2, *range(4, 15)]

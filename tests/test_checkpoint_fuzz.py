@@ -1,0 +1,260 @@
+"""Readers of what anybody may have written say ValueError, or read it; nothing else happens.
+
+HOTROW_FUZZ_EXAMPLES=100000 tries for longer.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hotrow
+import hotrow.checkpoint.saving as saving
+from hotrow.checkpoint import Checkpoint
+from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.manifest import read_manifest
+from hotrow.checkpoint.tensors import read_head, read_tensors
+from hotrow.checkpoint.tree import unpack
+from hotrow.disk import BlockSums
+from hotrow.run import toml
+from hotrow.run.config import RunConfig
+
+EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "40"))
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+odd = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**65), 2**65)
+    | st.sampled_from([0, 1, 7, 8, 2**31, 2**62, -1])
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from(["../x", "/etc/passwd", "rows", "F32", "00001-step-1", "a" * 5000, "\0"]),
+    lambda each: (
+        st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=6), each, max_size=4)
+    ),
+    max_leaves=8,
+)
+TABLES = (hotrow.EmbeddingBagConfig("item", 60, 4, ["item"]),)
+
+
+def collection() -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(TABLES, hotrow.Adagrad(lr=0.1), strategy="all-fast")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A whole checkpoint and an incremental one."""
+    root = tmp_path_factory.mktemp("fuzz")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(saving, "SHARD_BYTES", 500)
+    model = collection()
+    for step in (1, 2):
+        model(torch.tensor([[3], [40]])).values().sum().backward()
+        hotrow.save_checkpoint(root, model, step=step, extra={"a": (1, [2.5])}, full_every=9)
+    patch.undo()
+    one, other = saved_in(root)
+    return one, other
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values in a tree."""
+    pairs = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    return [path, *(each for key, value in pairs for each in leaves(value, (*path, key)))]
+
+
+def changed(tree: Any, data: st.DataObject) -> Any:
+    """A tree of which one value, or a few, are others."""
+    tree = copy.deepcopy(tree)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.sampled_from(leaves(tree)))
+        value = data.draw(odd)
+        if not place:
+            return value
+        inner = tree
+        for key in place[:-1]:
+            inner = inner[key]
+        if data.draw(st.booleans()):
+            inner[place[-1]] = value
+        else:
+            del inner[place[-1]]
+    return tree
+
+
+def damaged(whole: bytes, data: st.DataObject) -> bytes:
+    """Bytes of which some are others, more or fewer."""
+    part = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(part) - 1)))
+        kind = data.draw(st.sampled_from(["flip", "cut", "put", "end"]))
+        if kind == "flip" and part:
+            part[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del part[at : at + data.draw(st.integers(1, 64))]
+        elif kind == "put":
+            part[at:at] = data.draw(st.binary(max_size=32))
+        else:
+            del part[at:]
+    return bytes(part)
+
+
+def sealed(body: Any) -> str:
+    """With the checksum that belongs to it: whoever means harm can compute one, too."""
+    if isinstance(body, dict):
+        body = {key: each for key, each in body.items() if key != "checksum"}
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        body = {**body, "checksum": hashlib.sha256(text.encode()).hexdigest()}
+    return json.dumps(body)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What torch was asked for, at most."""
+    asked, real = [0], torch.empty
+
+    def empty(*shape: Any, **options: Any) -> Any:
+        made = real(*shape, **{**options, "device": "meta"})
+        asked[0] = max(asked[0], made.numel() * made.element_size())
+        assert asked[0] < 1 << 20, "more than the files have"
+        return real(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    return asked
+
+
+def try_to_load(folder: Path) -> None:
+    with suppress(ValueError):
+        Checkpoint(folder).verify()
+    with suppress(ValueError):
+        hotrow.load_checkpoint(folder, collection(), random=False)
+
+
+def with_other(path: Path, text: bytes, work: Callable[[], None]) -> None:
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(text)
+        work()
+    finally:
+        path.write_bytes(whole)
+
+
+@fuzzed
+@given(data=st.data(), which=st.integers(0, 1))
+def test_manifests(
+    data: st.DataObject, which: int, folders: tuple[Path, Path], limited: list[int]
+) -> None:
+    folder = folders[which]
+    path = folder / "checkpoint.json"
+    other = sealed(changed(json.loads(path.read_text()), data)).encode()
+    with_other(path, other, lambda: try_to_load(folder))
+    worse = damaged(path.read_bytes(), data)
+
+    def read() -> None:
+        with suppress(ValueError):
+            read_manifest(folder)
+
+    with_other(path, worse, read)
+
+
+@fuzzed
+@given(data=st.data(), which=st.integers(0, 1))
+def test_shards_whose_checksums_were_made_to_fit(
+    data: st.DataObject, which: int, folders: tuple[Path, Path], limited: list[int]
+) -> None:
+    folder = folders[which]
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    record = data.draw(
+        st.sampled_from(
+            [manifest["dense"], manifest["state_tensors"], *manifest["tables"][0]["shards"]]
+        )
+    )
+    shard = folder / record["file"]
+    text = shard.read_bytes()
+    length = int.from_bytes(text[:8], "little")
+    if data.draw(st.booleans()):  # another header, in its form
+        header = json.dumps(changed(json.loads(text[8 : 8 + length]), data)).encode()
+        text = len(header).to_bytes(8, "little") + header + text[8 + length :]
+    else:
+        text = damaged(text, data)
+    sums = BlockSums() if "sums" in record else hashlib.sha256()
+    sums.update(text)
+    record["sums" if "sums" in record else "sha256"] = sums.hexdigest()
+    record["bytes"] = len(text)
+    with_other(
+        shard,
+        text,
+        lambda: with_other(
+            folder / "checkpoint.json", sealed(manifest).encode(), lambda: try_to_load(folder)
+        ),
+    )
+
+
+@fuzzed
+@given(data=st.data())
+def test_states_whose_checksums_were_made_to_fit(
+    data: st.DataObject, folders: tuple[Path, Path], limited: list[int]
+) -> None:
+    folder = folders[0]
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    state = folder / "state.json"
+    text = json.dumps(changed(json.loads(state.read_text()), data)).encode()
+    manifest["state"]["sha256"] = hashlib.sha256(text).hexdigest()
+    manifest["state"]["bytes"] = len(text)
+
+    def load() -> None:
+        with suppress(ValueError):
+            hotrow.load_checkpoint(folder, collection())
+
+    with_other(
+        state,
+        text,
+        lambda: with_other(folder / "checkpoint.json", sealed(manifest).encode(), load),
+    )
+
+
+@fuzzed
+@given(text=st.binary(max_size=300))
+def test_heads_of_any_bytes(text: bytes, limited: list[int]) -> None:
+    for reader in (read_head, read_tensors):
+        with suppress(ValueError):
+            reader(io.BytesIO(text), len(text))
+
+
+@fuzzed
+@given(found=odd)
+def test_values_of_any_form(found: Any) -> None:
+    with suppress(ValueError):
+        unpack(found, {"x": torch.ones(1)})
+
+
+@fuzzed
+@given(data=st.data())
+def test_run_files(data: st.DataObject, tmp_path: Path) -> None:
+    keys = {"run": {"name": "a"}, "data": {"rows": [4]}, "embedding": {"budget": "1%"}}
+    found = changed(keys, data)
+    with suppress(ValueError):
+        toml.build(RunConfig, found if isinstance(found, dict) else {}, where="x", section="")
+    (tmp_path / "x.toml").write_bytes(data.draw(st.binary(max_size=60)))
+    with suppress(ValueError):
+        toml.read(tmp_path / "x.toml")

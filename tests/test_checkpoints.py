@@ -1,0 +1,400 @@
+"""Training that goes on from a checkpoint ends in the bits of training that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+import hotrow.checkpoint.saving as saving
+import hotrow.checkpoint.tensors as tensors
+import hotrow.embedding
+from hotrow.checkpoint import Checkpoint
+from hotrow.checkpoint.folder import latest_in, saved_in
+from hotrow.device_rows import DeviceRows
+from hotrow.masters import MasterWeights
+from hotrow.run.job import same_bits
+
+Bag = hotrow.EmbeddingBagConfig
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TABLES = (Bag("item", 900, 8, ["item", "last"]), Bag("tag", 30, 4, ["tag"]))
+RULES = {
+    "sgd": hotrow.SGD(lr=0.1),
+    "adagrad": hotrow.Adagrad(lr=0.1),
+    "row-wise-adagrad": hotrow.RowWiseAdagrad(lr=0.1),
+    "adam": hotrow.Adam(lr=0.01),
+    "adamw": hotrow.AdamW(lr=0.01),
+}
+DENSE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
+    "masters": lambda model: MasterWeights(
+        model, lambda masters: torch.optim.Adam(masters, lr=0.01)
+    ),
+}
+
+
+class Small(nn.Module):
+    """Two widths, dropout and a normalisation with its counter."""
+
+    def __init__(self, rule: Any = RULES["adam"], *, seed: int = 0, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        options = {"strategy": "all-fast", "seed": seed, **options}
+        self.embedding = hotrow.EmbeddingBagCollection(TABLES, rule, **options)
+        self.first = nn.Linear(20, 6)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        vectors = self.embedding(ids).values().to(self.first.weight.dtype)
+        hidden = self.drop(self.norm(self.first(vectors).float()))
+        return self.last(hidden.to(self.last.weight.dtype)).squeeze(1)
+
+
+BATCHES = [
+    torch.stack([torch.randint(rows, (32,)) for rows in (900, 900, 30)], dim=1) for _ in range(8)
+]
+
+
+class Loop:
+    """A user's own."""
+
+    def __init__(self, rule: str = "adam", dense: str = "adam", **options: Any) -> None:
+        self.model = Small(RULES[rule], **options)
+        self.optimizer = DENSE[dense](self.model)
+        rows = self.model.embedding.optimizer
+        self.schedules = [
+            torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (self.optimizer, rows)
+        ]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "schedule": self.schedules[0],
+            "rows_schedule": self.schedules[1],
+        }
+
+    def train(self, first: int, last: int, after: Callable[[int], Any] = lambda _: None) -> None:
+        step = first
+        for batch in hotrow.ahead(BATCHES[first:last], self.model):
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for schedule in self.schedules:
+                schedule.step()
+            step += 1
+            after(step)
+
+    def save(self, folder: Path, step: int, **options: Any) -> Path:
+        return hotrow.save_checkpoint(folder, self.model, step=step, **options, **self.parts)
+
+    def load(self, folder: Path) -> hotrow.checkpoint.Loaded:
+        return hotrow.load_checkpoint(folder, self.model, **self.parts)
+
+    def everything(self) -> dict[str, Any]:
+        """All bits that training depends on."""
+        rows = self.model.embedding.optimizer
+        found: dict[str, Any] = {f"model {k}": v for k, v in self.model.state_dict().items()}
+        for table in TABLES:
+            state = rows.state_dict()["state"][table.name]
+            found |= {f"{table.name} {k}": torch.as_tensor(v) for k, v in state.items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number} {k}": torch.as_tensor(v) for k, v in state.items()}
+        found["rates"] = torch.tensor(
+            [float(each["lr"]) for each in (*self.optimizer.param_groups, *rows.param_groups)]
+        )
+        found["random"] = torch.get_rng_state()
+        return found
+
+
+def same(left: Loop, right: dict[str, Any]) -> bool:
+    mine = left.everything()
+    return mine.keys() == right.keys() and all(same_bits(mine[k], right[k]) for k in mine)
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several shards to a table, and several pieces to a shard."""
+    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
+    monkeypatch.setattr(saving, "SHARD_BYTES", 20_000)
+    for module in (tensors, saving, hotrow.checkpoint.loading):
+        monkeypatch.setattr(module, "PIECE_BYTES", 3_000)
+
+
+@pytest.mark.parametrize(("rule", "dense"), [*zip(RULES, DENSE, strict=True)])
+def test_training_goes_on_in_the_middle(rule: str, dense: str, tmp_path: Path) -> None:
+    whole = Loop(rule, dense, strategy="lookahead", budget="60%")
+
+    def save(step: int) -> None:
+        if step == 4:
+            whole.save(tmp_path, step, extra={"batches": step})
+
+    whole.train(0, 8, save)  # saving in the middle of a pass changes nothing
+    expected = whole.everything()
+    plain = Loop(rule, dense, strategy="lookahead", budget="60%")
+    plain.train(0, 8)
+    assert same(plain, expected)
+    # Another budget, strategy and start.
+    other = Loop(rule, dense, strategy="all-fast", seed=5)
+    loaded = other.load(tmp_path)
+    assert loaded.step == loaded.extra["batches"] == 4
+    other.train(loaded.step, 8)
+    assert same(other, expected)
+    other.model.embedding.check()
+
+
+@pytest.mark.parametrize("strategy", hotrow.STRATEGIES)
+def test_every_strategy_saves_and_loads_the_same_rows(strategy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "budget": "60%"}
+    one, other = Loop("adagrad", "sgd", **options), Loop("adagrad", "sgd", seed=3, **options)
+    one.train(0, 4, lambda step: step == 3 and one.save(tmp_path, step))
+    saved = Checkpoint(latest_in(tmp_path) or "")
+    other.train(0, 4)  # so that some rows have slots
+    other.load(tmp_path)
+    for table in TABLES:
+        key = f"embedding.{one.model.embedding.key_of(table.name)}"
+        rows = torch.cat([rows for _, rows in saved.rows(key)])
+        mine = torch.cat([rows for _, rows in other.model.embedding.rows(table.name)])
+        assert same_bits(rows, mine)
+    other.model.embedding.check()
+    third = Loop("adagrad", "sgd", **options)
+    third.load(tmp_path)
+    other.train(3, 8)
+    expected = other.everything()
+    third.load(tmp_path)
+    third.train(3, 8)
+    assert same(third, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_rows_on_a_device_come_back_with_their_state(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    tables = (Bag("item", 300, 8, ["item"]),)
+
+    def make(seed: int) -> hotrow.EmbeddingBagCollection:
+        return hotrow.EmbeddingBagCollection(
+            tables, hotrow.Adagrad(lr=0.1), budget="60%", seed=seed, device=device
+        )
+
+    one, other = make(0), make(1)
+    for each in (one, other):  # so that some rows have slots, and others not
+        for ids in hotrow.ahead([torch.randint(300, (16, 1)) for _ in range(2)], each):
+            each(ids).values().sum().backward()
+    hotrow.save_checkpoint(tmp_path, one, step=2, full_every=9)
+    hotrow.load_checkpoint(tmp_path, other)
+    rows = [torch.cat([rows for _, rows in each.rows("item")]) for each in (one, other)]
+    assert same_bits(*rows)
+    other.check()
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
+def test_an_incremental_one_holds_what_has_changed(strategy: str, tmp_path: Path) -> None:
+    loop = Loop("adam", strategy=strategy, budget="60%")
+    kept: dict[int, Any] = {}
+
+    def save(step: int) -> None:
+        loop.save(tmp_path, step, full_every=9, keep=1)
+        kept[step] = loop.everything()
+
+    loop.train(0, 4, save)
+    whole, *_, last = saved_in(tmp_path)
+    assert [path.name for path in saved_in(tmp_path)] == ["00001-step-1", "00004-step-4"]
+    one, four = Checkpoint(whole), Checkpoint(last)
+    assert one.manifest.parent is None
+    touched = len(torch.cat([batch[:, :2].flatten() for batch in BATCHES[1:4]]).unique())
+    assert sum(shard.rows for shard in four.tables[0].shards) == touched < 900
+    four.verify()
+    other = Loop("adam", strategy="uncached", budget="80%", seed=2)
+    other.load(last)
+    assert same(other, kept[4])
+    rows = torch.cat([rows for _, rows in four.rows("embedding.embedding_bags.item.weight")])
+    again = Loop("adam")
+    again.load(last)
+    assert same_bits(rows, torch.cat([r for _, r in again.model.embedding.rows("item")]))
+
+
+def test_one_in_several_is_whole(tmp_path: Path) -> None:
+    loop = Loop()
+    for step in range(5):
+        loop.save(tmp_path, step, full_every=3)
+    found = [Checkpoint(path).manifest.parent is None for path in saved_in(tmp_path)]
+    assert found == [True, False, False, True, False]
+
+
+def test_nothing_is_built_upon_a_damaged_one(tmp_path: Path) -> None:
+    loop = Loop()
+    first = loop.save(tmp_path, 1, full_every=9)
+    (first / "checkpoint.json").write_text("{}")
+    assert Checkpoint(loop.save(tmp_path, 2, full_every=9)).manifest.parent is None
+
+
+def test_loading_forgets_what_has_changed(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.save(tmp_path, 0, full_every=9)
+    loop.load(tmp_path)
+    loop.train(0, 1)
+    assert Checkpoint(loop.save(tmp_path, 1, full_every=9)).manifest.parent is None
+    loop.train(1, 2)
+    assert Checkpoint(loop.save(tmp_path, 2, full_every=9)).manifest.parent is not None
+
+
+def test_an_engine_that_cannot_tell_saves_whole_ones(tmp_path: Path) -> None:
+    loop = Loop(strategy="static-hybrid", budget="30%")
+    for step in (1, 2):
+        assert Checkpoint(loop.save(tmp_path, step, full_every=9)).manifest.parent is None
+
+
+def test_old_ones_are_removed_and_the_latest_never(tmp_path: Path) -> None:
+    loop = Loop()
+    for step in range(5):
+        loop.save(tmp_path, step, keep=2)
+    assert [path.name for path in saved_in(tmp_path)] == ["00004-step-3", "00005-step-4"]
+    assert (tmp_path / "latest").read_text() == "00005-step-4"
+    (tmp_path / "latest").write_text("00004-step-3")
+    assert loop.load(tmp_path).step == 3
+    (tmp_path / "latest").write_bytes(b"\xff")  # nonsense: the newest
+    assert loop.load(tmp_path).step == 4
+    (tmp_path / "00009-step-9.partial").mkdir()
+    loop.save(tmp_path, 5, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00006-step-5", "latest"]
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    def draw() -> list[Any]:
+        return [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.gauss(0, 1)]
+
+    random.gauss(0, 1)  # the second of a pair is kept
+    loop = Loop()
+    loop.save(tmp_path, 1)
+    expected = draw()
+    loop.load(tmp_path)
+    assert draw() == expected
+    hotrow.load_checkpoint(tmp_path, loop.model, random=False, **loop.parts)
+    assert draw() != expected
+
+
+def test_a_grad_scaler_and_anything_else_with_a_state_go_along(tmp_path: Path) -> None:
+    class Odd:
+        def __init__(self) -> None:
+            self.state: Any = {
+                (1, "a"): [1.5, float("inf"), None, True, -(2**70)],
+                2: {"b.c": torch.ones(2, 0), "b": {"c": np.arange(3)}, "n": np.int64(4)},
+                "half": torch.ones(3, dtype=torch.bfloat16),
+                "flag": torch.tensor([True]),
+            }
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded = state
+
+    model, odd, scaler = Small(), Odd(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    hotrow.save_checkpoint(tmp_path, model, step=1, odd=odd, scaler=scaler)
+    other = torch.amp.GradScaler("cpu")
+    hotrow.load_checkpoint(tmp_path, model, odd=odd, scaler=other)
+    assert other.get_scale() == 4.0
+    assert odd.loaded[(1, "a")] == odd.state[(1, "a")]
+    assert odd.loaded[2]["b"]["c"].tolist() == [0, 1, 2]
+    assert odd.loaded[2]["b.c"].shape == (2, 0)
+    assert odd.loaded[2]["n"] == 4
+    assert torch.equal(odd.loaded["half"], odd.state["half"])
+
+
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    model = Small()
+    with pytest.raises(ValueError, match=r"state\.extra\.a\.0 is a builtins\.object"):
+        hotrow.save_checkpoint(tmp_path, model, step=1, extra={"a": [object()]})
+    with pytest.raises(TypeError, match="loader is a list, which has no state_dict"):
+        hotrow.save_checkpoint(tmp_path, model, step=1, loader=[])
+    with model.embedding.accumulate(), pytest.raises(RuntimeError, match="inside of accumulate"):
+        hotrow.save_checkpoint(tmp_path, model, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.train(0, 2)
+    loop.save(tmp_path, 2)
+    for other, wrong in (
+        (Loop("adagrad"), "Adam has trained, and Adagrad"),
+        (Loop("adamw"), "Adam has trained, and AdamW"),
+    ):
+        before = other.everything()
+        with pytest.raises(ValueError, match=wrong):
+            other.load(tmp_path)
+        assert same(other, before)
+    with pytest.raises(ValueError, match="has the parts optimizer, schedule, rows_schedule; given"):
+        hotrow.load_checkpoint(tmp_path, loop.model, optimizer=loop.optimizer)
+    loop.model.last = nn.Linear(6, 2)
+    with pytest.raises(ValueError, match=r"last.weight is saved as \[1, 6\], and the model's is"):
+        loop.load(tmp_path)
+    stream = hotrow.ahead(BATCHES, loop.model)
+    with pytest.raises(ValueError, match=r"holds no checkpoint"):
+        loop.load(tmp_path / "elsewhere")
+    next(iter(stream))
+    loop.model.last = nn.Linear(6, 1)
+    with pytest.raises(RuntimeError, match=r"while hotrow\.ahead is running"):
+        loop.load(tmp_path)
+    stream.close()
+
+
+def test_checkpoints_of_the_first_format_load() -> None:
+    """Written once, by `first_format` below, and read by every version."""
+    model, optimizer = first_format()
+    loaded = hotrow.load_checkpoint(FIRST_FORMAT, model, random=False, optimizer=optimizer)
+    assert loaded.step == 2
+    assert loaded.extra == {"batches": 2, "shape": (1, 2.5)}
+    embedding: Any = model[0]
+    rows = torch.cat([rows for _, rows in embedding.rows("item")])
+    assert rows[:, :2].tolist() == FIRST_ROWS
+    assert embedding.optimizer.steps == [2]
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    assert model[1].weight.tolist() == [[0.25, -0.5]]
+
+
+FIRST_FORMAT = Path(__file__).parent / "saved" / "checkpoints-format-1"
+# Of five rows that begin as 0, two were updated, one of them twice.
+FIRST_ROWS = [[0.0, 0.0], [-0.125, 0.25], [0.0, 0.0], [-0.0625, 0.125], [0.0, 0.0]]
+
+
+def first_format() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    table = Bag("item", 5, 2, ["item"], init=hotrow.Constant(0.0))
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=0.25), strategy="all-fast")
+    model = nn.Sequential(embedding, nn.Linear(2, 1, bias=False))
+    return model, torch.optim.Adam(model.parameters(), lr=0.0)
+
+
+def test_a_newer_format_is_refused_and_a_missing_parent_named(tmp_path: Path) -> None:
+    loop = Loop()
+    for step in (1, 2):
+        loop.save(tmp_path, step, full_every=9)
+        loop.train(step - 1, step)
+    (parent, child) = saved_in(tmp_path)
+    parent.rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"has rows of its parent alone, and .* is no checkpoint"):
+        loop.load(child)
+    manifest = json.loads((child / "checkpoint.json").read_text())
+    (child / "checkpoint.json").write_text(json.dumps(manifest | {"format": 2}))
+    with pytest.raises(ValueError, match=r"newer hotrow: its format is 2, and this one reads 1"):
+        loop.load(child)
