@@ -2,6 +2,7 @@
 fixed seed, and poisoned new memory."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # The same examples every time: what a commit breaks is then known to be that commit's.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow, so that they run
+    when all is asked for, as on a machine with a GPU."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("thinned")
+        if mark is not None and not torch.cuda.is_available():
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 @pytest.fixture(autouse=True)

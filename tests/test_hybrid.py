@@ -63,6 +63,7 @@ def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
 # -- against every row in fast memory ------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", ["hybrid", "cpu"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
@@ -71,6 +72,7 @@ def test_on_a_cpu_every_bit_is_that_of_all_fast(case: str, rule: str, strategy: 
     assert found.same_bits(all_fast(case, rule, 40))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_that_cross_train_like_all_fast(
@@ -106,6 +108,7 @@ def make_late(embedding: hotrow.EmbeddingBagCollection, late: bool = True) -> No
         group.has_link = late
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "name",
     [

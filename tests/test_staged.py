@@ -131,6 +131,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
 def test_every_form_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
     case = CASES[choice["case"]]

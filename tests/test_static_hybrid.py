@@ -94,6 +94,7 @@ def learn_early(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- against every row in fast memory ------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_it_trains_like_all_fast(case: str, rule: str) -> None:
@@ -103,6 +104,7 @@ def test_it_trains_like_all_fast(case: str, rule: str) -> None:
     assert 0 < traffic.fetched_rows < traffic.unique_rows
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_by_a_gpus_kernels_it_trains_like_all_fast(
@@ -141,6 +143,7 @@ def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
     assert embedding.num_slots == 110
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     "batch",
     [
@@ -363,6 +366,7 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
     assert group._hot_ids.tolist() == [3, 41]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 40))
@@ -379,6 +383,7 @@ def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     assert group._version == 5  # nothing was learned
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("learn_early")
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> None:
