@@ -2,6 +2,7 @@
 #   make train                          the built-in job, on generated data
 #   make train ARGS="run.toml --json"   your own
 #   make test ARGS="-k planner"         some of the tests
+#   make test ARGS="-m slow"            those that are left out for their time
 
 PYTHON ?= python3
 VENV := .venv

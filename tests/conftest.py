@@ -28,12 +28,11 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow, so that they run
-    when all is asked for, as on a machine with a GPU."""
+    """Of a test that is `thinned(n)`, every n-th case is run; the others are slow."""
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("thinned")
-        if mark is not None and not torch.cuda.is_available():
+        if mark is not None:
             name = item.nodeid.partition("[")[0]
             if seen[name] % mark.args[0]:
                 item.add_marker(pytest.mark.slow)

@@ -98,6 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow  # by the interpreter
 def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,6 +275,7 @@ def repeated(lookups: int, distinct: int, count: int = STEPS, seed: int = 0) -> 
     return batches
 
 
+@pytest.mark.slow  # by the interpreter
 def test_plans_have_room_for_as_many_rows_as_batches_have() -> None:
     few, many = build(), build()
     for embedding, batches in ((few, repeated(90, 12)), (many, repeated(90, 90))):
@@ -355,6 +357,7 @@ def test_what_is_too_small_goes() -> None:
     assert pool.num_bytes == 0
 
 
+@pytest.mark.slow  # by the interpreter
 def test_old_batches_do_not_keep_buffers() -> None:
     """However many of them somebody keeps; late gradients are right all the same."""
     batches = dense(60, count=12)

@@ -173,6 +173,7 @@ def test_rows_that_come_late_are_waited_for(name: str, victims: str, late: Late)
     assert set(late.done) == {"write_rows", "_gather"}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
 @pytest.mark.parametrize(
     ("name", "past", "future"), [("lookahead", 1, 0), ("scratchpipe", 2, 2), ("scratchpipe", 3, 1)]
@@ -272,6 +273,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
     assert embedding.traffic().evicted_rows > 0
 
 
+@pytest.mark.slow  # by the interpreter
 def test_a_batch_too_large_for_the_slots_among_others_that_fit(late: Late) -> None:
     """The batches behind it were planned already, and are planned again, unannounced."""
     rows = torch.arange(50)
@@ -390,6 +392,7 @@ def test_an_exception_in_the_loop_leaves_the_bits_of_the_steps_before() -> None:
     assert train(embedding, batches[3:]).same_bits(train(reference, batches[3:]))
 
 
+@pytest.mark.slow  # by the interpreter
 def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> None:
     batches = [to_device(each, DEVICE) for each in ONE_HOT.batches(11)]
     for name in ("lookahead", "scratchpipe"):
@@ -405,6 +408,7 @@ def test_batches_that_nobody_announced_mix_with_those_that_were(late: Late) -> N
         assert found[0].same_bits(found[1])
 
 
+@pytest.mark.slow  # by the interpreter
 def test_collections_with_other_forms_train_side_by_side() -> None:
     """Rows that move at once go along with the stages of those that do not."""
 

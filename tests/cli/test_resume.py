@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -157,6 +158,17 @@ def test_a_killed_run_ends_in_the_bits_of_one_that_was_not(
     assert same_end("small", "whole")
     one, other = row_state("small"), row_state("whole")
     assert all(same_bits(one[key], other[key]) for key in one)
+
+
+def test_a_run_that_was_killed_behind_its_last_step_ends() -> None:
+    for name in ("small", "whole"):
+        assert train("run.toml", settings=(f"run.name={name}",)).exit_code == 0
+    Path("runs/small/run.json").unlink()
+    shutil.rmtree("runs/small/model")
+    result = train("run.toml", "--resume")
+    assert result.exit_code == 0, result.output
+    assert f"goes on after step {STEPS}" in result.stdout
+    assert same_end("small", "whole")
 
 
 def test_it_goes_on_with_another_budget_and_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,6 +383,7 @@ def test_a_record_that_finds_no_room_costs_no_model(monkeypatch: pytest.MonkeyPa
     SavedModel(Path("runs/small/model")).verify()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_log_on_a_full_disk_stops_no_training(stream: str) -> None:
     with Path("/dev/full").open("wb") as full:
@@ -540,6 +541,7 @@ def test_a_last_evaluation_that_fails_takes_no_model(monkeypatch: pytest.MonkeyP
     assert Path("runs/small/model/manifest.json").exists()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folder: Path) -> None:
     command = [sys.executable, "-m", "hotrow", "train", "run.toml", *words]

@@ -299,6 +299,7 @@ class Stops(Disk):
         super().append(name, line)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("split", ["time", "random"])
 def test_a_run_stopped_anywhere_ends_with_the_same_bytes(tmp_path: Path, split: str) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(500))
@@ -375,6 +376,7 @@ def test_a_spool_that_was_damaged_is_read_again(tmp_path: Path) -> None:
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seconds", [0.05, 0.4])
 def test_kill_9_loses_nothing(tmp_path: Path, seconds: float) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(3000))

@@ -252,6 +252,7 @@ def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> 
     torch.testing.assert_close(other.state_dict(), padded.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.thinned(2)
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "slots"), [("dcnv2-full", 240), ("deepfm-multi-hot", 460), ("tbsm", 440)]

@@ -45,6 +45,8 @@ class Job:
     def train(self) -> Iterator[StepRecord]:
         """The run's steps, with its learning rates."""
         schedules = self.config.training.schedule.drive(self.optimizers, taken=self.done)
+        if first_batch(self.config, self.samples, self.done) >= self.total_steps:
+            return  # another process trained it all, and was stopped before it had said so
         for record in self.trainer.run(self._batches()):
             for schedule in schedules:
                 schedule.step()
