@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     if version < 1:
         raise read.wrong(f"there is no format {version}")
     manifest = Manifest(
-        dense=_file(read, top.get("dense")),
+        dense=file_of(read, top.get("dense")),
         tables=tuple(_table(read, each) for each in read.items(top, "tables")),
         made_by=read.text(top, "made_by"),
     )
@@ -90,13 +90,13 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _file(read: Reader, found: Any) -> FileRecord:
+def file_of(read: Reader, found: Any) -> FileRecord:
     found = read.table(found, "a file")
     return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
 
 
 def _shard(read: Reader, found: Any) -> RowShard:
-    file = _file(read, found)
+    file = file_of(read, found)
     first, rows = read.number(found, "first"), read.number(found, "rows")
     return RowShard(file.file, file.bytes, file.sha256, first, rows)
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hotrow.checkpoint.format import file_of
 from hotrow.disk import FileRecord
 from hotrow.manifests import Reader, read_json
 
@@ -133,9 +134,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise read.wrong("its checksum is another: it has changed since it was written")
     manifest = Manifest(
         step=read.number(top, "step"),
-        dense=_file(read, top.get("dense")),
-        state=_file(read, top.get("state")),
-        state_tensors=_file(read, top.get("state_tensors")),
+        dense=file_of(read, top.get("dense")),
+        state=file_of(read, top.get("state")),
+        state_tensors=file_of(read, top.get("state_tensors")),
         tables=tuple(_table(read, each) for each in read.items(top, "tables")),
         parent=_parent(read, top.get("parent"), folder),
         made_by=read.text(top, "made_by"),
@@ -150,11 +151,6 @@ def read_manifest(folder: Path) -> Manifest:
         if len(set(names)) != len(names):
             raise read.wrong("a file or a table is named twice")
     return manifest
-
-
-def _file(read: Reader, found: Any) -> FileRecord:
-    found = read.table(found, "a file")
-    return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
 
 
 def _shard(read: Reader, found: Any) -> Shard:
