@@ -8,6 +8,7 @@ direct way) runs eagerly, with the same kernels and the same bits.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -254,7 +255,11 @@ class CapturedStep:
         elif berth.taken and not self._shapes[berth.key].is_tried:
             loss = self._try(berth)
         elif (graph := self._graph_for(berth, split)) is None:
-            loss = self._run_eagerly(batch, split)
+            # Autograd's threads may still hold what a failed capture made on its own stream. Torch
+            # then waits where it must, and warns of nothing that anybody could mend.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+                loss = self._run_eagerly(batch, split)
         else:
             self._replay(graph, berth, split)
             loss = self._loss
