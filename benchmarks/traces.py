@@ -143,6 +143,17 @@ def permutation(
     return scatter(np.arange(num_rows)).take
 
 
+def counts_by_rank(
+    num_rows: int, skew: float, draws: float, *, seed: int, device: torch.device
+) -> Tensor:
+    """How often each rank of a table comes in so many draws, int32: drawn rank by rank."""
+    generator = torch.Generator(device).manual_seed(seed)
+    edges = torch.arange(1, num_rows + 2, dtype=torch.float64, device=device)
+    edges = edges ** (1 - skew) if skew != 1 else edges.log()
+    expected = draws * (edges.diff() / (edges[-1] - edges[0]))
+    return torch.poisson(expected, generator=generator).int()
+
+
 def hottest_ranks(rows: Sequence[int], skew: float, count: int) -> list[int]:
     """How many rows of each table are among the `count` that are read most, of all tables."""
     count = min(count, sum(rows))
