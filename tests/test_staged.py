@@ -474,6 +474,22 @@ def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(
     assert not thread.is_alive()
 
 
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrow.staged, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(hotrow.staged, "_known_worker", None)
+
+
+@pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
+def test_where_there_is_no_compiler_threads_of_python_move_rows(name: str) -> None:
+    embedding = tight(ONE_HOT, name=name)
+    assert embedding.groups[0].staged._worker._writer is None
+    found = train(embedding, ONE_HOT.batches(STEPS))
+    assert found.same_bits(all_fast("one-hot", "adagrad"))
+
+
+@pytest.mark.usefixtures("_no_compiler")
 def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     threads = torch.get_num_threads()
     embedding = tight(CASES["two-widths"])

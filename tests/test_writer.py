@@ -52,6 +52,22 @@ def test_rows_are_where_they_belong(threads: int, width: int) -> None:
     assert torch.equal(store, expected)
 
 
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [1, 1024, 5000])
+def test_rows_are_read_after_what_was_written_before(count: int, id_type: torch.dtype) -> None:
+    store, writer = torch.zeros(9000, 5), Writer(3)
+    ids, rows = some(count, 5, num_rows=9000)
+    out = torch.full((count, 5), -1.0)
+    writer.write(store, ids.to(id_type), rows)
+    asked = ids.clone()
+    asked[::3] = -1
+    last = writer.read(store, asked.to(id_type), out)
+    writer.write(store, ids, torch.zeros(count, 5))
+    writer.wait(last)
+    rows[::3] = -1
+    assert torch.equal(out, rows)
+
+
 def test_jobs_are_done_in_the_order_in_which_they_were_asked_for() -> None:
     """More of them than the writer remembers at once, all of the same rows."""
     store, writer = torch.zeros(3000, 8), Writer(3)
@@ -87,8 +103,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ids = torch.arange(3)
     with pytest.raises(ValueError, match=r"2 rows for 3 ids"):
         writer.write(store, ids, torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"torch.int32"):
-        writer.write(store, ids.int(), torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"torch.int16"):
+        writer.write(store, ids.short(), torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"do not fit a store"):
         writer.write(store, ids, torch.ones(3, 5))
     with pytest.raises(ValueError, match=r"side by side"):

@@ -27,12 +27,15 @@ from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill
 from hotrow.lanes import Lanes, Mark
 from hotrow.store import Store
+from hotrow.writer import Writer, why_not
 
 # Launches a kernel: its name, the number of the packet it reads or writes, and what to call.
 Replay = Callable[[str, int, Callable[[], None]], None]
 
-_MOST_THREADS = 2  # and half of the cores at the most: whoever launches kernels needs one to itself
-_LEAST_PART = 4096  # rows for which one more thread is worth asking
+# And half of the cores at the most: whoever launches kernels needs one to itself.
+_MOST_THREADS = 2  # of Python, which take its lock in between
+_MOST_IN_C = 6
+_LEAST_PART = 4096  # rows for which one more thread of Python is worth asking
 
 
 def at_once(kind: str, number: int, launch: Callable[[], None]) -> None:
@@ -197,15 +200,25 @@ def finish(job: Future[None] | None) -> None:
         ) from error
 
 
-def _gather(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
+def _gather(
+    store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark], writer: Writer | None = None
+) -> None:
     _wait_for(after)
-    store.read(ids, out=rows)
+    if writer is None:
+        store.read(ids, out=rows)
+    else:
+        writer.wait(writer.read(store.rows, ids, rows))
 
 
-def write_rows(store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]) -> None:
+def write_rows(
+    store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark], writer: Writer | None = None
+) -> None:
     """Without those whose id is -1: a free slot had none."""
     _wait_for(after)
-    store.write_alone(ids, rows)
+    if writer is None:
+        store.write_alone(ids, rows)
+    else:
+        writer.wait(writer.write(store.rows, ids, rows))
 
 
 def _wait_for(marks: Sequence[Mark]) -> None:
@@ -213,20 +226,25 @@ def _wait_for(marks: Sequence[Mark]) -> None:
         mark.wait()
 
 
-_Job = Callable[[Store, Tensor, Tensor, Sequence[Mark]], None]
+_Job = Callable[..., None]  # of a store, ids, rows, marks to wait for, and a writer if there is one
 
 
 class _Worker(ThreadPoolExecutor):
     """Moves rows of the store in a few threads, one job after the other.
 
-    Each of them works alone, with few and long operations. The threads of torch's own would go on
+    Where there is a C compiler a thread of Python waits for marks, and threads of C move rows. Else
+    each thread works alone, with few and long operations. The threads of torch's own would go on
     spinning for a while after each one, and threads that ask for Python's lock often would have it
     when whoever launches kernels needs it.
     """
 
     def __init__(self) -> None:
         cores = torch.get_num_threads()
-        count = max(1, min(_MOST_THREADS, cores // 2))
+        self._writer: Writer | None = None
+        if why_not() is None:
+            self._writer = Writer(max(1, min(_MOST_IN_C, cores // 2)))
+        most = _MOST_THREADS if self._writer is None else 1
+        count = max(1, min(most, cores // 2))
         ready = Barrier(count + 1)
 
         def begin() -> None:
@@ -262,6 +280,9 @@ class _Worker(ThreadPoolExecutor):
         self, job: _Job, store: Store, ids: Tensor, rows: Tensor, after: Sequence[Mark]
     ) -> None:
         _wait_for(after)
+        if self._writer is not None:
+            job(store, ids, rows, (), self._writer)
+            return
         if self._count == 1:
             job(store, ids, rows, ())
             return

@@ -1,4 +1,4 @@
-// Rows to their places in the store, by threads that know nothing of Python.
+// Rows to their places in the store and from there, by threads that know nothing of Python.
 //
 // Jobs are done one after the other, each by all threads, part by part. Whoever asks does not wait.
 
@@ -12,8 +12,10 @@ enum { JOBS = 64, PART = 1024, AHEAD = 16, LINE = 64 };
 typedef struct {
     char *store;
     uint64_t num_rows, row_bytes;
-    const int64_t *ids;  // -1: none
-    const char *rows;
+    const void *ids;  // -1: none
+    int is_wide;      // ids of 8 bytes, not of 4
+    int reads;        // from the store, not to it
+    char *rows;
     uint64_t count;
 } Job;
 
@@ -30,19 +32,24 @@ typedef struct {
     pthread_t threads[];
 } Writer;
 
-static int64_t write_part(const Job *job, uint64_t first, uint64_t last) {
+static inline int64_t id_at(const Job *job, uint64_t i) {
+    return job->is_wide ? ((const int64_t *)job->ids)[i] : ((const int32_t *)job->ids)[i];
+}
+
+static int64_t move_part(const Job *job, uint64_t first, uint64_t last) {
     int64_t bad = -1;
     for (uint64_t i = first; i < last; i++) {
-        if (i + AHEAD < last && (uint64_t)job->ids[i + AHEAD] < job->num_rows) {
-            const char *later = job->store + (uint64_t)job->ids[i + AHEAD] * job->row_bytes;
+        if (i + AHEAD < last && (uint64_t)id_at(job, i + AHEAD) < job->num_rows) {
+            const char *later = job->store + (uint64_t)id_at(job, i + AHEAD) * job->row_bytes;
             for (uint64_t byte = 0; byte < job->row_bytes; byte += LINE)
                 __builtin_prefetch(later + byte, 1);
         }
-        int64_t id = job->ids[i];
-        if ((uint64_t)id < job->num_rows)
-            memcpy(job->store + (uint64_t)id * job->row_bytes, job->rows + i * job->row_bytes,
-                   job->row_bytes);
-        else if (id != -1)
+        int64_t id = id_at(job, i);
+        if ((uint64_t)id < job->num_rows) {
+            char *there = job->store + (uint64_t)id * job->row_bytes;
+            char *here = job->rows + i * job->row_bytes;
+            memcpy(job->reads ? here : there, job->reads ? there : here, job->row_bytes);
+        } else if (id != -1)
             bad = id;
     }
     return bad;
@@ -64,7 +71,7 @@ static void *work(void *argument) {
         writer->begun = last;
         writer->at_work++;
         pthread_mutex_unlock(&writer->lock);
-        int64_t bad = write_part(job, first, last);
+        int64_t bad = move_part(job, first, last);
         pthread_mutex_lock(&writer->lock);
         if (bad != -1) writer->bad = bad;
         writer->at_work--;
@@ -106,12 +113,13 @@ Writer *hotrow_begin(int num_threads) {
 }
 
 // The number of the job, for hotrow_wait; there must be at least one row.
-uint64_t hotrow_write(Writer *writer, char *store, uint64_t num_rows, uint64_t row_bytes,
-                      const int64_t *ids, const char *rows, uint64_t count) {
+uint64_t hotrow_move(Writer *writer, int reads, char *store, uint64_t num_rows, uint64_t row_bytes,
+                     const void *ids, int is_wide, char *rows, uint64_t count) {
     pthread_mutex_lock(&writer->lock);
     while (writer->asked - writer->finished == JOBS)
         pthread_cond_wait(&writer->done, &writer->lock);
-    writer->jobs[writer->asked % JOBS] = (Job){store, num_rows, row_bytes, ids, rows, count};
+    writer->jobs[writer->asked % JOBS] = (Job){store, num_rows, row_bytes, ids,
+                                                is_wide, reads, rows, count};
     uint64_t number = ++writer->asked;
     pthread_cond_broadcast(&writer->more);
     pthread_mutex_unlock(&writer->lock);

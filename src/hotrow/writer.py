@@ -1,9 +1,9 @@
-"""Rows to their places in the store, by a few threads of C.
+"""Rows to their places in the store and from there, by a few threads of C.
 
 Threads of Python would do: numpy copies rows without Python's lock. But they take it in between,
 and whoever launches kernels then waits for it, some two tenths of a millisecond a step
 (benchmarks/LOG.md). Where Triton runs there is a C compiler, since it needs one itself.
-Knows bytes and ids; not why rows are written.
+Knows bytes and ids; not why rows move.
 """
 
 from __future__ import annotations
@@ -46,23 +46,34 @@ class Writer:
         weakref.finalize(self, _end, code, self._writer, self.owner).atexit = False
 
     def write(self, store: Tensor, ids: Tensor, rows: Tensor) -> int:
-        """Replace the rows of `ids` (int64, each given once, -1 for none); the number of the job.
+        """Replace the rows of `ids` (each given once, -1 for none); the number of the job.
 
         Nobody may change ids or rows until it is done.
         """
-        if ids.dtype != torch.int64 or not len(ids) == len(rows):
+        return self._move(store, ids, rows, reads=False)
+
+    def read(self, store: Tensor, ids: Tensor, out: Tensor) -> int:
+        """Copy the rows of `ids` (-1 for none) into `out`, after all that was asked for before; the
+        number of the job.
+
+        Nobody may change ids, or look at `out`, until it is done.
+        """
+        return self._move(store, ids, out, reads=True)
+
+    def _move(self, store: Tensor, ids: Tensor, rows: Tensor, *, reads: bool) -> int:
+        if ids.dtype not in (torch.int64, torch.int32) or len(ids) != len(rows):
             raise ValueError(f"{len(rows)} rows for {len(ids)} ids of {ids.dtype}")
         if store.shape[1:] != rows.shape[1:] or store.dtype != rows.dtype:
             raise ValueError(f"rows of {rows.shape[1:]} do not fit a store of {store.shape[1:]}")
         if not all(each.is_contiguous() and not each.is_cuda for each in (store, ids, rows)):
-            raise ValueError("rows are written from the host's memory, where they lie side by side")
+            raise ValueError("rows move within the host's memory, where they lie side by side")
         self._let_go()
         if not len(ids):
             return 0
         number = int(
-            self._code.hotrow_write(
-                self._writer, store.data_ptr(), len(store), store[0].nbytes, ids.data_ptr(),
-                rows.data_ptr(), len(ids),
+            self._code.hotrow_move(
+                self._writer, reads, store.data_ptr(), len(store), store[0].nbytes, ids.data_ptr(),
+                ids.dtype == torch.int64, rows.data_ptr(), len(ids),
             )
         )  # fmt: skip
         self._kept[number] = (store, ids, rows)
@@ -73,7 +84,7 @@ class Writer:
         bad = self._finish(number)
         if bad != -1:
             raise RuntimeError(
-                f"a row {bad} was to be written, which the store does not have: its rows can no "
+                f"a row {bad} was to be moved, which the store does not have: its rows can no "
                 "longer be trusted. Start again from what was saved last, and report this"
             )
 
@@ -139,8 +150,11 @@ def _code() -> ctypes.CDLL:
     number, address = ctypes.c_uint64, ctypes.c_void_p
     code.hotrow_begin.argtypes, code.hotrow_begin.restype = [ctypes.c_int], address
     code.hotrow_end.argtypes, code.hotrow_end.restype = [address], None
-    code.hotrow_write.argtypes = [address, address, number, number, address, address, number]
-    code.hotrow_write.restype = number
+    yes_or_no = ctypes.c_int
+    code.hotrow_move.argtypes = [
+        address, yes_or_no, address, number, number, address, yes_or_no, address, number,
+    ]  # fmt: skip
+    code.hotrow_move.restype = number
     code.hotrow_finished.argtypes, code.hotrow_finished.restype = [address], number
     code.hotrow_wait.argtypes, code.hotrow_wait.restype = [address, number], ctypes.c_int64
     return code
