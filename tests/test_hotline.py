@@ -740,7 +740,7 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
     batches, results = batches_of(20), []
     for is_captured in (False, True):
         model = Model("static", "two-widths", "adam", budget=ROOMY)
-        system = hotline(grain=4, learned=0.3)
+        system = hotline(grain=16, learned=0.3)
         trainer = trainer_of(model, system)
         if is_captured:
             old = trainer._step

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import hotrow
+import hotrow.skip
 from builders import CASES, build, outcome, readout, tight_budget, variant
 from hotrow.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale, noise_of
 from hotrow.strategy import as_listed
@@ -111,6 +112,28 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     assert r.threshold.converged
     assert abs(r.threshold.share - 0.3) <= 0.1
     assert 0.001 < r.threshold.tau < 0.5 * 7
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recheck_every": 6}, {"stale_lookups": 2}, {"stale_lookups": 1, "each_table": True}],
+    ids=lambda changes: "-".join(changes) or "all",
+)
+def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for sifts in (False, True):
+        monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding, sifts=sifts: sifts)
+        moving = Moving(STEPS)
+        skip = moving.slipstream(**changes)
+        trained = moving.run(skip, moving.batches())
+        found.append((trained, skip.record))
+    (here, expected), (there, record) = found
+    assert record == expected
+    assert record.dropped > 0
+    assert [each.label.tolist() for each in there] == [each.label.tolist() for each in here]
+    assert all(torch.equal(a.sparse, b.sparse) for a, b in zip(there, here, strict=True))
 
 
 def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:

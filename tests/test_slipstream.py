@@ -204,16 +204,32 @@ def test_on_a_gpu(strategy: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["page-locked", "on the device"])
 def test_batches_from_anywhere(kind: str) -> None:
-    """Joined batches lie where the loader's do: an upload waits for nothing."""
+    """What is left of batches was told apart on the device, and is joined there."""
     move = ClickBatch.pin_memory if kind == "page-locked" else lambda b: b.to("cuda")
     system = Noted(slipstream())
     trainer, plain = make_trainer(system, "lookahead", "cuda"), make_trainer(None, device="cuda")
     losses = run(trainer, [move(batch) for batch in BATCHES])
     assert losses == run(plain, system.given)
     assert same(trainer, plain)
-    for batch in system.given:
-        on_host = kind == "page-locked"
-        assert batch.sparse.is_pinned() if on_host else batch.sparse.is_cuda
+    first = system.system.record.first_batch
+    assert all(batch.sparse.is_cuda for batch in system.given[first:])
+    if kind == "page-locked":
+        assert all(batch.sparse.is_pinned() for batch in system.given[:first])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast"])
+def test_a_gpu_leaves_out_the_samples_that_the_host_would(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = Noted(slipstream()), Noted(slipstream())
+    trainer = make_trainer(there, strategy, "cuda")
+    losses = run(trainer, BATCHES)
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: False)
+    other = make_trainer(here, strategy, "cuda")
+    assert losses == run(other, BATCHES)
+    assert same(trainer, other)
+    assert there.system.record == here.system.record
 
 
 def test_rows_are_left_alone_from_the_decision_on_and_the_dense_part_is_not() -> None:

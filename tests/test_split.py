@@ -309,6 +309,12 @@ def test_pins_that_changed_end_the_split() -> None:
     assert not pinned.splitter.holds
 
 
+def test_a_size_less_is_taken_rather_than_one_that_did_not_come_yet() -> None:
+    splitter = Splitter({"": static(CASES["one-hot"])}, None, grain=4)
+    first_parts = [splitter._first_of(popular, 40) for popular in (12, 25, 29, 31, 9, 38, 21)]
+    assert first_parts == [10, 10, 10, 30, 0, 30, 10]
+
+
 def test_a_grain_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="grain"):
         Splitter({"": static(CASES["one-hot"])}, None, grain=0)
@@ -320,7 +326,8 @@ def test_a_gpu_gives_the_same_order_without_being_waited_for() -> None:
     case = CASES["one-hot"]
     there, here = Pinned(case, HOT, "cuda"), Pinned(case, HOT)
     batches = [samples.pinned({k: v for k, v in b.items() if k != "name"}) for b in items(case, 6)]
-    there.splitter.sort(batches[0])()  # brings what it knows of pins there
+    for _ in range(2):
+        there.splitter.sort(batches[0])()  # brings what it knows of pins there, and is captured
     with no_synchronisation():
         waiting = [there.splitter.sort(each) for each in batches]
     for outcome, batch in zip(waiting, batches, strict=True):

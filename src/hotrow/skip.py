@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow import samples
+from hotrow.ahead import tensors_in
 from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.samples import Take
+from hotrow.sorting import Sorter
 from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
 from hotrow.told import warn
 
@@ -33,6 +35,7 @@ Join = Callable[[Sequence[Any]], Any]
 _TOLERANCE = 0.08  # as published
 _CHOICE = 2  # times as many inputs as are to be skipped must have been watched,
 _LONGEST = 0.25  # or so large a share of the epoch's batches
+_AHEAD = 2  # batches that are sifted before the first is asked for, so that nobody waits for a GPU
 _NOISE = 6  # times what losses vary by is no noise: it ends 1 in 25 runs of 30 where none falls
 
 
@@ -239,8 +242,8 @@ class SkipStale:
                          first snapshot          second, search
 
     `hot` are row numbers by table. Only samples whose rows are all hot are skipped. Samples that
-    are left of several batches are joined to full ones. `device` is where samples are classified:
-    the loader's, or copies are waited for.
+    are left of several batches are joined to full ones. `device` is the loader's: where rows are
+    watched and, if they are on no GPU, samples told apart.
     """
 
     def __init__(
@@ -262,6 +265,9 @@ class SkipStale:
         self._embedding, self._ids = embedding, ids
         self._all = Numbering(embedding.tables, torch.device(device))
         self._refill = _Refill(ids, embedding.features, take, join)
+        self._sifter = None
+        if _can_sift(embedding) and take is None and join is None:
+            self._sifter = _Sifter(embedding, self.settings, ids)
         self.record = SkipRecord(self.settings.mode)
         self._take_hot(hot)
         self._best, self._above = math.inf, 0  # validation losses
@@ -338,13 +344,42 @@ class SkipStale:
             yield self._segment(stream)
 
     def _segment(self, stream: _Stream) -> Iterator[Any]:
+        sifted: deque[Callable[[], tuple[Any, int, int]]] = deque()
         # Where it ends may change on the way, when rows are renewed or a guard ends skipping.
         while self._position != self._until and stream.has_more():
             batch = stream.next()
             self._position += 1
-            yield from self._refill.add(batch, self._keep(batch))
+            if self._sifter is not None and self._leaves_out and self._sifter.can_sift(batch):
+                sifted.append(self._sifter.sift(batch))
+                if len(sifted) > _AHEAD:
+                    yield from self._sifted(sifted.popleft())
+                continue
+            while sifted:
+                yield from self._sifted(sifted.popleft())
+            yield from self._made(self._refill.add(batch, self._keep(batch)))
+        while sifted:
+            yield from self._sifted(sifted.popleft())
         if not stream.has_more():
-            yield from self._refill.flush()
+            yield from self._made(self._refill.flush())
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether samples of the next batch are, and it is looked at for nothing else."""
+        return (
+            self._stale_bits is not None
+            and self._visits is None
+            and self._position > self.record.first_batch
+            and self.settings.mode == "samples"
+        )
+
+    def _sifted(self, outcome: Callable[[], tuple[Any, int, int]]) -> Iterator[Any]:
+        batch, kept, size = outcome()
+        r = self.record
+        self.record = replace(r, offered=r.offered + size, dropped=r.dropped + size - kept)
+        yield from self._made(self._refill.add_first(batch, kept, size))
+
+    def _made(self, batches: Iterator[Any]) -> Iterable[Any]:
+        return batches if self._sifter is None else self._sifter.beside_training(batches)
 
     def _keep(self, batch: Any) -> Tensor | None:
         """Which samples are trained, [B]; None: all of them, and nobody asks why."""
@@ -524,6 +559,8 @@ class SkipStale:
             self._freeze(stale)
         else:
             self._stale_bits = self._all.bits(stale)
+            if self._sifter is not None:
+                self._sifter.look_for(stale, self._hot)
         if self.settings.recheck_every:
             self._due(self._position + self.settings.recheck_every, self._probe)
 
@@ -573,6 +610,62 @@ class SkipStale:
 
 
 def _nothing(stream: _Stream) -> None: ...
+
+
+class _Sifter:
+    """Finds stale samples on a GPU, beside training; ids of a fixed number per sample alone."""
+
+    def __init__(self, embedding: EmbeddingBagCollection, settings: SkipSettings, ids: Ids) -> None:
+        self._settings, self._ids = settings, ids
+        self._lanes = embedding.lanes
+        self._all = Numbering(embedding.tables, embedding.device)
+        self._stale_bits = self._all.bits(torch.empty(0, dtype=torch.int64))
+        self._hot_bits = self._stale_bits.clone() if settings.stale_lookups != "all" else None
+        self._sorter = Sorter(self._lanes, numbers=1)
+
+    def look_for(self, stale: Tensor, hot: Tensor) -> None:
+        """Numbers of the rows that are stale from the next batch on, and of hot ones."""
+        with self._lanes.on(
+            "plan"
+        ):  # where they are: what sorts was captured, and reads them there
+            self._stale_bits.copy_(self._all.bits(stale))
+            if self._hot_bits is not None:
+                self._hot_bits.copy_(self._all.bits(hot))
+
+    def can_sift(self, batch: Any) -> bool:
+        return isinstance(self._ids(batch), Tensor)
+
+    def sift(self, batch: Any) -> Callable[[], tuple[Any, int, int]]:
+        """Launch it; what is returned gives the batch, with the samples that are left in front, how
+        many they are, and how many there were."""
+        size = len(self._ids(batch))
+        sorting = self._sorter.sort(batch, self._keep)
+        return lambda: (sorting.batch, sorting.told()[0], size)
+
+    def _keep(self, batch: Any) -> tuple[Tensor, Tensor]:
+        s = self._settings
+        looked = self._all.look(self._ids(batch))
+        is_stale = self._all.are_in(self._stale_bits, looked)
+        stale = self._all.samples_with(looked, is_stale, s.stale_lookups, each_table=s.each_table)
+        if self._hot_bits is not None:  # a number of stale lookups leaves open if all are hot
+            is_hot = self._all.are_in(self._hot_bits, looked)
+            stale = stale & self._all.samples_with(looked, is_hot, "all")
+        keep = ~stale
+        return keep, keep.sum().unsqueeze(0)
+
+    def beside_training(self, batches: Iterator[Any]) -> list[Any]:
+        """What is made of sifted ones; training waits for it, and not it for training."""
+        with self._lanes.on("plan"):
+            made = list(batches)
+            mark = self._lanes.mark("plan")
+        self._lanes.after("train", mark)
+        there = [each for batch in made for each in tensors_in(batch) if each.is_cuda]
+        self._lanes.hand_over(there)
+        return made
+
+
+def _can_sift(embedding: EmbeddingBagCollection) -> bool:
+    return embedding.device.type == "cuda"
 
 
 def rows_of(hot: Rows | HotSet) -> Rows:
@@ -710,6 +803,23 @@ class _Refill:
             self._count += len(places)
         if self._count >= self._size:
             yield from self._full()
+
+    def add_first(self, batch: Any, kept: int, size: int) -> Iterator[Any]:
+        """`add`, where those that are kept are the first."""
+        self._size, self._pins = max(self._size, size), False
+        if kept:
+            self._parts.append(samples.cut(batch, 0, kept, size=size))
+            self._count += kept
+        if self._count < self._size:
+            return
+        # Enough for one, and what the last batch has beyond it begins the next.
+        over = self._count - self._size
+        last = self._parts.pop()
+        mine = len(samples.tensors_of(last)[0])
+        self._parts.append(samples.cut(last, 0, mine - over, size=mine))
+        yield self._joined()
+        self._parts = [samples.cut(last, mine - over, mine, size=mine)] if over else []
+        self._count = over
 
     def _full(self) -> Iterator[Any]:
         joined, every = self._joined(), torch.arange(self._count)

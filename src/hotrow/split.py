@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from hotrow import samples
-from hotrow.ahead import features_of, tensors_in, to_device
+from hotrow.ahead import features_of, tensors_in
 from hotrow.batch import compared, parse
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet, popular
 from hotrow.lanes import Mark, lanes_of
 from hotrow.parts import Cut, Parted
 from hotrow.samples import Take
+from hotrow.sorting import Sorter
 
 # First parts come in so many sizes, so that steps of the same shapes come again and can be
 # captured; popular samples beyond go with the others.
 GRAIN = 16
-MOST_WAITING = 8  # batches that may be sorted before the first of them is asked for
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,23 @@ class Splitter:
         self._there: dict[tuple[str, torch.device], HotSet] = {}
         self._versions: dict[str, int] = {}
         self.lanes = lanes_of(next(iter(collections.values())).device)
-        self._counts = torch.zeros(0, 0, dtype=torch.int64)  # page-locked, used in turn
-        self._next = 0
+        self._sorter: Sorter | None = None  # where the device is a GPU
+        self._sizes: set[int] = set()  # of first parts so far
 
     def pin(self, hot: Mapping[str, HotSet]) -> None:
         """These rows of each collection are pinned now; those not named have all rows there."""
+        is_new = hot.keys() != self._hot.keys()
         self._hot = {name: each.to("cpu") for name, each in hot.items()}
-        self._there.clear()
         self._versions = {name: self._collections[name].pins_version for name in hot}
-        if self.lanes.device.type == "cuda":
-            size = (MOST_WAITING, 1 + len(hot))
-            self._counts = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        if is_new:
+            self._there.clear()
+            self._sorter = None
+        # Where they are: what sorts on a device has been captured, and reads them there.
+        with self.lanes.on("plan"):
+            for (name, _), there in self._there.items():
+                there.is_hot.copy_(self._hot[name].is_hot)
+        if self._sorter is None and self.lanes.device.type == "cuda":
+            self._sorter = Sorter(self.lanes, numbers=1 + len(hot), take=self._take)
 
     @property
     def holds(self) -> bool:
@@ -90,59 +96,56 @@ class Splitter:
     def sort(self, batch: Any) -> Callable[[], Sorted]:
         """Launch it; what is returned gives the outcome, and waits for it if it must."""
         features = self._features(batch)
-        device = self.lanes.device
-        if device.type == "cuda" and all(isinstance(each, Tensor) for each in features.values()):
-            return self._on_device(batch)
+        if self._sorter is not None and all(isinstance(x, Tensor) for x in features.values()):
+            size = len(next(iter(features.values())))
+            sorting = self._sorter.sort(batch, self._rule)
+
+            def outcome() -> Sorted:
+                total, *each = sorting.told()
+                return self._sorted(sorting.batch, size, total, each, sorting.made)
+
+            return outcome
         where = compared(next(iter(features.values())))[0].device
-        order, counts, size = self._ordered(features, where)
-        total, *each = counts.tolist()
+        both, counts = self._classified(features, where)
+        size, (total, *each) = len(both), counts.tolist()
         if total >= self._least(size):
+            order = both.logical_not().to(torch.uint8).argsort(stable=True)
             batch = self._taken(batch, order, size)
         made = self.lanes.mark("train") if where.type == "cuda" else None
         found = self._sorted(batch, size, total, each, made)
         return lambda: found
 
-    def _on_device(self, batch: Any) -> Callable[[], Sorted]:
-        """No device is waited for, but for ids in an order of features not seen before."""
-        lanes = self.lanes
-        there = [each for each in tensors_in(batch) if each.is_cuda]
-        if there:  # whoever made it may still be at it
-            lanes.after("plan", lanes.mark("train"))
-            lanes.keep_for("plan", there)
-        with lanes.on("plan"):
-            batch = to_device(batch, lanes.device)
-            order, counts, size = self._ordered(self._features(batch), lanes.device)
-            batch = self._taken(batch, order, size)
-            place = self._counts[self._next % MOST_WAITING]
-            self._next += 1
-            place.copy_(counts, non_blocking=True)
-            made = lanes.mark("plan")
+    def _rule(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._classified(self._features(batch), self.lanes.device)
 
-        def outcome() -> Sorted:
-            made.wait()
-            total, *each = place.tolist()
-            return self._sorted(batch, size, total, each, made)
-
-        return outcome
-
-    def _ordered(self, features: Mapping[str, Any], device: torch.device) -> Any:
-        """The order of samples, popular ones first; how many are; the size of the batch."""
+    def _classified(
+        self, features: Mapping[str, Any], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Which samples are popular, [B] bool; how many are, in all and by each collection."""
         masks: list[Tensor] = []
         for name, mine in features.items():
             parsed = parse(mine, self._collections[name].features, None)
             masks.append(popular(parsed, self._hot_on(name, device)))
         both = reduce(torch.logical_and, masks)
-        order = both.logical_not().to(torch.uint8).argsort(stable=True)
-        return order, torch.stack([both, *masks]).sum(1), len(both)
+        return both, torch.stack([both, *masks]).sum(1)
 
     def _sorted(
         self, batch: Any, size: int, total: int, each: Sequence[int], made: Mark | None
     ) -> Sorted:
-        least = self._least(size)
         versions = dict(self._versions)
         holds = partial(_same_pins, self._collections, versions)
-        parted = Parted(batch, total // least * least, size, self._cut(size), holds, made)
+        parted = Parted(batch, self._first_of(total, size), size, self._cut(size), holds, made)
         return Sorted(parted, total, dict(zip(versions, each, strict=True)))
+
+    def _first_of(self, popular: int, size: int) -> int:
+        """Samples of the first part: one size less than might be, if that one came before and the
+        other did not, since a new one is compiled and captured anew."""
+        least = self._least(size)
+        first = popular // least * least
+        if first not in self._sizes and first - least in self._sizes:
+            first -= least
+        self._sizes.add(first)
+        return first
 
     def _least(self, size: int) -> int:
         """Sizes of first parts are multiples of this."""

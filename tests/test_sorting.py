@@ -1,0 +1,92 @@
+"""Samples that a rule names come first, whatever a batch is made of and however often it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotrow.lanes import lanes_of
+from hotrow.sorting import MOST_WAITING, Sorter
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+Item = dict[str, Tensor]
+
+
+def batch_of(seed: int, size: int = 50) -> Item:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(10, (size, 3), generator=generator),
+        "label": torch.rand(size, generator=generator),
+    }
+
+
+def small_first(batch: Item) -> tuple[Tensor, Tensor]:
+    is_small = batch["ids"][:, 0] < 4
+    return is_small, torch.stack([is_small.sum(), batch["ids"].sum()])
+
+
+def sorter_on(device: str, **options: Any) -> Sorter:
+    return Sorter(lanes_of(torch.device(device)), numbers=2, **options)
+
+
+def check(found: Any, batch: Item) -> None:
+    is_small = batch["ids"][:, 0] < 4
+    assert found.told() == [int(is_small.sum()), int(batch["ids"].sum())]
+    order = torch.cat([is_small.nonzero(), (~is_small).nonzero()]).squeeze(1)
+    for name, each in batch.items():
+        assert torch.equal(found.batch[name].cpu(), each[order])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_that_wait_are_not_overwritten_by_those_behind(device: str) -> None:
+    sorter, batches = sorter_on(device), [batch_of(seed) for seed in range(30)]
+    for first in range(0, 30, MOST_WAITING):
+        mine = batches[first : first + MOST_WAITING]
+        for sorting, batch in zip([sorter.sort(b, small_first) for b in mine], mine, strict=True):
+            check(sorting, batch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_of_more_sizes_than_are_captured(device: str) -> None:
+    sorter = sorter_on(device)
+    for seed in range(24):
+        batch = batch_of(seed, size=20 + seed % 6)
+        check(sorter.sort(batch, small_first), batch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_from_the_device_and_with_more_than_tensors(device: str) -> None:
+    sorter = sorter_on(device)
+    for seed in range(6):
+        batch = batch_of(seed)
+        there = {name: each.to(device) for name, each in batch.items()}
+        check(sorter.sort(there, small_first), batch)
+
+    def take(batch: Any, places: Tensor) -> Any:
+        tensors, name = batch
+        return {each: value[places] for each, value in tensors.items()}, name
+
+    def rule(batch: Any) -> tuple[Tensor, Tensor]:
+        return small_first(batch[0])
+
+    sorter = sorter_on(device, take=take)
+    for seed in range(4):
+        batch = batch_of(seed)
+        found = sorter.sort((batch, f"{seed}"), rule)
+        found.told()
+        assert found.batch[1] == f"{seed}"
+
+
+@pytest.mark.gpu
+def test_a_rule_that_waits_for_the_device_is_not_captured() -> None:
+    def reads_back(batch: Item) -> tuple[Tensor, Tensor]:
+        assert int(batch["ids"].max()) < 10
+        return small_first(batch)
+
+    sorter = sorter_on("cuda")
+    for seed in range(6):
+        batch = batch_of(seed)
+        check(sorter.sort(batch, reads_back), batch)
