@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import hotrow
+import hotrow.calibrate
 from builders import no_synchronisation
 from hotrow.batch import Batch, parse
 from hotrow.calibrate import GRID, AccessCounts, by_threshold, cut_off, sampled, top_k
@@ -102,6 +103,33 @@ def test_batches_of_which_nothing_is_drawn_do_not_come() -> None:
     found = list(sampled(dense_batches(100, 1), 0.05))
     assert 0 < len(found) < 20
     assert all(batch.num_samples == 1 for batch in found)
+
+
+def test_threads_count_like_one_and_name_an_id_that_no_table_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Features of a table are counted together."""
+    tables = [
+        hotrow.EmbeddingBagConfig("a", 50, 4, ["f", "i"], padding_idx=3),
+        hotrow.EmbeddingBagConfig("b", 20, 4, ["g"]),
+        hotrow.EmbeddingBagConfig("c", 30, 4, ["j"]),
+    ]
+    keys = ("f", "i", "g", "j")
+    values = torch.randint(20, (300, 4), generator=torch.Generator().manual_seed(0))
+    batch = Batch(values, None, keys, 300)
+    alone = AccessCounts(tables)
+    alone.add(batch, times=3)
+    monkeypatch.setattr(hotrow.calibrate, "_LARGE", 1)
+    monkeypatch.setattr(hotrow.calibrate, "_ALONE", 600)
+    counts = AccessCounts(tables)
+    assert [part.keys for part in counts._parts_of(batch)] == [("f", "i"), ("g", "j")]
+    counts.add(batch, times=3)
+    assert torch.equal(counts.flat, alone.flat)
+    assert counts.num_samples == 300
+    values[7, 2] = 20
+    with pytest.raises(ValueError, match=r"sample 7.*20"):
+        counts.add(batch)
+    assert counts.num_samples == 300
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.1, -0.2])

@@ -6,8 +6,11 @@ Sampler, access logger, threshold search and classifier. Sees ids and counts, ne
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from hotrow.samples import take
 from hotrow.tables import EmbeddingBagConfig
 
 SAMPLED = 0.05
+_LARGE = 1 << 16  # lookups of a batch that are worth more threads than one
+_ALONE = (1 << 15) - 1  # so many a thread counts without asking torch's own for help
 SMALL_TABLE_BYTES = 1 << 20
 # Shares of a table's accesses. The published grid ends at 1e-3; above it is what only a tiny
 # budget needs.
@@ -55,6 +60,12 @@ def _taken(batch: Batch, places: Tensor) -> Batch:
     return parse(take(ids, places, size=batch.num_samples), batch.keys, None)
 
 
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked child has none of the threads."""
+    return ThreadPoolExecutor(max(1, min(4, torch.get_num_threads() // 2)), "hotrow-counts")
+
+
 class AccessCounts:
     """How often each row was read, exactly. Eight bytes per row, on any device.
 
@@ -85,9 +96,54 @@ class AccessCounts:
 
     def add(self, batch: Batch, *, times: int = 1) -> None:
         """Count a batch, which is on the counts' device; on a GPU that is not waited for."""
-        places = self.places.checked(batch).flatten()
-        self._counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
+        parts = self._parts_of(batch)
+        if len(parts) == 1:
+            self._add(self.places.checked(batch), times)
+        else:
+            jobs = [partial(self._add_part, part, times) for part in parts]
+            for job in [_pool(os.getpid()).submit(each) for each in jobs]:
+                job.result()
+            if int(self._counts[self.places.no_row]):
+                self._counts[self.places.no_row] = 0
+                self.places.checked(batch)  # names it
         self.num_samples += batch.num_samples
+
+    def _add_part(self, batch: Batch, times: int) -> None:
+        self._add(self.places.of(batch), times)
+
+    def _add(self, places: Tensor, times: int) -> None:
+        places = places.flatten()
+        self._counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
+
+    def _parts_of(self, batch: Batch) -> list[Batch]:
+        """What threads may count at once: none of them reads a table that another reads.
+
+        Torch adds up by one thread alone, and most of its time waits for memory.
+        """
+        values = batch.values
+        if values.device.type != "cpu" or batch.offsets is not None or values.numel() < _LARGE:
+            return [batch]
+        wide = max(1, _ALONE // max(1, batch.num_samples))
+        columns: list[list[int]] = [[]]
+        for mine in self._columns_by_table(batch.keys):
+            if columns[-1] and len(columns[-1]) + len(mine) > wide:
+                columns.append([])
+            columns[-1] += mine
+        if len(columns) == 1:
+            return [batch]
+        return [
+            replace(batch, keys=tuple(batch.keys[c] for c in mine), values=values[:, mine])
+            for mine in columns
+        ]
+
+    def _columns_by_table(self, keys: Sequence[str]) -> list[list[int]]:
+        table_of = {
+            name: table.name for table in self.places.tables for name in table.feature_names
+        }
+        found: dict[str | None, list[int]] = {}
+        for column, key in enumerate(keys):
+            found.setdefault(table_of.get(key), []).append(column)
+        return list(found.values())
 
     def merge(self, others: AccessCounts) -> None:
         """Add what was counted elsewhere, over the same tables."""
