@@ -91,6 +91,29 @@ def test_run_gives_the_bits_of_a_loop_written_by_hand() -> None:
     assert all_equal(bits(trainer), model.bits())
 
 
+def test_a_batch_smaller_than_others_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size is compiled anew: for seconds, and the last batches of epochs have any."""
+    compiled: list[int] = []
+
+    def compile(function: Any, **options: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if isinstance(args[0], ClickBatch):
+                compiled.append(len(args[0].label))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    sizes = (16, 16, 5, 16, 9)
+    batches = [
+        ClickBatch(b.dense[:size], b.sparse[:size], b.label[:size])
+        for b, size in zip(BATCHES, sizes, strict=False)
+    ]
+    trainer = make_trainer(compile=True)
+    assert run(trainer, batches) == run(make_trainer(), batches)
+    assert compiled == [16, 16, 16]
+
+
 def test_every_step_leaves_a_record() -> None:
     trainer = make_trainer()
     records = list(trainer.run(BATCHES))

@@ -123,6 +123,7 @@ class GraphedStep:
         self._model, self._clip_norm = model, clip_norm
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
+        self._compiles, self._full = compile, 0  # samples of the largest batch so far
         self._around, self._in_forward = around, in_forward
         self._split: Split | None = None
         self.landing: CapturedStep | None = None
@@ -177,13 +178,23 @@ class GraphedStep:
 
     def _once(self, batch: Any) -> Tensor:
         with self._around():
+            labels = self.labels(batch)
+            forward, mean_loss = self._forward, self._mean_loss
+            if self._compiles and not self._is_full(labels):
+                forward, mean_loss = self._model, _mean_loss
             with self._in_forward():
-                loss = self._mean_loss(self.loss_fn, self._forward(batch), self.labels(batch))
+                loss = mean_loss(self.loss_fn, forward(batch), labels)
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
             loss.backward()
             self._update()
         return loss.detach()
+
+    def _is_full(self, labels: Any) -> bool:
+        """Others, such as an epoch's last batch, come in any size, and to compile each would take
+        longer than to train it. Parts of batches come in few."""
+        self._full = max(self._full, len(labels))
+        return len(labels) == self._full
 
     def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
         """One step in two phases; before the second, rows may still have to arrive.
