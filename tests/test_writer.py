@@ -81,6 +81,19 @@ def test_jobs_are_done_in_the_order_in_which_they_were_asked_for() -> None:
     assert bool((store == 199).all())
 
 
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 5000])
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_counts_at_places_that_come_often(
+    count: int, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_compiler:
+        monkeypatch.setattr(hotrow.writer, "why_not", lambda: "there is no C compiler")
+    places = torch.randint(300, (count,), generator=torch.Generator().manual_seed(0))
+    counts = torch.arange(300)
+    hotrow.writer.add_at(counts, places, 7)
+    assert torch.equal(counts, torch.arange(300) + 7 * places.bincount(minlength=300))
+
+
 def test_nothing_to_write_is_done_at_once() -> None:
     writer = Writer(1)
     writer.wait(

@@ -21,6 +21,7 @@ from hotrow.hotset import HotSet, Places, RowBytes
 from hotrow.profile import Profile, check_profile
 from hotrow.samples import take
 from hotrow.tables import EmbeddingBagConfig
+from hotrow.writer import add_at
 
 SAMPLED = 0.05
 _LARGE = 1 << 16  # lookups of a batch that are worth more threads than one
@@ -112,13 +113,12 @@ class AccessCounts:
         self._add(self.places.of(batch), times)
 
     def _add(self, places: Tensor, times: int) -> None:
-        places = places.flatten()
-        self._counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
+        add_at(self._counts, places.flatten(), times)
 
     def _parts_of(self, batch: Batch) -> list[Batch]:
         """What threads may count at once: none of them reads a table that another reads.
 
-        Torch adds up by one thread alone, and most of its time waits for memory.
+        Most of a thread's time is spent waiting for memory.
         """
         values = batch.values
         if values.device.type != "cpu" or batch.offsets is not None or values.numel() < _LARGE:

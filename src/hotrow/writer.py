@@ -107,6 +107,17 @@ class Writer:
                     self._kept.pop(number, None)
 
 
+def add_at(counts: Tensor, places: Tensor, times: int) -> None:
+    """`times` more at each place, by the thread that calls; int64, and places are there."""
+    if counts.is_cuda or why_not() is not None:
+        counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
+        return
+    assert counts.dtype == places.dtype == torch.int64
+    assert counts.is_contiguous()
+    assert places.is_contiguous()
+    _code().hotrow_count(counts.data_ptr(), places.data_ptr(), places.numel(), times)
+
+
 def why_not() -> str | None:
     """Why there can be no writer here; None if there can."""
     try:
@@ -155,6 +166,8 @@ def _code() -> ctypes.CDLL:
         address, yes_or_no, address, number, number, address, yes_or_no, address, number,
     ]  # fmt: skip
     code.hotrow_move.restype = number
+    code.hotrow_count.argtypes = [address, address, number, ctypes.c_int64]
+    code.hotrow_count.restype = None
     code.hotrow_finished.argtypes, code.hotrow_finished.restype = [address], number
     code.hotrow_wait.argtypes, code.hotrow_wait.restype = [address, number], ctypes.c_int64
     return code
