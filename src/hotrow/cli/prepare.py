@@ -125,10 +125,14 @@ def prepare(
     )
     source = open_source(kind, files, out=out, columns=columns, settings=settings)
     watch = _Lines() if as_json else _Bar()
-    with watch:
-        manifest = prepare_files(
-            source, out, settings, workers=workers, restart=restart, watch=watch
-        )
+    try:
+        with watch:
+            manifest = prepare_files(
+                source, out, settings, workers=workers, restart=restart, watch=watch
+            )
+    except KeyboardInterrupt:
+        again = "give the same command again" + (" without --restart" if restart else "")
+        raise KeyboardInterrupt(f"what is finished is kept: {again} to resume") from None
     watch.end(manifest, out)
 
 
@@ -186,7 +190,8 @@ class _Bar(Watch):
         self._console.print(
             f"{many(rows, 'row')} in {many(len(manifest.tables), 'table')}; {samples}; {size}"
         )
-        self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
+        if self._task is not None:  # or there was nothing to do
+            self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
 
 
 class _Lines(Watch):
