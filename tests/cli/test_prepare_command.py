@@ -218,6 +218,15 @@ def test_a_finished_folder_is_checked_instead_of_made_again(tmp_path: Path) -> N
     assert shard.read_bytes() == whole
 
 
+def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
+    lines = [*criteo_lines(100), ["junk"]]
+    words = ("criteo", write(tmp_path / "train.txt", lines), "--out", tmp_path / "out")
+    assert run(*words)[0] == 2
+    result = CliRunner().invoke(make_app(), ["verify", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "not finished: give the same `hotrow prepare` again to resume" in result.stderr
+
+
 def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
