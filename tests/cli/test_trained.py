@@ -324,6 +324,9 @@ def test_a_file_is_replaced_only_when_told_to() -> None:
     assert hotrow("predict", "dlrm", "--out", "kept.parquet", "--force").exit_code == 0
     assert pq.read_table("kept.parquet").num_rows == 64
     assert "is a folder" in refused("predict", "dlrm", "--out", "runs", "--force")
+    told = refused("predict", "dlrm", "--out", "scores.csv")
+    assert "written as Parquet, and --out scores.csv ends in .csv; give scores.parquet" in told
+    assert not Path("scores.csv").exists()
     assert "no is no folder" in refused("predict", "dlrm", "--out", "no/a.parquet")
     os.mkfifo("pipe")  # as /dev/null is no file, either
     told = refused("predict", "dlrm", "--out", "pipe", "--force")
