@@ -173,6 +173,8 @@ class _Bar(Watch):
         self._bar.stop()
 
     def end(self, manifest: Manifest, out: Path) -> None:
+        if self._task is None:
+            return  # there was nothing to do, which was said
         table = Table(box=None, padding=(0, 2))
         for name in ("table", "rows", "values", "ids"):
             table.add_column(name, justify="left" if name in ("table", "ids") else "right")
@@ -190,8 +192,7 @@ class _Bar(Watch):
         self._console.print(
             f"{many(rows, 'row')} in {many(len(manifest.tables), 'table')}; {samples}; {size}"
         )
-        if self._task is not None:  # or there was nothing to do
-            self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
+        self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
 
 
 class _Lines(Watch):
