@@ -438,7 +438,10 @@ def test_a_bad_id_at_step_100_leaves_exactly_the_bits_of_step_99() -> None:
             loss.backward()
             losses.append(loss.detach())
 
-    message = r"feature 'g', sample 1: id 40 is outside table 'b', which has rows 0 to 39"
+    message = (
+        r"^feature 'g', sample 1: id 40 is outside table 'b', which has rows 0 to 39 "
+        r"\(batch 100 of this pass, counted from 0\)$"
+    )
     with pytest.raises(ValueError, match=message):
         loop()
     assert len(losses) == 100

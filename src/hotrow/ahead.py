@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow import schedule
-from hotrow.batch import KeyedJaggedTensor
+from hotrow.batch import BadId, KeyedJaggedTensor
 from hotrow.clock import Clock
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.interrupt import Standing, uninterrupted
@@ -118,6 +118,10 @@ class Ahead:
         assert self._reader is not None
         try:
             ticket = next(self._running)
+        except BadId as error:
+            self.close()
+            where = f"batch {self.position():,} of this pass, counted from 0"
+            raise BadId(f"{error} ({where})") from None
         except BaseException:
             self.close()
             raise
@@ -390,7 +394,7 @@ class _Reader:
                     arrivals.append((collection, collection.prepare(mine)))
                     names.append(name)
         except (TypeError, ValueError) as error:
-            if self._ids is not None:
+            if self._ids is not None or isinstance(error, BadId):
                 raise
             raise type(error)(
                 f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "

@@ -411,6 +411,10 @@ def elsewhere(features: Any, batch: Batch) -> Batch:
     return replace(batch, values=values.long(), offsets=offsets)
 
 
+class BadId(ValueError):
+    """An id that no table has; ids were read as they were meant."""
+
+
 def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
     """The lookups a batch makes in one width group; raises on an id no table has."""
     if batch.offsets is None:
@@ -637,7 +641,7 @@ def _checked(
 
 
 def _raise_bad_id(feature: str, where: str, value: int, table: EmbeddingBagConfig) -> None:
-    raise ValueError(
+    raise BadId(
         f"feature {feature!r}, {where}: id {value} is outside table {table.name!r}, "
         f"which has rows 0 to {table.num_embeddings - 1}"
     )

@@ -194,6 +194,50 @@ def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not Path("runs").exists()
 
 
+def test_a_finished_folder_is_checked_instead_of_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", out)
+    assert "written to" in run(*words)[1]
+    code, output = run(*words)
+    assert code == 0
+    assert output.strip() == f"{out} is already prepared (all checksums are right); nothing to do"
+    shard = out / "shards" / "train-00000.bin"
+    whole = shard.read_bytes()
+    for damaged, why in (
+        (whole[:100], f"has 100 bytes instead of {len(whole):,}"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "has changed since it was written"),
+    ):
+        shard.write_bytes(damaged)
+        code, output = run(*words)
+        assert code == 2
+        assert why in output
+        assert "--restart" in output
+    assert not (out / ".work").exists()
+    assert run(*words, "--restart")[0] == 0
+    assert shard.read_bytes() == whole
+
+
+def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
+    lines = [*criteo_lines(100), ["junk"]]
+    words = ("criteo", write(tmp_path / "train.txt", lines), "--out", tmp_path / "out")
+    assert run(*words)[0] == 2
+    result = CliRunner().invoke(make_app(), ["verify", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "not finished: give the same `hotrow prepare` again to resume" in result.stderr
+
+
+def test_ctrl_c_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hotrow.cli.prepare.prepare_files", stopped)
+    path = write(tmp_path / "train.txt", criteo_lines(10))
+    code, output = run("criteo", path, "--out", tmp_path / "out")
+    assert (code, output.strip()) == (
+        130, "interrupted; what is finished is kept: give the same command again to resume",
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     block = write(tmp_path / "block.txt", criteo_lines(4000, values=3000)).read_bytes()

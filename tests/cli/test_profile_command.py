@@ -41,10 +41,18 @@ def test_people_get_tables(run_file: Path) -> None:
         "Different rows of consecutive batches",
         "Accesses to the 23 hottest rows",
         "does not fit",
+        "different rows: a smaller --batch-size, or --slots 97 or more",
+        "Rows of static are chosen by what these batches read, and there from the start",
         "belady",
         "Counted exactly, in 108.3 KiB at most",
     ):
         assert words in output
+
+
+def test_slots_that_hold_any_batch_need_no_advice(run_file: Path) -> None:
+    code, output = run(run_file, "--slots", "1000")
+    assert code == 0, output
+    assert "--batch-size" not in output
 
 
 def test_machines_get_the_same_facts(run_file: Path, tmp_path: Path) -> None:

@@ -143,6 +143,16 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert len(low["x"]) == len(high["x"]) == len(loss["x"]) == -(-5000 // 16) <= MOST_POINTS
 
 
+def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        shutil.copy("runs/first/steps.jsonl", tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    result = invoke("report", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    assert [run["name"] for run in json.loads(result.stdout)["runs"]] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -163,7 +173,7 @@ def test_without_plotly_texts_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     result = invoke("report", "first")
     assert result.exit_code == 2
-    assert "pip install 'hotrow[report]'" in result.stderr
+    assert "pip install plotly" in result.stderr
     assert invoke("report", "first", "--text").exit_code == 0
 
 

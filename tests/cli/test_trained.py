@@ -235,6 +235,22 @@ def test_a_run_that_is_not_there_is_told() -> None:
     )
 
 
+def test_a_run_that_was_killed_is_told_how_to_go_on() -> None:
+    run = Path("runs/killed")
+    run.mkdir()
+    shutil.copy("runs/dlrm/steps.jsonl", run)
+    told = refused("evaluate", "killed")
+    assert "runs/killed has not ended: it is under way, or was killed, and has no check" in told
+    saved = run / "checkpoints" / "00001-step-4"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").touch()
+    for name in ("killed", "runs/killed"):
+        told = refused("predict", name, "--out", "killed.parquet")
+        assert "killed; `hotrow train runs/killed --resume` goes on with it" in told
+    assert "killed" in refused("evaluate", "dlmr")
+    shutil.rmtree(run)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -308,6 +324,9 @@ def test_a_file_is_replaced_only_when_told_to() -> None:
     assert hotrow("predict", "dlrm", "--out", "kept.parquet", "--force").exit_code == 0
     assert pq.read_table("kept.parquet").num_rows == 64
     assert "is a folder" in refused("predict", "dlrm", "--out", "runs", "--force")
+    told = refused("predict", "dlrm", "--out", "scores.csv")
+    assert "written as Parquet, and --out scores.csv ends in .csv; give scores.parquet" in told
+    assert not Path("scores.csv").exists()
     assert "no is no folder" in refused("predict", "dlrm", "--out", "no/a.parquet")
     os.mkfifo("pipe")  # as /dev/null is no file, either
     told = refused("predict", "dlrm", "--out", "pipe", "--force")

@@ -458,7 +458,7 @@ def test_other_settings_or_files_are_not_mixed_with_a_stopped_run(tmp_path: Path
         run(out, path, seed=1)
     heard = Heard()
     run(out, path, watch=heard)
-    assert "finished already" in heard.texts[0]
+    assert "already prepared (all checksums are right); nothing to do" in heard.texts[0]
 
 
 def test_a_run_that_met_a_bad_line_goes_on_if_bad_lines_may_be_skipped(tmp_path: Path) -> None:

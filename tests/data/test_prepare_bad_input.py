@@ -43,8 +43,8 @@ def changed(column: int, value: str) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "short": (lambda line: line[:-1], "39 columns instead of 40 columns"),
-    "long": (lambda line: [*line, "x"], "41 columns instead of 40 columns"),
+    "short": (lambda line: line[:-1], "39 columns instead of 40"),
+    "long": (lambda line: [*line, "x"], "41 columns instead of 40"),
     "empty": (lambda line: [], "an empty line instead of 40 columns"),
     "label": (changed(0, "2"), "the label is '2', neither 0 nor 1"),
     "negative label": (changed(0, "-1"), "the label is '-1', neither 0 nor 1"),
@@ -92,7 +92,7 @@ def test_bad_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert data.manifest.source["lines"] == 420
     examples = data.manifest.source["bad_examples"]
     assert len(examples) == 5
-    assert examples[1].endswith("a.txt, line 23: 41 columns instead of 40 columns")
+    assert examples[1].endswith("a.txt, line 23: 41 columns instead of 40")
     labels = [
         label
         for split in ("train", "test", "validation")  # in the order of time

@@ -210,6 +210,16 @@ def test_csv_lists_become_jagged(tmp_path: Path, quoted: bool) -> None:
     assert_same_grouping(values, [each for bag in tags for each in bag])
 
 
+def test_csv_without_samples_says_why(tmp_path: Path) -> None:
+    toml = 'label = "y"\ncategories = ["user"]'
+    path = write(tmp_path / "a.csv", [["y", "user"]], separator=",")
+    with pytest.raises(ValueError, match=r"a\.csv: a header, and no lines below it"):
+        run("csv", tmp_path / "1", path, toml=toml)
+    write(path, [["y", "user"], ["2", "7"]], separator=",")
+    with pytest.raises(ValueError, match="no good line in the files; the first of 1 bad ones"):
+        run("csv", tmp_path / "2", path, toml=toml, bad_rows="skip")
+
+
 def test_csv_labels_may_have_a_point(tmp_path: Path) -> None:
     """As pandas writes them where some are missing."""
     rows = [["y", "user"], *([f"{i % 2}.0", "7"] for i in range(30)), ["0.5", "8"]]
@@ -363,7 +373,7 @@ def test_parquet_leaves_out_bad_samples_with_their_lists(tmp_path: Path) -> None
     found["y"][60] = 7
     found["y"][61] = None
     pq.write_table(pa.table(found), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"line 61: the label, neither 0 nor 1, is 7"):
+    with pytest.raises(ValueError, match=r"line 61: the label is 7, neither 0 nor 1"):
         run("parquet", tmp_path / "1", tmp_path / "a.parquet", toml=LISTS)
     data = run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=LISTS, bad_rows="skip")
     assert data.manifest.source["bad_rows"] == 2
@@ -382,7 +392,7 @@ def test_parquet_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'user' of double cannot be a category"):
         run("parquet", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
     pq.write_table(pa.table({"y": ["no", "yes"], "user": [1, 2]}), path)
-    with pytest.raises(ValueError, match="line 1: the label, neither 0 nor 1, is 'no'"):
+    with pytest.raises(ValueError, match="line 1: the label is 'no', neither 0 nor 1"):
         run("parquet", tmp_path / "out2", path, toml='label = "y"\ncategories = ["user"]')
 
 
@@ -397,8 +407,8 @@ def test_parquet_names_what_is_wrong(tmp_path: Path) -> None:
         ("user", pa.array([Decimal(2**64)] * 2), "'user' of decimal128.* values that are too"),
         ("price", pa.array([date(2020, 1, 1)] * 2), r"'price' of date32\[day\] holds no numbers"),
         ("price", pa.array([[1], [2]]), "'price' holds lists; only categories may"),
-        ("price", pa.array(["1.5", "much"]), "line 2: price, not a finite number, is 'much'"),
-        ("price", pa.array(["1.5", "1_0"]), "line 2: price, not a finite number, is '1_0'"),
+        ("price", pa.array(["1.5", "much"]), "line 2: price is 'much', not a number, or too"),
+        ("price", pa.array(["1.5", "1_0"]), "line 2: price is '1_0', not a number, or too"),
         ("y", pa.array([{"a": 1}] * 2), "'y' of struct<a: int64> holds no numbers"),
     ],
 )

@@ -63,6 +63,14 @@ def test_weights_start_as_in_the_reference():
     assert abs(float(first.weight.detach().mean())) < 1e-3
 
 
+def test_data_without_numbers_need_no_warning():
+    """pytest makes errors of warnings."""
+    model = DLRM(PlainBags(), 0, bottom=(16, DIM), top=(12, 1), num_features=len(ROWS))
+    batch = SyntheticClicks(SyntheticConfig(rows=ROWS, num_dense=0, batch_size=64)).batch(0)
+    assert model(batch).isfinite().all()
+    assert all(each.isfinite().all() for each in model.parameters())
+
+
 def test_layers_end_as_in_the_reference():
     model = build()
     assert isinstance(model.bottom[-1], nn.ReLU)

@@ -100,6 +100,7 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     command = ["train", *(part for each in settings for part in ("--set", each))]
     result = CliRunner().invoke(make_app(), command)
     assert result.exit_code == 0, result.output
+    assert "3 tables of out, " in result.output
     run = read_run("runs/default")
     assert run.summary.equal_to_all_fast is True
     assert run.summary.steps == len(list(read_steps("runs/default"))) > 20

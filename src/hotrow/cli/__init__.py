@@ -133,8 +133,8 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
             except (ValueError, OSError) as error:
                 typer.echo(f"error: {error}", err=True)
                 raise typer.Exit(USER_ERROR) from error
-            except KeyboardInterrupt:
-                typer.echo("interrupted", err=True)
+            except KeyboardInterrupt as error:
+                typer.echo("; ".join(["interrupted", *map(str, error.args)]), err=True)
                 raise typer.Exit(INTERRUPTED) from None
 
     return wrapped

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import typer
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -103,9 +104,11 @@ class Screen:
         self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
         if self._quiet:
             return
+        # Whatever the run's file says of generated tables.
+        whose = f" of {escape(config.data.folder)}" if config.data.folder is not None else ""
         self._console.print(
             f"[bold]{folder}[/]: {config.model.kind}, "
-            f"{many(len(embedding.tables), 'table')}, {many(embedding.num_rows, 'row')} "
+            f"{many(len(embedding.tables), 'table')}{whose}, {many(embedding.num_rows, 'row')} "
             f"({show_bytes(embedding.bytes_total)} with optimizer state), "
             f"strategy {config.embedding.strategy}"
         )

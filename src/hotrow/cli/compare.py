@@ -91,9 +91,10 @@ def compare(
 
     - contract: what the strategy promises next to all-fast; exact means the same bits
 
-    - samples/s: the median step of all repetitions, and from the 20th to the 80th percentile;
-      the first steps of each repetition are left out. Batches are read into memory before, where
-      they fit, and evaluation is not timed
+    - samples/s: the median of whole runs, samples that a system leaves out included; beside it the
+      median step of all repetitions, and from the 20th to the 80th percentile. The first steps of
+      each repetition are left out. Batches are read into memory before, where they fit, and
+      evaluation is not timed
 
     - speed-up: over hybrid, or over the first strategy where hybrid is not there
 

@@ -66,6 +66,12 @@ def predict(
 def _check_place(out: Path, *, force: bool) -> None:
     if out.is_dir():
         raise ValueError(f"{out} is a folder; --out is the file to write")
+    if out.suffix not in (".parquet", ".pq", ""):
+        raise ValueError(
+            f"scores are written as Parquet, and --out {out} ends in {out.suffix}; give "
+            f"{out.with_suffix('.parquet')}, which pandas.read_parquet(...).to_csv(...) turns into "
+            "CSV"
+        )
     if not out.parent.is_dir():
         raise ValueError(f"{out.parent} is no folder; make it, or give another --out")
     if out.exists() and not out.is_file():

@@ -125,10 +125,14 @@ def prepare(
     )
     source = open_source(kind, files, out=out, columns=columns, settings=settings)
     watch = _Lines() if as_json else _Bar()
-    with watch:
-        manifest = prepare_files(
-            source, out, settings, workers=workers, restart=restart, watch=watch
-        )
+    try:
+        with watch:
+            manifest = prepare_files(
+                source, out, settings, workers=workers, restart=restart, watch=watch
+            )
+    except KeyboardInterrupt:
+        again = "give the same command again" + (" without --restart" if restart else "")
+        raise KeyboardInterrupt(f"what is finished is kept: {again} to resume") from None
     watch.end(manifest, out)
 
 
@@ -169,6 +173,8 @@ class _Bar(Watch):
         self._bar.stop()
 
     def end(self, manifest: Manifest, out: Path) -> None:
+        if self._task is None:
+            return  # there was nothing to do, which was said
         table = Table(box=None, padding=(0, 2))
         for name in ("table", "rows", "values", "ids"):
             table.add_column(name, justify="left" if name in ("table", "ids") else "right")

@@ -257,6 +257,15 @@ def _shown(found: DataProfile) -> Iterable[Table | str]:
         f"{found.curves[0].batches:,} batches counted"
     )
     yield _curves(found)
+    if found.curves[0].slots.min() < found.floors[0]:
+        yield (
+            f"A batch has up to {found.floors[0]:,} different rows: a smaller --batch-size, or "
+            f"--slots {found.floors[0]} or more, will fit"
+        )
+    yield (
+        "Rows of static are chosen by what these batches read, and there from the start: their "
+        "first fetches do not count, as those of lru and belady do, so that it may fetch fewer"
+    )
     yield "\n" + _how(found)
     yield from found.notes
 

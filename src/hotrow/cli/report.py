@@ -26,7 +26,7 @@ from hotrow.report.runs import (
 )
 from hotrow.run.files import RUN_FILE, STEPS_FILE, read_run, read_steps, to_dict, to_json
 from hotrow.run.tracing import TRACE_FILE, read_trace
-from hotrow.run.trained import find_run
+from hotrow.run.trained import find_run, runs_in
 
 REPORT_PAGE = "report.html"
 
@@ -34,7 +34,9 @@ REPORT_PAGE = "report.html"
 def report(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="RUNS", help="Folders of runs, or their names in --runs."),
+        typer.Argument(
+            metavar="RUNS", help="Names of runs in --runs, their folders, or a folder of several."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -63,6 +65,8 @@ def report(
 
     - `hotrow report first second --out both.html`
 
+    - `hotrow report runs`: all that are there
+
     - `hotrow train --trace steps=20`, then `hotrow report default`: with a timeline of its stages
 
     - `hotrow report default --text`
@@ -72,13 +76,13 @@ def report(
     A run that is under way, or was killed, is drawn as far as its steps are recorded. Runs of any
     length are read step by step, and drawn as 600 points at most: each the mean of as many steps.
 
-    Charts need plotly: `pip install 'hotrow[report]'`. `--text` and `--json` do without it.
+    Charts need plotly: `pip install plotly`. `--text` and `--json` do without it.
     """
     if as_text and as_json:
         raise ValueError("--text or --json, not both")
     if not (as_text or as_json) and library() is None:
         raise ValueError(NEEDS_PLOTLY)
-    folders = [_find(name, runs) for name in names]
+    folders = [folder for name in names for folder in _find(name, runs)]
     seen = [_see(folder, name) for folder, name in zip(folders, _told_apart(folders), strict=True)]
     if as_json:
         typer.echo(to_json({"runs": [_values(run) for run in seen]}))
@@ -94,12 +98,11 @@ def report(
     typer.echo(f"written to {page}")
 
 
-def _find(name: str, runs: Path) -> Path:
-    """Also a run that has left its steps alone."""
-    for folder in (Path(name), runs / name):
-        if (folder / STEPS_FILE).is_file():
-            return folder
-    return find_run(name, runs)
+def _find(name: str, runs: Path) -> list[Path]:
+    """A run, or all of those in a folder."""
+    folder = find_run(name, runs)
+    is_run = (folder / RUN_FILE).is_file() or (folder / STEPS_FILE).is_file()
+    return [folder] if is_run else runs_in(folder) or [folder]
 
 
 def _told_apart(folders: Sequence[Path]) -> list[str]:

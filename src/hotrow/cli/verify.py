@@ -15,7 +15,8 @@ from hotrow.checkpoint.folder import IN_RUN, saved_in
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.cli._declared import JsonFlag, Runs
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.format import MANIFEST
+from hotrow.data.prepared.format import MANIFEST, read_manifest
+from hotrow.data.prepared.spool import WORK
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.run.files import MODEL_FOLDER, to_json
@@ -53,6 +54,8 @@ def verify(
     found = list(_parts(path)) or list(_parts(runs / path))
     if not found and not path.is_dir():
         raise ValueError(f"there is no folder {path}")
+    if not found and (path / WORK).is_dir():
+        read_manifest(path)  # says how to go on with what was not finished
     if not found:
         raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
     for folder in found:

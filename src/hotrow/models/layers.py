@@ -127,6 +127,12 @@ class PaddedLinear(nn.Linear):
         self.padding = -in_features % pad_to
         self.weight = nn.Parameter(functional.pad(self.weight.detach(), (0, self.padding)))
 
+    def reset_parameters(self) -> None:
+        if self.in_features:
+            super().reset_parameters()
+        else:  # of data without numbers; torch would warn
+            nn.init.zeros_(self.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         """Input may come padded or not."""
         return functional.linear(self._widened(input), self.weight, self.bias)

@@ -13,8 +13,7 @@ from html import escape
 from hotrow.report.charts import Chart, has_points, library, show_chart
 
 NEEDS_PLOTLY = (
-    "charts need plotly, which is not installed; pip install 'hotrow[report]', or ask for --text "
-    "or --json"
+    "charts need plotly, which is not installed; pip install plotly, or ask for --text or --json"
 )
 
 _STYLE = """

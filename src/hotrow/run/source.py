@@ -33,7 +33,6 @@ from hotrow.told import few, warn
 # Rows of each, and the features that read it. With sequences the last row is padding.
 Tables = dict[str, tuple[int, list[str]]]
 AnyBatch = ClickBatch | SequenceBatch
-_VERIFIED_BYTES = 1 << 30  # of a folder whose checksums are compared before a run: a second or two
 _READ_TOGETHER = 1 << 15  # samples as they lie: of few batches no more than needed shall be read
 
 
@@ -198,8 +197,7 @@ class FromFolder:
         self._section, self._pins, self._steps = section, pin_memory, steps
         assert section.folder is not None
         self._data = Prepared(section.folder)
-        if self._data.num_bytes <= _VERIFIED_BYTES:
-            self._data.verify()
+        self._data.verify_if_small()
         schema, rows = self._data.schema, self._data.table_rows
         self._histories = {} if steps is None else _histories(self._data)
         if steps is None:

@@ -11,10 +11,11 @@ import torch
 
 from hotrow.budget import parse_bytes
 from hotrow.checkpoint import SavedModel
+from hotrow.checkpoint.folder import IN_RUN, latest_in
 from hotrow.records import RunRecord
 from hotrow.run import toml
 from hotrow.run.config import RowOptimizerSection, RunConfig
-from hotrow.run.files import MODEL_FOLDER, RUN_FILE, read_run
+from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
 from hotrow.told import few
@@ -33,6 +34,7 @@ def open_trained(
     the run's own, and `overrides` change settings as they do for training.
     """
     folder = find_run(run, runs)
+    _refuse_unended(folder)
     record = read_run(folder)
     config = _settings(record, folder, data, overrides)
     if config.run.threads is not None:
@@ -49,14 +51,35 @@ def open_trained(
 
 
 def find_run(run: str | Path, runs: str | Path) -> Path:
-    for folder in (Path(run), Path(runs) / run):
-        if (folder / RUN_FILE).is_file():
-            return folder
+    """The folder of a run, ended or not."""
+    for file in (RUN_FILE, STEPS_FILE):
+        for folder in (Path(run), Path(runs) / run):
+            if (folder / file).is_file():
+                return folder
     if Path(run).is_dir():
         return Path(run)  # what it lacks is told by who reads it
-    known = sorted(path.parent.name for path in Path(runs).glob(f"*/{RUN_FILE}"))
+    known = [path.name for path in runs_in(Path(runs))]
     there = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
     raise ValueError(f"there is no run {run}{there}")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that lie in a folder, ended or not, by name."""
+    files = (path for name in (RUN_FILE, STEPS_FILE) for path in folder.glob(f"*/{name}"))
+    return sorted({path.parent for path in files})
+
+
+def _refuse_unended(folder: Path) -> None:
+    if (folder / RUN_FILE).is_file() or not (folder / STEPS_FILE).is_file():
+        return
+    raise ValueError(
+        f"{folder} has not ended: it is under way, or was killed"
+        + (
+            ", and has no checkpoint to go on from: train it again"
+            if latest_in(folder / IN_RUN) is None
+            else f"; `hotrow train {folder} --resume` goes on with it"
+        )
+    )
 
 
 def settings_of_record(folder: Path) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from hotrow.data.prepared.fields import (
     words_at,
 )
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.layouts import Samples, label_of, samples_of
+from hotrow.data.prepared.layouts import Samples, label_of, no_label, samples_of
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
@@ -223,7 +223,7 @@ def _plain(columns: Columns) -> dict[str, Any]:
     return {key: list(each) if isinstance(each, tuple) else each for key, each in found.items()}
 
 
-def _no_number(column: str, _: int, found: str) -> str:
+def _no_number(column: str, _: int, found: Any) -> str:
     return f"{column} is {found!r}, not a number, or too large for one of 32 bits"
 
 
@@ -311,14 +311,14 @@ class ParquetSource:
         wrong = np.zeros(len(batch), np.bool_)
         first: list[BadLine] = []
 
-        def refuse(found: NDArray[np.bool_], reason: str, values: Any) -> None:
+        def refuse(found: NDArray[np.bool_], why: Callable[[Any], str], values: Any) -> None:
             for place in np.flatnonzero(found & ~wrong)[:EXAMPLES].tolist():
-                first.append(BadLine(place, f"{reason} {values[place].as_py()!r}"))
+                first.append(BadLine(place, why(values[place].as_py())))
             wrong[:] |= found
 
         column = batch.column(columns.label)
         values, missing = _floats(column)
-        refuse(missing | ((values != 0) & (values != 1)), "the label, neither 0 nor 1, is", column)
+        refuse(missing | ((values != 0) & (values != 1)), no_label, column)
         label = np.where(values == 1, 1, 0).astype(np.uint8)
         dense = np.empty((len(batch), len(columns.dense)), np.float32)
         for place, name in enumerate(columns.dense):
@@ -326,7 +326,7 @@ class ParquetSource:
             values, missing = _floats(column)
             values = np.where(missing, 0, values)
             wrong_here = ~(np.abs(values) <= _LARGEST)  # also what is no number
-            refuse(wrong_here, f"{name}, not a finite number, is", column)
+            refuse(wrong_here, partial(_no_number, name, 0), column)
             dense[:, place] = _number(np.where(wrong_here, 0, values), log=name in columns.log)
         keys, lengths = {}, {}
         for feature in self.schema.features:

@@ -115,8 +115,12 @@ class Fields:
         first = []
         for line in bad[:EXAMPLES].tolist():
             empty = not self._bytes[starts[line] : line_ends[line]].tobytes().strip(b"\r")
-            found = "an empty line" if empty else many(int(per_line[line]), "column")
-            first.append(BadLine(line, f"{found} instead of {columns} columns"))
+            found = (
+                f"an empty line instead of {columns} columns"
+                if empty
+                else f"{many(int(per_line[line]), 'column')} instead of {columns}"
+            )
+            first.append(BadLine(line, found))
         self.bad = BadLines(len(bad), tuple(first))
         self.lines, self._starts = np.flatnonzero(good), starts[good]
         self._ends = np.ascontiguousarray(ends[np.repeat(good, per_line)].reshape(-1, columns).T)

@@ -39,10 +39,12 @@ def alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterato
             raise ValueError(f"another process is preparing {out}") from None
         if restart:
             _clear(out)
-        _check(disk, json.loads(json.dumps(described)))
-        yield
-    if (out / MANIFEST).exists():
-        shutil.rmtree(work, ignore_errors=True)
+        try:
+            _check(disk, json.loads(json.dumps(described)))
+            yield
+        finally:
+            if (out / MANIFEST).exists():
+                shutil.rmtree(work, ignore_errors=True)
 
 
 def _is_ours(manifest: Path) -> bool:

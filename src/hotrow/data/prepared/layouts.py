@@ -195,12 +195,16 @@ class Avazu:
 LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
 
 
+def no_label(found: Any) -> str:
+    return f"the label is {found!r}, neither 0 nor 1"
+
+
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     if (bits := fields.bits(column)) is not None:
         return bits
     values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
     wrong = wrong | empty | ((values != 0) & (values != 1))
-    judge.refuse(wrong, one(column), lambda _, found: f"the label is {found!r}, neither 0 nor 1")
+    judge.refuse(wrong, one(column), lambda _, found: no_label(found))
     label: NDArray[np.uint8] = values[0].astype(np.uint8)
     return label
 

@@ -26,6 +26,7 @@ from hotrow.data.prepared.vocabulary import (
     joined,
 )
 from hotrow.disk import FileRecord
+from hotrow.told import few
 
 HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, if there is no max_rows
 Ids = Vocabulary | Hashed
@@ -94,7 +95,10 @@ class Read:
         job.cores.catch_up()
         if not sum(each.samples for each in stretches):
             lines = sum(lines for each in stretches for lines in each.lines.values())
-            if lines > bad.count:  # of Taobao: samples are made of several
+            if lines and not (bad.count or job.source.times):  # the first of each file
+                names = few(str(path) for path in job.source.paths)
+                raise ValueError(f"{names}: a header, and no lines below it")
+            if lines > bad.count and job.source.times:  # of Taobao: samples are made of several
                 raise ValueError(
                     f"{lines - bad.count:,} good lines make no sample: nobody has two of them"
                 )

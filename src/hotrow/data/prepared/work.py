@@ -27,11 +27,12 @@ from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.encoding import Encode
 from hotrow.data.prepared.folder import alone
-from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, read_manifest, to_json
+from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, to_json
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.layouts import Source
 from hotrow.data.prepared.memory import share
 from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.reader import Prepared
 from hotrow.data.prepared.reading import Read
 from hotrow.data.prepared.settings import NoWatch, Settings, Watch
 from hotrow.data.prepared.splits import (
@@ -70,12 +71,22 @@ def prepare(
     with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
         job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
-            job.watch.say(f"{out} is finished already; hotrow verify tells whether it is whole")
-            return read_manifest(out)
+            return _finished(job)
         manifest = _run(job, described)
         disk.write(MANIFEST, [to_json(manifest).encode()])
         shutil.rmtree(out / WORK)
         return manifest
+
+
+def _finished(job: Job) -> Manifest:
+    data = Prepared(job.out)
+    seen = (
+        "all checksums are right"
+        if data.verify_if_small()
+        else "all files have their sizes, and `hotrow verify` compares checksums"
+    )
+    job.watch.say(f"{job.out} is already prepared ({seen}); nothing to do")
+    return data.manifest
 
 
 def _described(source: Source, settings: Settings) -> dict[str, Any]:
