@@ -130,6 +130,7 @@ def test_threads_count_like_one_and_name_an_id_that_no_table_has(
     with pytest.raises(ValueError, match=r"sample 7.*20"):
         counts.add(batch)
     assert counts.num_samples == 300
+    assert torch.equal(counts.flat, alone.flat)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.1, -0.2])

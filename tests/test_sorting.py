@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -78,6 +79,48 @@ def test_batches_from_the_device_and_with_more_than_tensors(device: str) -> None
         found = sorter.sort((batch, f"{seed}"), rule)
         found.told()
         assert found.batch[1] == f"{seed}"
+
+
+@dataclass
+class Derived:
+    """Ids that the batch makes of its columns."""
+
+    left: Tensor
+    right: Tensor
+    ids: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = torch.stack([self.left, self.right], 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_batch_makes_of_its_tensors_is_made_anew(device: str) -> None:
+    def rule(batch: Derived) -> tuple[Tensor, Tensor]:
+        is_small = batch.ids[:, 0] < 4
+        return is_small, torch.stack([is_small.sum(), batch.ids.sum()])
+
+    sorter = sorter_on(device)
+    for seed in range(5):
+        batch = Derived(*batch_of(seed)["ids"][:, :2].unbind(1))
+        found = sorter.sort(batch, rule)
+        is_small = batch.left < 4
+        assert found.told() == [int(is_small.sum()), int(batch.ids.sum())]
+        order = torch.cat([is_small.nonzero(), (~is_small).nonzero()]).squeeze(1)
+        assert torch.equal(found.batch.ids.cpu(), batch.ids[order])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_of_the_same_tensors_by_other_names_are_not_mixed_up(device: str) -> None:
+    def rule(batch: Item) -> tuple[Tensor, Tensor]:
+        return small_first({"ids": batch["ids"].unsqueeze(1), "label": batch["other"]})
+
+    sorter = sorter_on(device)
+    for seed in range(6):
+        ids, other = batch_of(seed)["ids"][:, :2].unbind(1)
+        batch = {"ids": ids, "other": other} if seed % 2 else {"other": other, "ids": ids}
+        found = sorter.sort(batch, rule)
+        assert found.told() == [int((ids < 4).sum()), int(ids.sum())]
+        assert sorted(found.batch["other"].tolist()) == sorted(other.tolist())
 
 
 @pytest.mark.gpu

@@ -313,6 +313,8 @@ def test_a_size_less_is_taken_rather_than_one_that_did_not_come_yet() -> None:
     splitter = Splitter({"": static(CASES["one-hot"])}, None, grain=4)
     first_parts = [splitter._first_of(popular, 40) for popular in (12, 25, 29, 31, 9, 38, 21)]
     assert first_parts == [10, 10, 10, 30, 0, 30, 10]
+    other = Splitter({"": static(CASES["one-hot"])}, None, grain=4)
+    assert [other._first_of(popular, 40) for popular in (3, 12, 25)] == [0, 10, 10]  # none is none
 
 
 def test_a_grain_of_none_is_refused() -> None:

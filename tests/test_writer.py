@@ -25,9 +25,11 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no writer: {why_
 
 @pytest.fixture
 def _code_anew() -> Iterator[None]:
-    hotrow.writer._code.cache_clear()
+    for cached in (hotrow.writer._code, hotrow.writer.why_not):
+        cached.cache_clear()
     yield
-    hotrow.writer._code.cache_clear()
+    for cached in (hotrow.writer._code, hotrow.writer.why_not):
+        cached.cache_clear()
 
 
 def some(count: int, width: int, *, num_rows: int, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -101,13 +101,18 @@ class AccessCounts:
         if len(parts) == 1:
             self._add(self.places.checked(batch), times)
         else:
-            jobs = [partial(self._add_part, part, times) for part in parts]
-            for job in [_pool(os.getpid()).submit(each) for each in jobs]:
-                job.result()
-            if int(self._counts[self.places.no_row]):
-                self._counts[self.places.no_row] = 0
+            before = int(self._counts[self.places.no_row])
+            self._add_at_once(parts, times)
+            if int(self._counts[self.places.no_row]) != before:
+                self._add_at_once(parts, -times)
+                self._counts[self.places.no_row] = before
                 self.places.checked(batch)  # names it
         self.num_samples += batch.num_samples
+
+    def _add_at_once(self, parts: Sequence[Batch], times: int) -> None:
+        jobs = [partial(self._add_part, part, times) for part in parts]
+        for job in [_pool(os.getpid()).submit(each) for each in jobs]:
+            job.result()
 
     def _add_part(self, batch: Batch, times: int) -> None:
         self._add(self.places.of(batch), times)

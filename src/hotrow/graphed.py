@@ -123,7 +123,7 @@ class GraphedStep:
         self._model, self._clip_norm = model, clip_norm
         self._forward = torch.compile(model, dynamic=False) if compile else model
         self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
-        self._compiles, self._full = compile, 0  # samples of the largest batch so far
+        self._compiles, self._full = compile, 0  # samples of the largest batch of a run so far
         self._around, self._in_forward = around, in_forward
         self._split: Split | None = None
         self.landing: CapturedStep | None = None
@@ -189,6 +189,10 @@ class GraphedStep:
             loss.backward()
             self._update()
         return loss.detach()
+
+    def begin_run(self) -> None:
+        """Batches may be of another size than those of the run before."""
+        self._full = 0
 
     def _is_full(self, labels: Any) -> bool:
         """Others, such as an epoch's last batch, come in any size, and to compile each would take

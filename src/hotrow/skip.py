@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow import samples
-from hotrow.ahead import tensors_in
+from hotrow.ahead import map_tensors, tensors_in
 from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
@@ -266,7 +266,8 @@ class SkipStale:
         self._all = Numbering(embedding.tables, torch.device(device))
         self._refill = _Refill(ids, embedding.features, take, join)
         self._sifter = None
-        if _can_sift(embedding) and take is None and join is None:
+        is_ours = take is None and join is None
+        if _can_sift(embedding) and is_ours and self.settings.mode == "samples":
             self._sifter = _Sifter(embedding, self.settings, ids)
         self.record = SkipRecord(self.settings.mode)
         self._take_hot(hot)
@@ -356,7 +357,11 @@ class SkipStale:
                 continue
             while sifted:
                 yield from self._sifted(sifted.popleft())
-            yield from self._made(self._refill.add(batch, self._keep(batch)))
+            keep = self._keep(batch)
+            if keep is None and self._refill.is_empty:
+                yield batch
+            else:
+                yield from self._made(self._refill.add(batch, keep), batch)
         while sifted:
             yield from self._sifted(sifted.popleft())
         if not stream.has_more():
@@ -378,8 +383,9 @@ class SkipStale:
         self.record = replace(r, offered=r.offered + size, dropped=r.dropped + size - kept)
         yield from self._made(self._refill.add_first(batch, kept, size))
 
-    def _made(self, batches: Iterator[Any]) -> Iterable[Any]:
-        return batches if self._sifter is None else self._sifter.beside_training(batches)
+    def _made(self, batches: Iterator[Any], of: Any = ()) -> Iterable[Any]:
+        """Batches that are made of those that were sifted, or `of` another."""
+        return batches if self._sifter is None else self._sifter.beside_training(batches, of)
 
     def _keep(self, batch: Any) -> Tensor | None:
         """Which samples are trained, [B]; None: all of them, and nobody asks why."""
@@ -653,8 +659,12 @@ class _Sifter:
         keep = ~stale
         return keep, keep.sum().unsqueeze(0)
 
-    def beside_training(self, batches: Iterator[Any]) -> list[Any]:
-        """What is made of sifted ones; training waits for it, and not it for training."""
+    def beside_training(self, batches: Iterator[Any], of: Any) -> list[Any]:
+        """What is made of sifted ones, or `of` another; training waits for it."""
+        there = [each for each in tensors_in(of) if each.is_cuda]
+        if there:  # whoever made it may still be at it
+            self._lanes.after("plan", self._lanes.mark("train"))
+            self._lanes.keep_for("plan", there)
         with self._lanes.on("plan"):
             made = list(batches)
             mark = self._lanes.mark("plan")
@@ -787,6 +797,10 @@ class _Refill:
         self._parts: list[Any] = []
         self._count = self._size = 0  # samples in the parts, and in a batch
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._count
+
     def add(self, batch: Any, keep: Tensor | None) -> Iterator[Any]:
         """The batches that have come to be full; without `keep`, what is left over and the batch
         as it is."""
@@ -808,17 +822,18 @@ class _Refill:
         """`add`, where those that are kept are the first."""
         self._size, self._pins = max(self._size, size), False
         if kept:
-            self._parts.append(samples.cut(batch, 0, kept, size=size))
+            part = samples.cut(batch, 0, kept, size=size)
+            # A view keeps the whole batch in memory.
+            self._parts.append(part if 2 * kept >= size else map_tensors(part, torch.clone))
             self._count += kept
         if self._count < self._size:
             return
         # Enough for one, and what the last batch has beyond it begins the next.
         over = self._count - self._size
         last = self._parts.pop()
-        mine = len(samples.tensors_of(last)[0])
-        self._parts.append(samples.cut(last, 0, mine - over, size=mine))
+        self._parts.append(samples.cut(last, 0, kept - over, size=kept))
         yield self._joined()
-        self._parts = [samples.cut(last, mine - over, mine, size=mine)] if over else []
+        self._parts = [samples.cut(last, kept - over, kept, size=kept)] if over else []
         self._count = over
 
     def _full(self) -> Iterator[Any]:

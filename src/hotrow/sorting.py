@@ -90,7 +90,9 @@ class Sorter:
             return None, None
 
         def launch() -> None:
-            shape.taken, shape.told = self._sorted(shape.batch, rule)
+            # A new one each time: what a class makes of its tensors is made of these.
+            batch = map_tensors(shape.batch, Tensor.detach)
+            shape.taken, shape.told = self._sorted(batch, rule)
 
         torch._foreach_copy_(shape.tensors, tensors_in(batch), non_blocking=True)
         try:
@@ -105,7 +107,7 @@ class Sorter:
         tensors = only_tensors_in(batch) if self._take is None and not self._refused else None
         if not tensors:
             return None  # what is no tensor may change, and a graph would not see it
-        key = tuple((each.shape, each.dtype) for each in tensors)
+        key = samples.outline(batch), tuple((each.shape, each.dtype) for each in tensors)
         if key not in self._shapes and len(self._shapes) < _MOST_SHAPES:
             self._shapes[key] = _Shape(batch, self._lanes.device)
         return self._shapes.get(key)

@@ -139,10 +139,10 @@ class Splitter:
 
     def _first_of(self, popular: int, size: int) -> int:
         """Samples of the first part: one size less than might be, if that one came before and the
-        other did not, since a new one is compiled and captured anew."""
+        other did not, since a new one is compiled and captured anew. None is no such size."""
         least = self._least(size)
         first = popular // least * least
-        if first not in self._sizes and first - least in self._sizes:
+        if first > least and first not in self._sizes and first - least in self._sizes:
             first -= least
         self._sizes.add(first)
         return first

@@ -121,6 +121,7 @@ class Trainer(Generic[Batch]):
         """
         if not self.model.training:
             self.model.train()
+        self._step.begin_run()
         if self.system is None:
             yield from self._pass(batches)
             return

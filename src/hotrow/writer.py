@@ -109,7 +109,7 @@ class Writer:
 
 def add_at(counts: Tensor, places: Tensor, times: int) -> None:
     """`times` more at each place, by the thread that calls; int64, and places are there."""
-    if counts.is_cuda or why_not() is not None:
+    if counts.device.type != "cpu" or why_not() is not None:
         counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
         return
     assert counts.dtype == places.dtype == torch.int64
@@ -118,8 +118,9 @@ def add_at(counts: Tensor, places: Tensor, times: int) -> None:
     _code().hotrow_count(counts.data_ptr(), places.data_ptr(), places.numel(), times)
 
 
+@cache
 def why_not() -> str | None:
-    """Why there can be no writer here; None if there can."""
+    """Why there can be no writer here; None if there can. Asked once: compilers take long."""
     try:
         _code()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
