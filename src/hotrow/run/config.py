@@ -26,6 +26,7 @@ from hotrow.run import toml
 from hotrow.run.named import SystemSection, find_named
 from hotrow.run.rates import ScheduleSection
 from hotrow.scalars import plain_fields
+from hotrow.sizing import AUTO
 
 ROW_RULES: dict[str, type[RowRule]] = {
     "sgd": SGD,
@@ -250,7 +251,8 @@ class EmbeddingSection:
         plain_fields(self)
         find_named(self.strategy)
         _one_of(FILLS, fill=self.fill)
-        parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
+        if self.budget != AUTO:
+            parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
         if isinstance(self.depth, str) and self.depth != "auto":
             raise ValueError(f'depth must be "auto" or a number of batches, not {self.depth!r}')
         if isinstance(self.depth, int):
