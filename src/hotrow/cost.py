@@ -11,6 +11,7 @@ of their time, and no step is shorter than the link needs for its rows, or the h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hotrow.forms import by_rates
@@ -104,7 +105,8 @@ def step_time(
 ) -> StepTime:
     """`planning_ms`: where it was measured; it is guessed from the lookups else."""
     if strategy.everything:
-        return StepTime(all_fast_ms, all_fast_ms, 0.0, 0.0, machine.host_ms, "", "dense part")
+        limit = _largest({"dense part": all_fast_ms}, machine, all_fast_ms)
+        return StepTime(all_fast_ms, all_fast_ms, 0.0, 0.0, machine.host_ms, "", limit)
     plan = machine.plan_ns * work.lookups * 1e-6 if planning_ms is None else planning_ms
     if strategy.on_host:
         return _on_host(machine, strategy, work, all_fast_ms)
@@ -115,9 +117,15 @@ def step_time(
         return _beside(machine, work, all_fast_ms, plan, moving, form)
     total = all_fast_ms + plan + moving
     parts = {"dense part": all_fast_ms, "planning": plan, "link": moving, "host": machine.host_ms}
-    limit = max(parts, key=parts.__getitem__)
+    limit = _largest(parts, machine, all_fast_ms)
     ms = max(machine.host_ms, total)
     return StepTime(ms, all_fast_ms, plan, moving, machine.host_ms, form, limit)
+
+
+def _largest(parts: Mapping[str, float], machine: Machine, training: float) -> str:
+    found = max(parts, key=parts.__getitem__)
+    # What all-fast takes may be the host's already.
+    return "host" if found == "dense part" and training <= machine.host_ms else found
 
 
 def _beside(
@@ -132,8 +140,9 @@ def _beside(
     # Where training waits for rows, fills get all of the GPU that helps them.
     floor = moving if form == "staged" else min(moving, _moving_ms(machine, work, "zero-copy"))
     parts = {"dense part": training + drag, "link": floor, "host": machine.host_ms}
-    limit = max(parts, key=parts.__getitem__)
-    return StepTime(parts[limit], training, plan, moving, machine.host_ms, form, limit)
+    limit = _largest(parts, machine, training)
+    ms = max(parts.values())
+    return StepTime(ms, training, plan, moving, machine.host_ms, form, limit)
 
 
 def _moving_ms(machine: Machine, work: Work, form: str) -> float:

@@ -23,6 +23,7 @@ REACH = 0.95
 _LEFT = 0.3  # of the free memory of a GPU, for the model, its optimizer and what they compute with
 _SAMPLES = 8192  # of a batch, where nobody knows how many there will be
 _STEPS = 24  # budgets that are tried
+_SMALL_BUDGET, _ON_TOP = 256 << 20, 16 << 20
 _PLAN_BYTES = 200  # of a lookup: what plans take on a GPU beside slots (benchmarks/results)
 
 
@@ -66,10 +67,10 @@ def budget_for(
     high = 2 * low
     while given(high) < min(slots, num_rows):
         high *= 2
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if given(middle) >= slots else (middle + 1, high)
-    return low + plan_bytes
+    found = _least(lambda total: given(total) >= min(slots, num_rows), low, high)
+    # Plans come on top of a small budget, as far as they are small (`hotrow.plan_room`).
+    is_on_top = found < _SMALL_BUDGET and plan_bytes <= _ON_TOP
+    return found if is_on_top else found + plan_bytes
 
 
 def buffer_part_of(strategy: Strategy, device: torch.device) -> float:
@@ -100,7 +101,8 @@ def auto_budget(
     more than 70 % of what is free, and that much where there is no profile. Never more than all
     rows need. `share` shares a budget out among the groups; `free_bytes` is measured if not given.
     """
-    if device.type != "cuda" and profile is None:
+    is_limited = device.type == "cuda" or free_bytes is not None
+    if profile is None and not is_limited:
         raise ValueError(
             f"budget='{AUTO}' takes what is free of a GPU's memory, or what a profile says is "
             f"enough, and here is neither: device='{device}', and no profile=. Give a number of "
@@ -112,7 +114,7 @@ def auto_budget(
     # A sixteenth is for ids of batches ahead, and a slot has its state and its place in a map.
     highest = max(lowest, 2 * sum((size + 64) * group.num_rows for size, group in sizes))
     highest = _least(lambda total: _has_all(share(total), groups), lowest, highest)
-    if device.type == "cuda" or free_bytes is not None:
+    if is_limited:
         free = _free_bytes(device) if free_bytes is None else free_bytes
         highest = min(highest, int((1 - _LEFT) * free))
         if highest < lowest:

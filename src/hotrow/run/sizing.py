@@ -15,6 +15,7 @@ from statistics import median
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hotrow.budget import show_bytes
 from hotrow.ceilings import measure
@@ -25,10 +26,9 @@ from hotrow.models import MODELS
 from hotrow.records import SizedOption, SizeRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.job import all_fast, build, open_data, tables_of
-from hotrow.run.lookups import OfRun
+from hotrow.run.lookups import NO_ROW, OfRun
 from hotrow.run.profiling import DataProfile, profile_lookups
 from hotrow.run.source import Samples
-from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated, simulate
 from hotrow.sizing import (
     Point,
@@ -46,7 +46,7 @@ _TRIED = 31  # numbers of slots
 _PLANNED = 3  # of them, for which look-ahead is planned
 _SAME = 1.01  # steps that differ by less are as fast
 _NEAR_BEST = 1.02
-_ABOUT = 1.25  # times a budget, where a faster strategy is worth it
+_ABOUT = 1.5  # times a budget, where a faster strategy is worth it
 _WARM_STEPS, _TIMED_STEPS = 3, 12
 _TIMED_BYTES = 1 << 30  # generated tables with which all-fast is timed
 _NOT_MEASURED = 0.25  # more error where the dense part is guessed
@@ -117,10 +117,12 @@ def _timed(config: RunConfig, work: Work) -> Base | None:
 
 def _dense_weights(config: RunConfig, samples: Samples) -> int:
     """Of the model's matrices, without a row of its tables."""
-    tables = [replace(each, num_embeddings=2) for each in tables_of(config, samples)]
-    if config.model.num_steps is not None:
-        tables = [replace(each, padding_idx=1) for each in tables]
-    kind = EmbeddingCollection if config.model.num_steps is not None else EmbeddingBagCollection
+    is_sequence = config.model.num_steps is not None
+    tables = [
+        replace(each, num_embeddings=2, padding_idx=1 if is_sequence else None)
+        for each in tables_of(config, samples)
+    ]
+    kind = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     rule = config.embedding.optimizer.rule()
     embedding = kind(tables=tables, optimizer=rule, strategy="all-fast")
     model = MODELS[config.model.kind](
@@ -137,10 +139,11 @@ def _dense_weights(config: RunConfig, samples: Samples) -> int:
 
 @dataclass(frozen=True)
 class Planned:
-    """Look-ahead at one depth."""
+    """A strategy that the planner was run for, at some numbers of slots."""
 
+    strategy: Strategy
     depth: int
-    over_bound: NDArray[np.float64]  # times the fewest rows, by slots; straight in their logarithm
+    fetched: NDArray[np.float64]  # by slots: times the bound, straight in their logarithm
     planning_ms: float | None  # of a batch, where that was measured on the machine in question
 
 
@@ -169,13 +172,20 @@ class Sizing:
         if self.base.how == _GUESSED:
             self.error = math.hypot(self.error, _NOT_MEASURED)
 
+    def _lookups(self, batches: int) -> OfRun:
+        """So many that are all different, where data are generated; a folder's, again and again."""
+        data, known = self.config.data, self._warm_up + self._batches + max(self._depths)
+        if data.kind != "prepared":
+            data = replace(data, samples=max(data.samples, known * data.batch_size))
+        steps = self.config.model.num_steps
+        return OfRun(data, steps=steps, name=self.config.run.name, batches=batches)
+
+    def _trace(self, batches: int) -> Iterator[Tensor]:
+        for batch in self._lookups(batches).batches():
+            yield torch.from_numpy(batch.ids[batch.ids != NO_ROW]).long()
+
     def _profiled(self) -> DataProfile:
-        lookups = OfRun(
-            self.config.data,
-            steps=self.config.model.num_steps,
-            name=self.config.run.name,
-            batches=self._warm_up + self._batches,
-        )
+        lookups = self._lookups(self._warm_up + self._batches)
         num_rows = sum(lookups.rows.values())
         slots = geometric(-(-num_rows // _SMALLEST), num_rows, _TRIED)
         found = profile_lookups(
@@ -208,16 +218,15 @@ class Sizing:
             plan_bytes=plan_bytes_of(self.work(0).lookups) if self.machine.is_gpu else 0,
         )
 
-    def fetched(self, policy: str) -> NDArray[np.float64]:
-        """Rows that a batch fetches in the long run, by the curve's slots; NaN: it does not fit.
+    def in_the_long_run(self, fetched: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows that a batch fetches, by slots, of those that it does in the trace.
 
         A trace is short: rows that it reads for the first time were read before, in truth. Of the
         rows that are seldom read, slots hold about as large a part as of all rows.
         """
-        curve = self.profile.curve(policy)
         first_time = self.profile.curve("lru").per_batch[-1]
-        there = curve.slots / self._num_rows
-        found: NDArray[np.float64] = np.maximum(0.0, curve.per_batch - first_time * there)
+        there = np.array(self.slots) / self._num_rows
+        found: NDArray[np.float64] = np.maximum(0.0, fetched - first_time * there)
         return found
 
     @property
@@ -247,46 +256,40 @@ class Sizing:
             planning_ms=planning_ms,
         )
 
-    # -- look-ahead --------------------------------------------------------------------
+    # -- what is near the bound --------------------------------------------------------
+
+    @property
+    def bound(self) -> NDArray[np.float64]:
+        """Rows of a batch that must be fetched, by slots: Belady's; `lru` if that is not known."""
+        known = [each.policy for each in self.profile.curves]
+        return self.profile.curve("belady" if "belady" in known else "lru").per_batch
 
     def planned(self, slots: Sequence[int]) -> Iterator[Planned]:
-        """Look-ahead by the planner, with some numbers of slots, at each depth."""
-        strategy = STRATEGIES["lookahead"]
-        trace = Trace(self.config.data, steps=self.config.model.num_steps)
+        """By the planner, with some numbers of slots: `static`, and look-ahead at each depth."""
+        ahead = STRATEGIES["lookahead"]
+        strategies = [replace(ahead, look_ahead=depth) for depth in self._depths]
+        strategies.insert(0, STRATEGIES["static"])
         found = simulate(
-            trace.batches(self._warm_up + self._batches + max(self._depths)),
-            num_rows=trace.num_rows,
-            choices=[
-                (replace(strategy, look_ahead=depth), each)
-                for each in slots
-                for depth in self._depths
-            ],
+            self._trace(self._warm_up + self._batches + max(self._depths)),
+            num_rows=self._num_rows,
+            choices=[(strategy, each) for strategy in strategies for each in slots],
             warm_up=self._warm_up,
             counted=self._batches,
             on_batch=self._on_batch,
         )
-        bound = dict(zip(self.slots, self._bound().tolist(), strict=True))
-        at = np.log([float(each) for each in slots])
-        for depth in self._depths:
-            mine = [each for each in found if each.depth == depth]
+        bound = dict(zip(self.slots, self.bound.tolist(), strict=True))
+        # With a slot for each row nobody fetches more than others.
+        at = np.log([*slots, max(self._num_rows, slots[-1] + 1)])
+        for place, strategy in enumerate(strategies):
+            mine = found[place * len(slots) : (place + 1) * len(slots)]
             over = [max(1.0, each.rows_per_batch / max(bound[each.slots], 1e-9)) for each in mine]
             planning = median(planning_ms_of(each, self.machine) for each in mine)
             yield Planned(
-                depth,
-                np.interp(np.log(self.slots), at, over),
+                strategy,
+                mine[0].depth,
+                self.in_the_long_run(self.bound * np.interp(np.log(self.slots), at, [*over, 1.0])),
                 None if self.machine.is_gpu else planning,
             )
-
-    def _bound(self) -> NDArray[np.float64]:
-        """Belady's, or `static` where that was not affordable."""
-        known = [each.policy for each in self.profile.curves]
-        return self.profile.curve("belady" if "belady" in known else "static").per_batch
-
-    def lookahead(self, over: NDArray[np.float64]) -> NDArray[np.float64]:
-        first_time = self.profile.curve("lru").per_batch[-1]
-        there = np.array(self.slots) / self._num_rows
-        found: NDArray[np.float64] = np.maximum(0.0, over * self._bound() - first_time * there)
-        return found
 
 
 def planning_ms_of(found: Simulated, machine: Machine) -> float:
@@ -301,11 +304,12 @@ def planning_ms_of(found: Simulated, machine: Machine) -> float:
 def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     """The smallest budget with `reach` of all-fast's speed, of any strategy."""
     wanted = sizing.base.ms / reach
-    options: list[SizedOption] = []
-    for name in ("lru", "static"):
-        points = sizing.points(STRATEGIES[name], sizing.fetched(name))
-        options += [_option(sizing, STRATEGIES[name], 0, each, wanted) for each in points]
-    options += _lookahead(sizing, wanted)
+    lru = STRATEGIES["lru"]
+    recent = sizing.in_the_long_run(sizing.profile.curve("lru").per_batch)
+    options = [_option(sizing, lru, 0, point, wanted) for point in sizing.points(lru, recent)]
+    for each in sizing.planned(_worth_planning(sizing, wanted)):
+        points = sizing.points(each.strategy, each.fetched, planning_ms=each.planning_ms)
+        options += [_option(sizing, each.strategy, each.depth, point, wanted) for point in points]
     best = [
         _best([each for each in options if each.strategy == name])
         for name in dict.fromkeys(each.strategy for each in options)
@@ -332,22 +336,13 @@ def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     )
 
 
-def _lookahead(sizing: Sizing, wanted: float) -> list[SizedOption]:
+def _worth_planning(sizing: Sizing, wanted: float) -> list[int]:
+    """Slots about where the answer is: if nothing was fetched beyond the bound, and some above."""
     strategy = STRATEGIES["lookahead"]
-    bound = list(sizing.points(strategy, sizing.lookahead(np.ones(len(sizing.slots)))))
-    if not bound:
-        return []
-    # About where the answer is: if nothing was fetched beyond the bound, and some slots above.
-    found = first_reaching(bound, wanted)
-    sizes = [each.slots for each in bound]
+    bound = list(sizing.points(strategy, sizing.in_the_long_run(sizing.bound)))
+    sizes, found = [each.slots for each in bound], first_reaching(bound, wanted)
     least = len(sizes) - 2 * _PLANNED if found is None else sizes.index(found.slots)
-    planned = sizes[max(0, least) :: 2][:_PLANNED]
-    options = []
-    for each in sizing.planned(planned):
-        fetched = sizing.lookahead(each.over_bound)
-        points = sizing.points(strategy, fetched, planning_ms=each.planning_ms)
-        options += [_option(sizing, strategy, each.depth, point, wanted) for point in points]
-    return options
+    return sizes[max(0, least) :: 2][:_PLANNED]
 
 
 def _option(
@@ -401,7 +396,7 @@ def _choose(
     least_bytes = min(each.budget_bytes for each in reaching)
     about = [each for each in reaching if each.budget_bytes <= _ABOUT * least_bytes]
     chosen = min(about, key=lambda each: each.step_ms)
-    if chosen is not everything or not best:
+    if chosen is not everything or any(each.reaches for each in best):
         return chosen, []
     nearest = min(best, key=lambda each: each.step_ms)
     least = f"{math.floor(100 * nearest.of_all_fast) / 100:g}"
