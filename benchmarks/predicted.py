@@ -1,16 +1,21 @@
 """Step times that the cost model predicts beside those that were measured, for docs/size.md.
 
     python benchmarks/predicted.py
+    python benchmarks/predicted.py --rows target budget-2    # minutes each, on a CPU
 
 Every line of results/terabyte.jsonl and results/multihot.jsonl with rows that move is judged, of
 every visit to the machine. Given are the line's own counts of rows, and what all-fast took in the
 same visit and setting: how long the model's own part takes, nobody can tell but who measures it.
 The machine's ceilings come from other measurements, which src/hotrow/machines.toml names. Two lines
 of terabyte.jsonl are among them (FITTED); they are left out here.
+
+`--rows` runs the planner over the same batches of ids, as `hotrow simulate` does, with the slots
+and the depth that the GPU had, and keeps how many rows it fetches in results/predicted.jsonl.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
@@ -19,8 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import multihot
+import terabyte
+import torch
+from traces import Trace
+
 from hotrow.cost import Work, step_time
 from hotrow.machine import Machine, find_machine
+from hotrow.simulate import simulate
 from hotrow.strategy import STRATEGIES
 
 HERE = Path(__file__).parent
@@ -29,6 +40,8 @@ FITTED = {
     ("3510a81", "target", "hotrow-lookahead-written"),
     ("c9ec046", "target", "hotrow-lookahead"),
 }
+NEWEST = "aa9a180"
+COUNTED = 50  # steps
 # Where tables have as many rows and the model is the same, all-fast is.
 SAME_MODEL = {"budget-2": "target", "budget-10": "target"}
 STATE = {"sgd": lambda dim: 0, "rowwise-adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
@@ -104,6 +117,72 @@ def form_of(line: dict[str, Any]) -> str:
     return next((text.split(" ")[0] for text in fills.values()), "auto")
 
 
+# -- rows --------------------------------------------------------------------------------
+
+
+SETTINGS = {"terabyte": terabyte.SETTINGS, "multihot": multihot.SETTINGS}
+
+
+def simulated(line: dict[str, Any]) -> dict[str, Any]:
+    """Rows that look-ahead fetches by the planner, in about the steps that were counted."""
+    setting = next(each for each in SETTINGS[line["suite"]] if each.name == line["run"])
+    facts, lookups = line["facts"], line["setting"]["batch"] * len(setting.rows) * setting.hotness
+    depth = facts["memory"]["look-ahead ids"] // (4 * lookups) - 2
+    warm_up = line["warmup_steps"] + line["step_ms"]["steps"]
+    steps = warm_up + COUNTED + depth
+    trace = Trace(
+        setting.rows, steps=steps, batch=setting.batch, skew=setting.skew, hotness=setting.hotness,
+        lock=False,
+    )  # fmt: skip
+    bases = torch.tensor([0, *setting.rows[:-1]]).cumsum(0)
+    bases = bases if setting.hotness == 1 else bases[:, None]
+    (found,) = simulate(
+        ((ids + bases).view(-1) for ids in trace.ids),
+        num_rows=sum(setting.rows),
+        choices=[(replace(STRATEGIES["lookahead"], look_ahead=depth), facts["slots"])],
+        warm_up=warm_up,
+        counted=COUNTED,
+    )
+    trace.close()
+    return {
+        "suite": line["suite"],
+        "run": line["run"],
+        "commit": line["commit"],
+        "slots": facts["slots"],
+        "depth": depth,
+        "warm_up": warm_up,
+        "counted_on_gpu": facts["fetched_rows_per_step"],
+        "simulated": found.rows_per_batch,
+    }
+
+
+def add_rows(runs: Sequence[str], results: Path = HERE / "results") -> None:
+    for line in read(results):
+        is_newest = line["commit"] == NEWEST and line["system"] == "hotrow-lookahead"
+        if is_newest and line["run"] in runs:
+            found = simulated(line)
+            print(json.dumps(found), flush=True)
+            with (results / "predicted.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+def traffic_table(found: Sequence[Judged]) -> str:
+    lines = ["| run | slots | batches ahead | rows fetched on the GPU | by the planner | apart |"]
+    lines.append("|---|---|---|---|---|---|")
+    path = HERE / "results" / "predicted.jsonl"
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        each = json.loads(text)
+        apart = each["simulated"] / each["counted_on_gpu"] - 1
+        lines.append(
+            f"| {each['suite']}, {each['run']} | {each['slots']:,} | {each['depth']} | "
+            f"{each['counted_on_gpu']:,.0f} | {each['simulated']:,.0f} | {apart:+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+# -- the page ----------------------------------------------------------------------------
+
+
 def median_error(found: Sequence[Judged]) -> float:
     return statistics.median(abs(each.error) for each in found)
 
@@ -147,7 +226,7 @@ def summary_table(found: Sequence[Judged]) -> str:
 
 
 def filled(text: str, found: Sequence[Judged]) -> str:
-    tables = {"rows": rows_table, "summary": summary_table}
+    tables = {"rows": rows_table, "summary": summary_table, "traffic": traffic_table}
     return _PLACE.sub(lambda place: place[1] + tables[place[2]](found) + place[3], text)
 
 
@@ -160,10 +239,13 @@ def read(results: Path = HERE / "results") -> list[dict[str, Any]]:
     return found
 
 
-def main(page: Path = PAGE) -> None:
+def main() -> None:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--rows", nargs="+", default=(), metavar="RUN", help="of the newest visit")
+    add_rows(made.parse_args().rows)
     found = judged(read(), find_machine("h200"))
-    page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print(f"{page}: {len(found)} lines, median error {median_error(found):.1%}")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    print(f"{PAGE}: {len(found)} lines, median error {median_error(found):.1%}")
 
 
 if __name__ == "__main__":
