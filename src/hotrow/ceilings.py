@@ -183,10 +183,10 @@ def _trace() -> Iterator[Tensor]:
 
 
 def _forms(device: torch.device) -> tuple[dict[str, Points], float]:
-    """Million moves per second of each form, and the GiB that rows were spread over. Without
-    page-locked memory, or without Triton, there are none."""
+    """Million moves per second of each form that cores suffice for, and the GiB that rows were
+    spread over. Without page-locked memory, or without Triton, there are none."""
     try:
-        from hotrow.fills import measure as measure_fills
+        from hotrow.fills import choose
         from hotrow.pinned import locked_rows
     except ImportError:
         return {}, 0.0
@@ -195,7 +195,6 @@ def _forms(device: torch.device) -> tuple[dict[str, Points], float]:
     found = locked_rows(size // (4 * width), width)
     if not found.locked:
         return {}, 0.0
-    names = ("zero-copy", "bulk", "staged")
-    rates = measure_fills(Store(found.rows), device, lanes_of(device), 8192, names)
+    rates = choose(Store(found.rows), device, lanes_of(device), bulk=True).moves_per_second
     found.close()
     return {name: ((4.0 * width, rate / 1e6),) for name, rate in rates.items()}, size / _GIB

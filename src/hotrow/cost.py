@@ -148,7 +148,7 @@ def _beside(
 def _moving_ms(machine: Machine, work: Work, form: str) -> float:
     """By themselves: rows that come, and rows that leave."""
     link = _link_ms(machine, work, work.read_rows, work.evicted_rows)
-    if form in ("", "zero-copy"):
+    if form == "zero-copy" or form not in machine.forms:
         return link
     moves = max(work.fetched_rows, work.evicted_rows)
     alone = moves / (at(machine.forms[form], work.row_bytes) * 1e6) * _MS

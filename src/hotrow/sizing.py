@@ -5,6 +5,7 @@ Knows bytes, counts and the cost model; no run and no row. `budget="auto"` is de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,21 +115,38 @@ def auto_budget(
     # A sixteenth is for ids of batches ahead, and a slot has its state and its place in a map.
     highest = max(lowest, 2 * sum((size + 64) * group.num_rows for size, group in sizes))
     highest = _least(lambda total: _has_all(share(total), groups), lowest, highest)
+    most: float = math.inf
     if is_limited:
         free = _free_bytes(device) if free_bytes is None else free_bytes
-        highest = min(highest, int((1 - _LEFT) * free))
-        if highest < lowest:
+        most = int((1 - _LEFT) * free)
+        if most < lowest:
             raise ValueError(
                 f"budget='{AUTO}' takes {1 - _LEFT:.0%} of the {show_bytes(free)} that are free on "
                 f"{device}, which is too little: the smallest budget that works here is "
                 f"{show_bytes(lowest)}. Free memory, or give a budget in bytes"
             )
-    if profile is None:
-        return highest
-    # What the host needs for a step could hide any move of rows; larger batches hide less.
-    machine = replace(machine or machine_at(device), host_ms=0.0)
-    budgets = geometric(lowest, highest, _STEPS)
-    counted = [_Counted(group, profile) for group in groups]
+        highest = int(min(highest, most))
+    found = highest
+    if profile is not None:
+        # What the host needs for a step could hide any move of rows; larger batches hide less.
+        machine = replace(machine or machine_at(device), host_ms=0.0)
+        counted = [_Counted(group, profile) for group in groups]
+        found = _enough(
+            share, machine, strategy, counted, sizes, geometric(lowest, highest, _STEPS)
+        )
+    features = sum(len(table.feature_names) for group in groups for table in group.tables)
+    plans = plan_bytes_of(_SAMPLES * features) if device.type == "cuda" else 0
+    return int(min(found + plans, most))
+
+
+def _enough(
+    share: Callable[[int], Budget],
+    machine: Machine,
+    strategy: Strategy,
+    counted: Sequence[_Counted],
+    sizes: Sequence[tuple[int, WidthGroup]],
+    budgets: Sequence[int],
+) -> int:
     points = [_point(total, machine, strategy, share(total), counted, sizes) for total in budgets]
     fitting = [each for each in points if _holds_two(share(each.budget_bytes), counted)]
     found = first_reaching(fitting, points[-1].time.ms / REACH)

@@ -48,8 +48,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "width", "dark"),
+    [("profile", 1280, False), ("simulate", 400, True), ("size", 1280, True), ("size", 400, False)],
+)
 def test_a_page_opens(
     browser: Browser, pages: dict[str, Path], command: str, width: int, dark: bool
 ) -> None:

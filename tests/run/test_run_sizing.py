@@ -27,7 +27,7 @@ def config() -> RunConfig:
 @pytest.fixture(scope="module")
 def sizing(config: RunConfig) -> Sizing:
     return Sizing(
-        config, machine_of("h200", config), batches=30, warm_up=60, depths=(2, 20), dense_ms=0.45
+        config, machine_of("h200", config), batches=15, warm_up=30, depths=(2, 12), dense_ms=0.45
     )
 
 
@@ -75,7 +75,7 @@ def test_what_is_planned_is_between_the_bound_and_all_rows(sizing: Sizing) -> No
     slots = sizing.slots[-9:-3:2]
     planned = list(sizing.planned(slots))
     assert [each.strategy.name for each in planned] == ["static", "lookahead", "lookahead"]
-    assert [each.depth for each in planned] == [0, 2, 20]
+    assert [each.depth for each in planned] == [0, 2, 12]
     fits = ~np.isnan(bound)
     for each in planned:
         assert (each.fetched[fits] >= bound[fits] - 1e-9).all()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable
 from hotrow.machine import THIS, Machine, find_machine
 from hotrow.models import MODELS
 from hotrow.records import SizedOption, SizeRecord
+from hotrow.reuse import LONGEST_HOLD
 from hotrow.run.config import RunConfig
 from hotrow.run.job import all_fast, build, open_data, tables_of
 from hotrow.run.lookups import NO_ROW, OfRun
@@ -47,7 +49,7 @@ _PLANNED = 3  # of them, for which look-ahead is planned
 _SAME = 1.01  # steps that differ by less are as fast
 _NEAR_BEST = 1.02
 _ABOUT = 1.5  # times a budget, where a faster strategy is worth it
-_WARM_STEPS, _TIMED_STEPS = 3, 12
+_TIMED = 12  # times that are taken of all-fast
 _TIMED_BYTES = 1 << 30  # generated tables with which all-fast is timed
 _NOT_MEASURED = 0.25  # more error where the dense part is guessed
 _GUESSED, _GIVEN, _MEASURED = "guessed", "given", "measured"
@@ -102,17 +104,21 @@ def _timed(config: RunConfig, work: Work) -> Base | None:
     if too_large > 1:
         data = replace(config.data, scale=config.data.scale / too_large)
         config = replace(config, data=data)
-    steps = _WARM_STEPS + _TIMED_STEPS
+    is_gpu = config.run.device.startswith("cuda")
+    # A GPU is waited for after several steps alone; it captures them before.
+    at_once, warm_up = (20, 40) if is_gpu else (1, 3)
+    steps = warm_up + at_once * _TIMED
     training = replace(config.training, steps=steps, eval_every=None, patience=None)
     job = build(replace(all_fast(config), training=training))
-    found = [record.seconds for record in job.train()][_WARM_STEPS:]
-    if not found:
-        return None
-    if job.embedding.device.type == "cuda":
-        torch.cuda.synchronize(job.embedding.device)
-    low, high = np.quantile(found, [0.2, 0.8])
-    middle = median(found)
-    return Base(1e3 * middle, _MEASURED, float(high - low) / 2 / middle)
+    marks = []
+    for step, _ in enumerate(job.train(), start=1):
+        if step >= warm_up and (step - warm_up) % at_once == 0:
+            if is_gpu:
+                torch.cuda.synchronize(job.embedding.device)
+            marks.append(perf_counter())
+    found = np.diff(marks) / at_once
+    low, middle, high = np.quantile(found, [0.2, 0.5, 0.8]).tolist()
+    return Base(1e3 * middle, _MEASURED, (high - low) / 2 / middle)
 
 
 def _dense_weights(config: RunConfig, samples: Samples) -> int:
@@ -237,9 +243,10 @@ class Sizing:
     def points(
         self, strategy: Strategy, fetched: NDArray[np.float64], *, planning_ms: float | None = None
     ) -> Iterator[Point]:
-        held = strategy.hold.batches + 1
+        # One batch more than must fit together, since pinned rows are in the way.
+        held = min(strategy.hold.batches + 1, LONGEST_HOLD)
+        floor = min(self.profile.floors[held - 1], self._num_rows)
         for slots, rows in zip(self.slots, fetched.tolist(), strict=True):
-            floor = min(self.profile.floors[min(held, 8) - 1], self._num_rows)
             if math.isnan(rows) or slots < floor:
                 continue
             time = self.time(strategy, rows, planning_ms)
