@@ -11,11 +11,11 @@ of terabyte.jsonl are among them (FITTED); they are left out here.
 
 `--rows` runs the planner over the same batches of ids, as `hotrow simulate` does, with the slots
 and the depth that the GPU had, and keeps how many rows it fetches in results/predicted.jsonl.
+`--settled` does so for rows in the long run, told from a short trace as `hotrow size` does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -25,12 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import multihot
+import numpy as np
 import terabyte
 import torch
+from harness import Results, parser, read_results, results_for
 from traces import Trace
 
 from hotrow.cost import Work, step_time
 from hotrow.machine import Machine, find_machine
+from hotrow.run.config import load
+from hotrow.run.sizing import Sizing
 from hotrow.simulate import simulate
 from hotrow.strategy import STRATEGIES
 
@@ -42,6 +46,7 @@ FITTED = {
 }
 NEWEST = "aa9a180"
 COUNTED = 50  # steps
+SETTLED = ("kaggle-2-settled", "kaggle-5-settled")
 # Where tables have as many rows and the model is the same, all-fast is.
 SAME_MODEL = {"budget-2": "target", "budget-10": "target"}
 STATE = {"sgd": lambda dim: 0, "rowwise-adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
@@ -145,9 +150,7 @@ def simulated(line: dict[str, Any]) -> dict[str, Any]:
     )
     trace.close()
     return {
-        "suite": line["suite"],
-        "run": line["run"],
-        "commit": line["commit"],
+        "visit": line["commit"],
         "slots": facts["slots"],
         "depth": depth,
         "warm_up": warm_up,
@@ -156,25 +159,66 @@ def simulated(line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def add_rows(runs: Sequence[str], results: Path = HERE / "results") -> None:
-    for line in read(results):
+def add_rows(runs: Sequence[str], results: Results) -> None:
+    for line in read():
         is_newest = line["commit"] == NEWEST and line["system"] == "hotrow-lookahead"
         if is_newest and line["run"] in runs:
-            found = simulated(line)
-            print(json.dumps(found), flush=True)
-            with (results / "predicted.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+            results.write(f"{line['suite']}, {line['run']}", "planner", {"facts": simulated(line)})
+
+
+def add_settled(results: Results) -> None:
+    """Rows in the long run, as `hotrow size` tells them from 150 batches, beside belady.py's."""
+    config = load(
+        HERE.parent / "configs" / "traffic-study.toml", overrides=["data.batch_size=2048"]
+    )
+    sizing = Sizing(
+        config, find_machine("h200"), batches=50, warm_up=100, depths=(50,), dense_ms=0.5
+    )
+    slots = np.log(sizing.slots)
+    # About where a trace of 150 batches fills all slots.
+    settled = [each for each in sizing.slots if each <= sizing.settled_slots]
+    told = {"lru": sizing.least_recent()}
+    told |= {
+        f"lookahead-{each.depth}": each.fetched
+        for each in sizing.planned(settled[-5::2])
+        if each.strategy.name == "lookahead"
+    }
+    for line in read_results(HERE / "results" / "belady.jsonl"):
+        if line["run"] in SETTLED and line["system"] in told:
+            rows = float(np.interp(np.log(line["slots"]), slots, told[line["system"]]))
+            facts = {
+                "slots": line["slots"],
+                "warm_up": line["warmup_batches"],
+                "settled": line["missing_rows_per_batch"],
+                "predicted": rows,
+            }
+            results.write(line["run"], line["system"], {"facts": facts})
+
+
+def settled_table(found: Sequence[Judged]) -> str:
+    lines = ["| run | strategy | slots | settled after | rows fetched | by 150 batches | apart |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for line in read_results(HERE / "results" / "predicted.jsonl"):
+        each = line["facts"]
+        if "settled" in each:
+            apart = each["predicted"] / each["settled"] - 1
+            lines.append(
+                f"| {line['run']} | {line['system']} | {each['slots']:,} | {each['warm_up']:,} "
+                f"batches | {each['settled']:,.0f} | {each['predicted']:,.0f} | {apart:+.1%} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def traffic_table(found: Sequence[Judged]) -> str:
     lines = ["| run | slots | batches ahead | rows fetched on the GPU | by the planner | apart |"]
     lines.append("|---|---|---|---|---|---|")
-    path = HERE / "results" / "predicted.jsonl"
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        each = json.loads(text)
+    for line in read_results(HERE / "results" / "predicted.jsonl"):
+        each = line["facts"]
+        if "simulated" not in each:
+            continue
         apart = each["simulated"] / each["counted_on_gpu"] - 1
         lines.append(
-            f"| {each['suite']}, {each['run']} | {each['slots']:,} | {each['depth']} | "
+            f"| {line['run']} | {each['slots']:,} | {each['depth']} | "
             f"{each['counted_on_gpu']:,.0f} | {each['simulated']:,.0f} | {apart:+.1%} |"
         )
     return "\n".join(lines) + "\n"
@@ -226,7 +270,12 @@ def summary_table(found: Sequence[Judged]) -> str:
 
 
 def filled(text: str, found: Sequence[Judged]) -> str:
-    tables = {"rows": rows_table, "summary": summary_table, "traffic": traffic_table}
+    tables = {
+        "rows": rows_table,
+        "summary": summary_table,
+        "traffic": traffic_table,
+        "settled": settled_table,
+    }
     return _PLACE.sub(lambda place: place[1] + tables[place[2]](found) + place[3], text)
 
 
@@ -240,9 +289,14 @@ def read(results: Path = HERE / "results") -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made = parser((__doc__ or "").split("\n")[0])
     made.add_argument("--rows", nargs="+", default=(), metavar="RUN", help="of the newest visit")
-    add_rows(made.parse_args().rows)
+    made.add_argument("--settled", action="store_true", help="rows in the long run, too")
+    arguments = made.parse_args()
+    results = results_for("predicted", arguments)
+    add_rows(arguments.rows, results)
+    if arguments.settled:
+        add_settled(results)
     found = judged(read(), find_machine("h200"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     print(f"{PAGE}: {len(found)} lines, median error {median_error(found):.1%}")

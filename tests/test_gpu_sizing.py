@@ -8,7 +8,10 @@ import torch
 import hotrow
 from hotrow.ceilings import machine_at, measure
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = torch.device("cuda")
 
 

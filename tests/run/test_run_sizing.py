@@ -63,25 +63,40 @@ def test_less_is_enough_for_less_speed(sizing: Sizing, found: SizeRecord) -> Non
 def test_in_the_long_run_a_slot_for_each_row_fetches_nothing(sizing: Sizing) -> None:
     curve = sizing.profile.curve("lru").per_batch
     assert curve[-1] > 0  # the trace is short
-    fetched = sizing.in_the_long_run(curve)
+    fetched = sizing.least_recent()
     assert fetched[-1] == 0
     fits = ~np.isnan(curve)
-    assert (fetched[fits] <= curve[fits]).all()
     assert (np.diff(fetched[fits]) <= 1e-9).all()
+    settled = fits & (np.array(sizing.slots) <= sizing.settled_slots)
+    assert settled.any()
+    assert (fetched[settled] == curve[settled]).all()
 
 
-def test_what_is_planned_is_between_the_bound_and_all_rows(sizing: Sizing) -> None:
-    bound = sizing.in_the_long_run(sizing.bound)
-    slots = sizing.slots[-9:-3:2]
+def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
+    """Up to the slots that the long one has settled."""
+    machine = machine_of("h200", config)
+    short, long = (
+        Sizing(config, machine, batches=20, warm_up=warm_up, depths=(2,), dense_ms=0.5)
+        for warm_up in (30, 400)
+    )
+    slots = np.array(long.slots)
+    told = (slots > 2 * short.settled_slots) & (slots <= long.settled_slots)
+    assert told.sum() >= 3
+    apart = short.least_recent()[told] / long.least_recent()[told]
+    assert (abs(np.log(apart)) < np.log(1.35)).all(), apart
+
+
+def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> None:
+    recent, slots = sizing.least_recent(), sizing.slots[-13:-7:2]
     planned = list(sizing.planned(slots))
     assert [each.strategy.name for each in planned] == ["static", "lookahead", "lookahead"]
     assert [each.depth for each in planned] == [0, 2, 12]
-    fits = ~np.isnan(bound)
-    for each in planned:
-        assert (each.fetched[fits] >= bound[fits] - 1e-9).all()
-        assert (each.fetched[fits] <= sizing.profile.total.unique_rows).all()
     place = sizing.slots.index(slots[0])
-    assert planned[2].fetched[place] <= planned[1].fetched[place]  # who sees more fetches less
+    static, near, far = (each.fetched for each in planned)
+    assert 0 < far[place] < near[place] < recent[place]  # who sees more fetches less
+    assert far[-1] == near[-1] == static[-1] == 0
+    # With more slots than batches ahead can tell of, it is hardly better than lru.
+    assert far[place] / recent[place] < far[-4] / recent[-4] <= 1
 
 
 def test_budgets_have_room_for_their_slots(sizing: Sizing, found: SizeRecord) -> None:

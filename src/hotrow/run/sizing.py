@@ -1,8 +1,7 @@
 """How much fast memory a run needs: curves of its trace, the planner, and the cost model.
 
-One pass over the trace tells what `lru` and `static` would fetch with any number of slots, and the
-fewest that anyone can (`hotrow.reuse`). Look-ahead is near those; how near, the planner itself
-tells for some numbers of slots and depths.
+One pass over the trace tells what `lru` would fetch with any number of slots (`hotrow.reuse`). How
+much less, or more, `static` and look-ahead fetch, the planner tells for some numbers of slots.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ _TRIED = 31  # numbers of slots
 _PLANNED = 3  # of them, for which look-ahead is planned
 _SAME = 1.01  # steps that differ by less are as fast
 _NEAR_BEST = 1.02
+_FALLING = 8  # times fewer slots than are settled: from there on it is told how misses fall
 _ABOUT = 1.5  # times a budget, where a faster strategy is worth it
 _TIMED = 12  # times that are taken of all-fast
 _TIMED_BYTES = 1 << 30  # generated tables with which all-fast is timed
@@ -149,7 +149,7 @@ class Planned:
 
     strategy: Strategy
     depth: int
-    fetched: NDArray[np.float64]  # by slots: times the bound, straight in their logarithm
+    fetched: NDArray[np.float64]  # by slots: times lru's, which is straight in their logarithm
     planning_ms: float | None  # of a batch, where that was measured on the machine in question
 
 
@@ -224,16 +224,37 @@ class Sizing:
             plan_bytes=plan_bytes_of(self.work(0).lookups) if self.machine.is_gpu else 0,
         )
 
-    def in_the_long_run(self, fetched: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows that a batch fetches, by slots, of those that it does in the trace.
+    @property
+    def settled_slots(self) -> float:
+        """Rows of the warm-up: up to so many slots a trace tells what lru fetches for good."""
+        curve, distinct = self.profile.curve("lru"), self.profile.total.distinct.value
+        return float(distinct - curve.per_batch[-1] * curve.batches)
 
-        A trace is short: rows that it reads for the first time were read before, in truth. Of the
-        rows that are seldom read, slots hold about as large a part as of all rows.
+    def least_recent(self) -> NDArray[np.float64]:
+        """Rows that a batch fetches with `lru` in the long run, by slots; NaN: it does not fit.
+
+        A row that the trace reads for the first time was read before, in truth, but longer ago than
+        the warm-up, in which `settled_slots` different rows were read. So with no more slots it has
+        left, and is fetched. With more, misses go on falling as they fell before, by a power of the
+        slots (Heaps' law), and to none with a slot for each row.
         """
-        first_time = self.profile.curve("lru").per_batch[-1]
-        there = np.array(self.slots) / self._num_rows
-        found: NDArray[np.float64] = np.maximum(0.0, fetched - first_time * there)
+        slots, found = np.array(self.slots, dtype=np.float64), self._lru.copy()
+        edge = max(self.settled_slots, float(slots[~np.isnan(found)][0]))
+        before = (~np.isnan(found)) & (slots >= edge / _FALLING) & (slots <= edge) & (found > 0)
+        beyond = slots > edge
+        if not beyond.any() or self._lru[-1] <= 0:
+            return found
+        power = 0.0
+        if before.sum() > 1:
+            power = min(0.0, float(np.polyfit(np.log(slots[before]), np.log(found[before]), 1)[0]))
+        there = float(np.interp(edge, slots[~np.isnan(found)], found[~np.isnan(found)]))
+        left = (self._num_rows - slots[beyond]) / max(1.0, self._num_rows - edge)
+        found[beyond] = there * (slots[beyond] / edge) ** power * left
         return found
+
+    @property
+    def _lru(self) -> NDArray[np.float64]:
+        return self.profile.curve("lru").per_batch
 
     @property
     def slots(self) -> list[int]:
@@ -263,14 +284,6 @@ class Sizing:
             planning_ms=planning_ms,
         )
 
-    # -- what is near the bound --------------------------------------------------------
-
-    @property
-    def bound(self) -> NDArray[np.float64]:
-        """Rows of a batch that must be fetched, by slots: Belady's; `lru` if that is not known."""
-        known = [each.policy for each in self.profile.curves]
-        return self.profile.curve("belady" if "belady" in known else "lru").per_batch
-
     def planned(self, slots: Sequence[int]) -> Iterator[Planned]:
         """By the planner, with some numbers of slots: `static`, and look-ahead at each depth."""
         ahead = STRATEGIES["lookahead"]
@@ -284,19 +297,37 @@ class Sizing:
             counted=self._batches,
             on_batch=self._on_batch,
         )
-        bound = dict(zip(self.slots, self.bound.tolist(), strict=True))
-        # With a slot for each row nobody fetches more than others.
-        at = np.log([*slots, max(self._num_rows, slots[-1] + 1)])
+        recent = dict(zip(self.slots, self._lru.tolist(), strict=True))
         for place, strategy in enumerate(strategies):
             mine = found[place * len(slots) : (place + 1) * len(slots)]
-            over = [max(1.0, each.rows_per_batch / max(bound[each.slots], 1e-9)) for each in mine]
+            over = [each.rows_per_batch / max(recent[each.slots], 1e-9) for each in mine]
             planning = median(planning_ms_of(each, self.machine) for each in mine)
             yield Planned(
                 strategy,
                 mine[0].depth,
-                self.in_the_long_run(self.bound * np.interp(np.log(self.slots), at, [*over, 1.0])),
+                self._over_recent(slots, over, strategy.look_ahead or 0),
                 None if self.machine.is_gpu else planning,
             )
+
+    def _over_recent(
+        self, planned: Sequence[int], over: Sequence[float], depth: int
+    ) -> NDArray[np.float64]:
+        """Rows by slots, of those that lru fetches so many times at some of them.
+
+        Between them the factor is straight in the logarithm of slots. With more, look-ahead has
+        less to gain: all that it can if it sees half of the batches in which slots are replaced,
+        and in proportion if fewer (benchmarks/README.md, look-ahead over Belady's bound).
+        """
+        slots, recent = np.array(self.slots, dtype=np.float64), self.least_recent()
+        factor = np.interp(np.log(slots), np.log(planned), over)
+        if depth:
+            seen = np.minimum(1.0, 2 * depth * recent / slots)
+            last = self.slots.index(planned[-1])
+            there = slots > planned[-1]
+            gained = (1 - factor[there]) * seen[there] / max(float(seen[last]), 1e-9)
+            factor[there] = 1 - gained
+        found: NDArray[np.float64] = factor * recent
+        return found
 
 
 def planning_ms_of(found: Simulated, machine: Machine) -> float:
@@ -312,8 +343,8 @@ def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     """The smallest budget with `reach` of all-fast's speed, of any strategy."""
     wanted = sizing.base.ms / reach
     lru = STRATEGIES["lru"]
-    recent = sizing.in_the_long_run(sizing.profile.curve("lru").per_batch)
-    options = [_option(sizing, lru, 0, point, wanted) for point in sizing.points(lru, recent)]
+    points = sizing.points(lru, sizing.least_recent())
+    options = [_option(sizing, lru, 0, point, wanted) for point in points]
     for each in sizing.planned(_worth_planning(sizing, wanted)):
         points = sizing.points(each.strategy, each.fetched, planning_ms=each.planning_ms)
         options += [_option(sizing, each.strategy, each.depth, point, wanted) for point in points]
@@ -344,12 +375,13 @@ def size(sizing: Sizing, *, reach: float) -> SizeRecord:
 
 
 def _worth_planning(sizing: Sizing, wanted: float) -> list[int]:
-    """Slots about where the answer is: if nothing was fetched beyond the bound, and some above."""
-    strategy = STRATEGIES["lookahead"]
-    bound = list(sizing.points(strategy, sizing.in_the_long_run(sizing.bound)))
-    sizes, found = [each.slots for each in bound], first_reaching(bound, wanted)
-    least = len(sizes) - 2 * _PLANNED if found is None else sizes.index(found.slots)
-    return sizes[max(0, least) :: 2][:_PLANNED]
+    """Slots about where the answer is, if look-ahead fetched what lru does, or the most that the
+    trace fills: with more, nobody has to leave."""
+    points = list(sizing.points(STRATEGIES["lookahead"], sizing.least_recent()))
+    sizes, found = [each.slots for each in points], first_reaching(points, wanted)
+    filled = max(1, sum(each <= sizing.settled_slots for each in sizes))
+    last = filled if found is None else min(filled, sizes.index(found.slots) + 1)
+    return sizes[:last][::-2][:_PLANNED][::-1]
 
 
 def _option(
