@@ -63,7 +63,6 @@ def test_what_overlaps_hides_moves_until_the_link_is_full() -> None:
     assert ms("lookahead", many) == pytest.approx(link)
     found = step_time(H200, STRATEGIES["lookahead"], many, all_fast_ms=0.6)
     assert found.limit == "link"
-    assert 1 - found.waiting_share == pytest.approx(0.6 / found.ms)
 
 
 def test_wide_rows_are_limited_by_bytes() -> None:

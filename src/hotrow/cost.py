@@ -56,11 +56,6 @@ class StepTime:
     form: str  # of fills; "": no row moves, or on a CPU
     limit: str  # what decides how long it is: dense part, planning, link, host
 
-    @property
-    def waiting_share(self) -> float:
-        """Of the step, what all-fast would not need."""
-        return 1 - self.training_ms / self.ms
-
 
 def rows_ms(machine: Machine, work: Work) -> float:
     """Lookups and updates in fast memory."""

@@ -15,6 +15,7 @@ from hotrow.budget import Budget, share_out, show_bytes, smallest_budget
 from hotrow.ceilings import machine_at
 from hotrow.cost import StepTime, Work, all_fast_ms, step_time
 from hotrow.machine import Machine
+from hotrow.plan_room import ON_TOP, SMALL_BUDGET
 from hotrow.profile import Profile, table_counts
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
@@ -24,7 +25,6 @@ REACH = 0.95
 _LEFT = 0.3  # of the free memory of a GPU, for the model, its optimizer and what they compute with
 _SAMPLES = 8192  # of a batch, where nobody knows how many there will be
 _STEPS = 24  # budgets that are tried
-_SMALL_BUDGET, _ON_TOP = 256 << 20, 16 << 20
 _PLAN_BYTES = 200  # of a lookup: what plans take on a GPU beside slots (benchmarks/results)
 
 
@@ -70,7 +70,7 @@ def budget_for(
         high *= 2
     found = _least(lambda total: given(total) >= min(slots, num_rows), low, high)
     # Plans come on top of a small budget, as far as they are small (`hotrow.plan_room`).
-    is_on_top = found < _SMALL_BUDGET and plan_bytes <= _ON_TOP
+    is_on_top = found < SMALL_BUDGET and plan_bytes <= ON_TOP
     return found if is_on_top else found + plan_bytes
 
 
