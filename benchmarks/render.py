@@ -46,8 +46,9 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/rounding.py` | where two trainings part that differ by rounding alone |
 | `python benchmarks/skew.py --globo clicks.parquet` | profiles beside plain counting |
 | `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
+| `python benchmarks/predicted.py` | predicted steps beside measured ones; needs no GPU |
 
-All but the last eight take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last nine take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 

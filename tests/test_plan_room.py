@@ -28,7 +28,7 @@ NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads
 
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.plan_room, "_ON_TOP", 0)
+    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 0)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
 
@@ -102,12 +102,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.plan_room, "_ON_TOP", 1 << 20)
+    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 1 << 20)
     embedding = build()
     slots = embedding.num_slots
     assert train(embedding, dense(90)).same_bits(train(build(None, strategy="all-fast"), dense(90)))
     assert embedding.num_slots == slots
-    monkeypatch.setattr(hotrow.plan_room, "_SMALL_BUDGET", 0)
+    monkeypatch.setattr(hotrow.plan_room, "SMALL_BUDGET", 0)
     other = build()
     train(other, dense(90))
     assert other.num_slots < slots

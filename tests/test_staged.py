@@ -45,7 +45,8 @@ from builders import (
 )
 from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
-from hotrow.fills import CLEARLY, FillChoice, by_rates, choose, measure
+from hotrow.fills import choose, measure
+from hotrow.forms import CLEARLY, FillChoice, by_rates
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
 from hotrow.stages import FIVE, FUSED, SPLIT, hold_of

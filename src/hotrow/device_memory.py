@@ -17,7 +17,8 @@ from hotrow.device_planner import DevicePlan, DevicePlanner, DeviceScratchpad
 from hotrow.device_start import initialise_on_gpu, unwritten_rows
 from hotrow.device_work import DeviceWork
 from hotrow.everything import AllPlanner, AllSlots
-from hotrow.fills import FULL, Effort, FillChoice, choose
+from hotrow.fills import FULL, Effort, choose
+from hotrow.forms import FillChoice
 from hotrow.kernels.triton import start
 from hotrow.kernels.triton.plan import count_traffic
 from hotrow.pinned import locked_rows

@@ -43,6 +43,7 @@ from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
 from hotrow.scalars import plain
 from hotrow.schedule import at_once
+from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
@@ -155,7 +156,8 @@ class EmbeddingBagCollection(nn.Module):
     """Embedding tables larger than fast memory, trained with `budget` bytes of it.
 
     `budget` is "4GiB", "512MB", a number of bytes, or "10%" of the rows with their optimizer
-    state; strategies that keep every row in fast memory, or none, leave it aside. `strategy` and
+    state; "auto" takes what is enough by `profile`, and at most 70 % of what is free of a GPU's
+    memory. Strategies that keep every row in fast memory, or none, leave it aside. `strategy` and
     its contract: see the README. Rows are updated in `backward()`, by `optimizer`;
     `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
     `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
@@ -280,15 +282,23 @@ class EmbeddingBagCollection(nn.Module):
                 f"strategy {self.strategy.name!r} needs a budget: the bytes of fast memory it may "
                 f"use, such as budget='10%' of the {self.bytes_total:,} bytes of rows"
             )
-        # A GPU's buffer serves only what is rare; a CPU's rows travel through it.
-        buffer_part = 1 / 64 if self.device.type == "cuda" else self.strategy.buffer_part
-        total = parse_bytes(budget, total=self.bytes_total)
+        buffer_part = buffer_part_of(self.strategy, self.device)
         parts: Callable[[int], list[float]] = partial(
             byte_parts, layouts, row_bytes, profile=profile
         )
+        total = 0 if budget == AUTO else parse_bytes(budget, total=self.bytes_total)
         if profile is not None:  # it takes long to rank, so other budgets are shared out alike
-            parts = partial(_always, parts(total))
+            parts = partial(_always, parts(total or self.bytes_total // 10))
         self._share_of = partial(_share_of, layouts, row_bytes, parts, buffer_part)
+        if budget == AUTO:
+            total = auto_budget(
+                self._share_of,
+                layouts,
+                row_bytes,
+                strategy=self.strategy,
+                device=self.device,
+                profile=profile,
+            )
         return self._share_of(total)
 
     # -- lookup ------------------------------------------------------------------------

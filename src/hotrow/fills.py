@@ -5,8 +5,7 @@ Knows the forms and the machine; nothing about batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotrow.device_planner import id_type_of
+from hotrow.forms import FillChoice, by_rates
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill
 from hotrow.lanes import Lanes
@@ -38,29 +38,11 @@ _WAITS = 0.25  # of a step: rows come too late
 _WAITS_NOT = 0.02
 _PATIENCE = 64  # looks before less is tried again
 
-# How many times as fast staged has to be alone to be taken: zero-copy takes two multiprocessors
-# from training; staged takes cores from whoever loads data and launches. What was 2.2 times as fast
-# alone, on all cores, was slower beside training (benchmarks/LOG.md).
-CLEARLY = 2.5
 _LEAST_CORES = {"bulk": 4, "staged": 8}  # bulk's threads have little to do
 _MOVES, _LEAST_MOVES = 8192, 512  # of a batch, each way; with fewer, the times say little
 _MOST_BYTES = 1 << 23  # of them
 # Batches; the last ones' rows are written by the CPU when all others have moved, so there are some.
 _WARM_UP, _TIMED = 2, 12
-
-
-@dataclass(frozen=True)
-class FillChoice:
-    """The form that is used, why, and how many moves per second each form that was tried made."""
-
-    form: str  # zero-copy, bulk, staged
-    why: str
-    moves_per_second: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        rates = [f"{form} {rate / 1e6:.1f}" for form, rate in self.moves_per_second.items()]
-        measured = f"; million moves per second: {', '.join(rates)}" if rates else ""
-        return f"{self.form} ({self.why}{measured})"
 
 
 class Effort:
@@ -113,20 +95,6 @@ def choose(store: Store, device: torch.device, lanes: Lanes, *, bulk: bool) -> F
     if moves < _LEAST_MOVES:
         return FillChoice("zero-copy", f"{len(store.rows):,} rows are too few to measure")
     return by_rates(measure(store, device, lanes, moves, forms))
-
-
-def by_rates(moves_per_second: Mapping[str, float]) -> FillChoice:
-    """Bulk, unless it is slower than zero-copy; otherwise that, unless staged is clearly faster.
-
-    Bulk disturbs training's kernels less, so to be as fast is reason enough.
-    """
-    rates, needed = moves_per_second, moves_per_second["zero-copy"]
-    if rates.get("bulk", 0.0) >= needed:
-        return FillChoice("bulk", "no slower than zero-copy, and training is faster", rates)
-    if rates.get("staged", 0.0) >= CLEARLY * needed:
-        return FillChoice("staged", f"{CLEARLY:g} times as fast, or more", rates)
-    why_not = {"bulk": "bulk is slower", "staged": f"staged is not {CLEARLY:g} times as fast"}
-    return FillChoice("zero-copy", ", ".join(why_not[x] for x in rates if x in why_not), rates)
 
 
 class _Batch(NamedTuple):

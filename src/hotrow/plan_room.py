@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hotrow.device_rows import DeviceRows
 
 # Whoever gives less tries things out: slots are kept, and plans may come on top.
-_SMALL_BUDGET, _ON_TOP = 256 << 20, 16 << 20
+SMALL_BUDGET, ON_TOP = 256 << 20, 16 << 20
 _BESIDE_SLOT = 1  # bytes, in the ranking
 _WORTH_IT = 1 / 100  # slots more than before
 
@@ -45,7 +45,7 @@ def make_room(
         for group in groups:
             group.restore_slots()
         excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
-        on_top = _ON_TOP if budget_bytes < _SMALL_BUDGET else 0
+        on_top = ON_TOP if budget_bytes < SMALL_BUDGET else 0
         if excess < 0:
             _take_more_slots(groups, -excess)
         elif excess > on_top:

@@ -161,6 +161,11 @@ def _without_padding(ids: Tensor, group: WidthGroup) -> Tensor:
     return ids[~torch.isin(ids, ids.new_tensor(padding))] if padding else ids
 
 
+def table_counts(profile: Profile, table: str) -> tuple[Tensor, Tensor]:
+    """Of one table: the rows that were read, and how often."""
+    return _sparse(profile.get(table))
+
+
 def _sparse(counts: Counts | None) -> tuple[Tensor, Tensor]:
     if counts is None:
         return torch.empty(0, dtype=torch.int64), torch.empty(0)

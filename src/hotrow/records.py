@@ -212,3 +212,47 @@ class ComparisonRecord:
     notes: tuple[str, ...]
     strategies: tuple[Figures, ...]
     advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SizedOption:
+    """A strategy with a budget, and what is predicted of it."""
+
+    strategy: str
+    budget_bytes: int
+    slots: int
+    slot_share: float  # of all rows
+    pinned_share: float  # of the slots, the most that hot rows get
+    depth: int  # batches known ahead
+    fill: str  # how a GPU would move rows; "": it moves none, or there is no GPU
+    moved_rows: float  # of a step, both ways
+    step_ms: float
+    planning_ms: float
+    moving_ms: float
+    of_all_fast: float  # its speed, over that of all-fast
+    samples_per_second: float
+    low_samples_per_second: float
+    high_samples_per_second: float
+    limit: str  # what a step waits for: dense part, planning, link, host
+    reaches: bool  # what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord:
+    """How much fast memory a run needs, by a prediction."""
+
+    name: str
+    machine: Mapping[str, Any]
+    reach: float  # of all-fast's speed
+    rows_bytes: int
+    num_rows: int
+    batch_size: int
+    lookups: float  # of a batch
+    unique_rows: float
+    all_fast_ms: float
+    all_fast_is: str  # "measured", "given" or "guessed"
+    error: float  # of predictions, as it was where some were measured
+    chosen: SizedOption
+    best: tuple[SizedOption, ...]  # of each strategy the smallest that reaches it, or the fastest
+    options: tuple[SizedOption, ...]  # all that was tried
+    notes: tuple[str, ...]

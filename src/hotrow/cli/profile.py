@@ -15,10 +15,12 @@ from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
 from hotrow.cli._declared import JsonFlag
-from hotrow.cli._slots import read_slots
+from hotrow.cli._html import HtmlFile, check_html, write_html
+from hotrow.cli._numbers import read_slots
 from hotrow.data.prepared.columns import read_columns
 from hotrow.data.prepared.format import MANIFEST
 from hotrow.profile import save_profile
+from hotrow.report.profiled import page_of_profile
 from hotrow.run.config import load
 from hotrow.run.files import plain, to_dict, to_json
 from hotrow.run.followed import BYTES_PER_ROW
@@ -86,6 +88,7 @@ def profile(
             "--set", metavar="SECTION.KEY=VALUE", help="Change a run's settings; repeatable."
         ),
     ] = None,
+    html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Tell how skewed data are, what batches need, and how long that stays so.
@@ -112,7 +115,10 @@ def profile(
     - `hotrow profile run.toml --batches 2000 --slots 1%,500000`
 
     - `hotrow profile clicks.parquet --categories user_id,article_id --time timestamp --json`
+
+    - `hotrow profile prepared/kaggle --html profile.html`
     """
+    check_html(html)
     for name, value, least in (("--periods", periods, 1), ("--period", period, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -144,6 +150,7 @@ def profile(
         )
     if out is not None:
         save_profile(out, found.counts, facts=_facts(found.profile))
+    write_html(html, page_of_profile(_facts(found.profile)) if html is not None else "")
     if as_json:
         typer.echo(to_json(_facts(found.profile)))
         return
@@ -154,6 +161,8 @@ def profile(
         console.print(part, soft_wrap=isinstance(part, str))
     if out is not None:
         console.print(f"counts written to {escape(str(out))}", soft_wrap=True)
+    if html is not None:
+        console.print(f"page written to {escape(str(html))}", soft_wrap=True)
 
 
 def _opened(

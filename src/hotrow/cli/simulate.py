@@ -17,11 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from hotrow.cli._slots import read_slots
+from hotrow.cli._html import HtmlFile, check_html, write_html
+from hotrow.cli._numbers import read_depths, read_slots
+from hotrow.cost import Work, step_time
+from hotrow.machine import THIS, Machine, machines
+from hotrow.report.simulated import page_of_simulation
 from hotrow.reuse import NEVER, Reuse, belady
-from hotrow.run.config import load
+from hotrow.run.config import RunConfig, load
 from hotrow.run.files import to_json
 from hotrow.run.named import find_named
+from hotrow.run.sizing import base_of, machine_of, planning_ms_of, row_bytes_of
 from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace
@@ -67,6 +72,22 @@ def simulate(
         str,
         typer.Option(help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use."),
     ] = "learned",
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Predict step times on {', '.join(machines())}, or on {THIS} one, which is "
+            "measured, with the run's device.",
+            show_default="no times",
+        ),
+    ] = None,
+    dense_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="With --machine: milliseconds that the dense part of a step takes there.",
+            show_default="timed on this machine, guessed for others",
+        ),
+    ] = None,
+    html: HtmlFile = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -78,7 +99,8 @@ def simulate(
 
     The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
     and no memory for tables. Of a run's file only `[data]` matters, `run.threads`, and whether its
-    model reads sequences.
+    model reads sequences; with `--machine`, also how wide rows are and what the model has to
+    compute.
 
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
     cause one at most, so `uncached` has hits, too. Batches whose rows do not fit the slots together
@@ -93,9 +115,16 @@ def simulate(
     - `hotrow simulate run.toml --slots 2%,10%,500000 --strategy lru,lookahead`
 
     - `hotrow simulate configs/traffic-study.toml --slots 1%,2%,5% --pin ranks --depths 50,200`
+
+    - `hotrow simulate run.toml --machine h200 --dense-ms 0.5 --html simulate.html`
+
+    `hotrow size` searches for the smallest budget that is fast enough.
     """
     for setting in settings or ():
-        _refuse_unused(setting)
+        _refuse_unused(setting, is_timed=machine is not None)
+    if dense_ms is not None and machine is None:
+        raise ValueError("--dense-ms belongs to --machine; name one")
+    check_html(html)
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
@@ -104,7 +133,7 @@ def simulate(
     chosen = [_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
-    known = [_depth(part) for part in depths.split(",")]
+    known = read_depths(depths)
     for name, value in (("--batches", batches), ("--warm-up", warm_up)):
         if value < (least := int(name == "--batches")):
             raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -130,21 +159,84 @@ def simulate(
             on_batch=lambda: bar.advance(task),
         )
     least_rows = bound.rows_per_batch(sizes, warm_up, batches)
+    timing = None
+    if machine is not None:
+        timing = _Timing(config, machine_of(machine, config), found[0], trace.num_rows, dense_ms)
+    facts = list(_with_bound([_facts(each, timing) for each in found], least_rows))
+    told = _told(found[0], trace.num_rows, timing)
+    name = config.run.name if file is None else str(file)
+    write_html(html, page_of_simulation(facts, name=name, told=told) if html is not None else "")
     if as_json:
-        for each in _with_bound([_facts(each) for each in found], least_rows):
+        for each in facts:
             typer.echo(to_json(each))
-    else:
-        Console().print(_table(found, trace.num_rows, least_rows))
+        return
+    console = Console()
+    if timing is not None and not console.is_terminal:
+        console.width = 120  # a file has room for whole numbers
+    console.print(_table(facts, told))
+    if html is not None:
+        typer.echo(f"page written to {html}")
 
 
-def _depth(text: str) -> int:
-    try:
-        found = int(text)
-    except ValueError:
-        raise ValueError(f"--depths: cannot read {text.strip()!r}; write 50 or 50,200") from None
-    if found < 0:
-        raise ValueError(f"--depths must be at least 0, not {found}")
-    return found
+class _Timing:
+    """Steps, predicted."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        machine: Machine,
+        like: Simulated,
+        num_rows: int,
+        dense_ms: float | None,
+    ) -> None:
+        self.machine, self._batch_size = machine, config.data.batch_size
+        self._vector_bytes = 4 * config.model.row_width
+        self._row_bytes, self._num_rows = row_bytes_of(config), num_rows
+        self.base = base_of(config, machine, self._work(like), given_ms=dense_ms)
+
+    def _work(self, found: Simulated) -> Work:
+        batches = max(1, found.batches)
+        return Work(
+            lookups=found.lookups / batches,
+            unique_rows=found.unique_rows / batches,
+            row_bytes=self._row_bytes,
+            table_bytes=self._num_rows * self._row_bytes,
+            fetched_rows=found.fetched_rows / batches,
+            evicted_rows=found.evicted_rows / batches,
+            vector_bytes=self._vector_bytes,
+        )
+
+    def facts(self, found: Simulated) -> dict[str, Any]:
+        planning = None if self.machine.is_gpu else planning_ms_of(found, self.machine)
+        time = step_time(
+            self.machine,
+            STRATEGIES[found.strategy],
+            self._work(found),
+            all_fast_ms=self.base.ms,
+            planning_ms=planning,
+        )
+        return {
+            "machine": self.machine.name,
+            "all_fast_ms": self.base.ms,
+            "step_ms": time.ms,
+            "planning_ms": time.planning_ms,
+            "moving_ms": time.moving_ms,
+            "of_all_fast": self.base.ms / time.ms,
+            "samples_per_second": 1e3 * self._batch_size / time.ms,
+            "limit": time.limit,
+        }
+
+
+def _told(found: Simulated, num_rows: int, timing: _Timing | None) -> str:
+    said = (
+        f"{num_rows:,} rows, {found.lookups // found.batches:,} lookups and "
+        f"{found.unique_rows // found.batches:,} unique rows per batch"
+    )
+    if timing is None:
+        return said
+    where = timing.machine.gpu or "this machine's CPU"
+    how = "with the dense part as given" if timing.base.how == "given" else timing.base.how
+    return f"{said}; on {where} all-fast takes {timing.base.ms:.3g} ms, {how}"
 
 
 def _at_depths(strategy: Strategy, depths: Sequence[int]) -> list[Strategy]:
@@ -184,9 +276,11 @@ class _Bound:
 _INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depths"}
 
 
-def _refuse_unused(setting: str) -> None:
+def _refuse_unused(setting: str, *, is_timed: bool) -> None:
     """Settings of a file may be there for training; one given by hand is meant."""
     section, _, key = setting.partition("=")[0].strip().partition(".")
+    if is_timed and (section == "model" or key.startswith("optimizer.")):
+        return
     if section in ("embedding", "model", "training"):
         option = _INSTEAD.get(key) if section == "embedding" else None
         if option == "--strategy":
@@ -221,12 +315,13 @@ def _bar() -> Progress:
     )
 
 
-def _facts(found: Simulated) -> dict[str, float | int | str]:
+def _facts(found: Simulated, timing: _Timing | None) -> dict[str, Any]:
     return {
         **asdict(found),
         "hit_rate": found.hit_rate,
         "rows_per_batch": found.rows_per_batch,
         "lookups_per_second": found.lookups_per_second,
+        **({} if timing is None else timing.facts(found)),
     }
 
 
@@ -251,27 +346,31 @@ def _with_bound(
             }
 
 
-def _table(found: Sequence[Simulated], num_rows: int, least: Mapping[int, float]) -> Table:
-    table = Table(
-        title=f"{num_rows:,} rows, {found[0].lookups // found[0].batches:,} lookups and "
-        f"{found[0].unique_rows // found[0].batches:,} unique rows per batch",
-        title_justify="left",
-    )
-    for name in ("slots", "strategy", "ahead", "hit rate", "rows/batch", "planned/s", "chunked"):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+def _table(facts: Sequence[Mapping[str, Any]], told: str) -> Table:
+    is_timed = any("step_ms" in each for each in facts)
+    table = Table(title=told, title_justify="left")
+    heads = ["slots", "strategy", "ahead", "hit rate", "rows/batch"]
+    heads += ["ms/step", "speed", "waits for"] if is_timed else ["planned/s", "chunked"]
+    for name in heads:
+        justify: Any = "left" if name in ("strategy", "waits for") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     before = None
-    for each in _with_bound([_facts(each) for each in found], least):
+    for each in facts:
         if before not in (None, each["slots"]):
             table.add_section()
         before = each["slots"]
         is_planned = "depth" in each
-        table.add_row(
+        cells = [
             f"{each['slots']:,}",
             each["strategy"],
             str(each["depth"]) if is_planned else "all",
             f"{each['hit_rate']:.2%}",
             f"{each['rows_per_batch']:,.0f}",
-            f"{each['lookups_per_second'] / 1e6:.1f} M" if is_planned else "",
-            f"{each['chunked_batches']} of {each['batches']}" if is_planned else "",
-        )
+        ]
+        if is_planned and is_timed:
+            cells += [f"{each['step_ms']:.3f}", f"{each['of_all_fast']:.0%}", each["limit"]]
+        elif is_planned:
+            cells.append(f"{each['lookups_per_second'] / 1e6:.1f} M")
+            cells.append(f"{each['chunked_batches']} of {each['batches']}")
+        table.add_row(*cells)
     return table

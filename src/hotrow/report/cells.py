@@ -34,10 +34,11 @@ def spread(figures: Figures) -> str:
     if math.isnan(figures.samples_per_second):
         return NONE
     slow, fast = figures.slow_samples_per_second, figures.fast_samples_per_second
-    return f"{_short(figures.samples_per_second)} ({_short(slow)}-{_short(fast)})"
+    return f"{short(figures.samples_per_second)} ({short(slow)}-{short(fast)})"
 
 
-def _short(rate: float) -> str:
+def short(rate: float) -> str:
+    """Three digits: 5.09M, 812k."""
     for unit, word in ((1e6, "M"), (1e3, "k")):
         if rate >= 0.9995 * unit:
             return f"{rate / unit:.3g}{word}"

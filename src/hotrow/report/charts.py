@@ -112,6 +112,7 @@ class Chart:
     note: str = ""
     x_format: str = ""  # as in d3-format: ".0%" for shares
     y_format: str = ""
+    x_log: bool = False  # a curve's numbers are spread by their logarithms
     from_zero: bool = False  # the axis of values begins with 0
     is_stacked: bool = False
     order: tuple[str, ...] = ()  # of the lanes or labels, from the top down
@@ -152,6 +153,8 @@ def show_chart(chart: Chart) -> str:
         y |= {"type": "category", "autorange": "reversed"}
         if chart.order:
             y |= {"categoryorder": "array", "categoryarray": list(chart.order)}
+    elif chart.x_log:
+        x["type"] = "log"
     else:
         x["rangemode"] = "tozero"
     layout = {

@@ -30,7 +30,7 @@ from hotrow.lanes import Mark, lanes_of
 from hotrow.records import ComparisonRecord, EvalRecord, Figures, StepRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.files import environment, now
-from hotrow.run.job import open_data, total_steps
+from hotrow.run.job import open_data, total_steps, with_budget
 from hotrow.run.likeness import (
     ABSOLUTE,
     OUTLIERS,
@@ -139,8 +139,10 @@ class Comparison:
         """`warm_up`: first steps of each repetition that no speed is of; a tenth if left out.
         `most_kept`: bytes of batches that may stay in memory."""
         usable_device(torch.device(config.run.device))  # or says why not
+        samples = open_data(config)
+        config = with_budget(config, samples)
         self.config, self.entries = config, list(entries)
-        self.steps = total_steps(config, samples := open_data(config))
+        self.steps = total_steps(config, samples)
         self.warm_up = min(max(3, self.steps // 10), self.steps - 1) if warm_up is None else warm_up
         if not 0 <= self.warm_up < self.steps:
             raise ValueError(

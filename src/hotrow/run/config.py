@@ -26,6 +26,7 @@ from hotrow.run import toml
 from hotrow.run.named import SystemSection, find_named
 from hotrow.run.rates import ScheduleSection
 from hotrow.scalars import plain_fields
+from hotrow.sizing import AUTO
 
 ROW_RULES: dict[str, type[RowRule]] = {
     "sgd": SGD,
@@ -250,7 +251,8 @@ class EmbeddingSection:
         plain_fields(self)
         find_named(self.strategy)
         _one_of(FILLS, fill=self.fill)
-        parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
+        if self.budget != AUTO:
+            parse_bytes(self.budget, total=1 << 60)  # only its form: the tables' bytes come later
         if isinstance(self.depth, str) and self.depth != "auto":
             raise ValueError(f'depth must be "auto" or a number of batches, not {self.depth!r}')
         if isinstance(self.depth, int):
@@ -346,24 +348,33 @@ class RunConfig:
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a TOML file, then applies `section.key=value` overrides; no file: the built-in job."""
+    overrides = list(overrides)
+    found = read_settings(path, overrides)
+    where = f"{path or 'settings'}{' with --set' if overrides else ''}"
+    config = toml.build(RunConfig, found, where=where, section="")
+    if _is_built_in(path, found) and "check_equality" not in found["training"]:
+        is_exact = find_named(config.embedding.strategy).contract == "exact"
+        config = replace(config, training=replace(config.training, check_equality=is_exact))
+    return config
+
+
+def read_settings(path: str | Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What `load` builds a run from: what was written, and nothing that is left to defaults."""
     found = deepcopy(BUILT_IN) if path is None else toml.read(Path(path))
-    where = str(path or "settings")
     for text in overrides:
         toml.override(RunConfig, found, text)
-        where = f"{path or 'settings'} with --set"
     if path is None and found.get("model", {}).get("kind") in SEQUENCE_MODELS:
         given = found.get("data", {})
         # Names and shape are those of the rows, so whoever gives rows gives all.
         if not {"rows", "kind"} & given.keys():
             found["data"] = BUILT_IN_SEQUENCES | given
-    is_built_in = path is None and found.get("data", {}).get("kind", "synthetic") == "synthetic"
-    if is_built_in:
+    if _is_built_in(path, found):
         found["training"] = {"eval_every": BUILT_IN_EVAL_EVERY, **found.get("training", {})}
-    config = toml.build(RunConfig, found, where=where, section="")
-    if is_built_in and "check_equality" not in found["training"]:
-        is_exact = find_named(config.embedding.strategy).contract == "exact"
-        config = replace(config, training=replace(config.training, check_equality=is_exact))
-    return config
+    return found
+
+
+def _is_built_in(path: str | Path | None, found: dict[str, Any]) -> bool:
+    return path is None and found.get("data", {}).get("kind", "synthetic") == "synthetic"
 
 
 def _one_of(names: Iterable[str], **values: str) -> None:

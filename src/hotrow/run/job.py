@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection
+from hotrow.budget import share_out
+from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable_device
 from hotrow.models import MODELS
 from hotrow.profile import Profile, load_profile
 from hotrow.records import EvalRecord, StepRecord
@@ -19,7 +20,9 @@ from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
 from hotrow.run.training import known_steps, make_system, training_batches
-from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig
+from hotrow.sizing import AUTO, auto_budget, buffer_part_of
+from hotrow.strategy import STRATEGIES
+from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
 from hotrow.trainer import Trainer
 
 
@@ -110,6 +113,7 @@ class Rest:
 def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -> Job:
     """`done`: steps that were taken before, whose results are loaded into the job."""
     samples = samples or open_data(config)
+    config = with_budget(config, samples)
     left = partial(_steps_left, config, samples, done)
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
@@ -134,6 +138,32 @@ def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -
         embedding.reserve(config.data.batch_size, samples.lookups)
     trainer.step = done
     return Job(config, samples, embedding, model, trainer, done)
+
+
+def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
+    """The same run with a budget in bytes where it says "auto"."""
+    section = config.embedding
+    if section.budget != AUTO:
+        return config
+    strategy = find_named(section.strategy).rows
+    if not strategy.needs_budget:
+        strategy = STRATEGIES["lookahead"]  # for those that it is compared with
+    groups = group_by_width(tables_of(config, samples))
+    width = config.model.row_width  # of all tables
+    row_bytes = [4 * (width + section.optimizer.rule().state_width(width))]
+    device = usable_device(torch.device(config.run.device))
+    share = partial(
+        share_out,
+        row_bytes=row_bytes,
+        num_rows=[each.num_rows for each in groups],
+        parts=[1.0],
+        buffer_part=buffer_part_of(strategy, device),
+    )
+    profile = _profile(section.profile, samples)
+    budget = auto_budget(
+        share, groups, row_bytes, strategy=strategy, device=device, profile=profile
+    )
+    return replace(config, embedding=replace(section, budget=budget))
 
 
 def _steps_left(config: RunConfig, samples: Samples, done: int) -> int:

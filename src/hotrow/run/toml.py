@@ -6,9 +6,11 @@ Knows types, and nothing of what the settings mean.
 from __future__ import annotations
 
 import difflib
+import json
+import textwrap
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,6 +27,24 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def written(tables: Mapping[str, Any], *, head: str = "") -> str:
+    """Tables as the text of a file that `read` gives back; `head` is a comment above them."""
+    lines = [f"# {line}" for line in textwrap.wrap(head, 98)]
+    return "\n".join([*lines, *_lines(tables, ())]) + "\n"
+
+
+def _lines(tables: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    values = {key: each for key, each in tables.items() if not isinstance(each, Mapping)}
+    if above and (values or not tables):
+        yield f"\n[{'.'.join(above)}]"
+    for key, value in values.items():
+        # JSON writes texts, numbers, lists, true and false as TOML does.
+        yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, each in tables.items():
+        if isinstance(each, Mapping):
+            yield from _lines(each, (*above, key))
 
 
 def override(kind: type[Any], found: dict[str, Any], text: str) -> None:

@@ -18,6 +18,7 @@ from hotrow.run.config import RowOptimizerSection, RunConfig
 from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
+from hotrow.sizing import AUTO
 from hotrow.told import few
 
 
@@ -137,14 +138,16 @@ def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -
 def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
     """Nothing is updated, so rows need no state: with Adam a third of the memory is left.
 
-    The budget stays what it was in bytes, in which more rows find room than before.
+    The budget stays what it was in bytes, in which more rows find room than before; "auto" was
+    decided by the machine that trained, and a tenth serves those that only read.
     """
     width, rule = config.model.row_width, config.embedding.optimizer.rule()
     rows = sum(rows for rows, _ in samples.tables.values())
     total = 4 * (width + rule.state_width(width)) * rows
+    given = config.embedding.budget
     embedding = replace(
         config.embedding,
         optimizer=RowOptimizerSection(name="sgd", lr=0.0),
-        budget=parse_bytes(config.embedding.budget, total=total),
+        budget=parse_bytes("10%" if given == AUTO else given, total=total),
     )
     return replace(config, embedding=embedding)

@@ -1,4 +1,4 @@
-"""Numbers of slots, as users write them."""
+"""Numbers of slots and of batches, as users write them."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def read_slots(text: str, num_rows: int) -> int:
             f"--slots: {text.strip()} makes {count:,} slots; there may be 1 to {num_rows:,}"
         )
     return count
+
+
+def read_depths(text: str) -> list[int]:
+    """Numbers of batches, with commas between."""
+    return [_depth(part) for part in text.split(",")]
+
+
+def _depth(text: str) -> int:
+    try:
+        found = int(text)
+    except ValueError:
+        raise ValueError(f"--depths: cannot read {text.strip()!r}; write 50 or 50,200") from None
+    if found < 0:
+        raise ValueError(f"--depths must be at least 0, not {found}")
+    return found

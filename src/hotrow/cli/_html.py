@@ -1,0 +1,38 @@
+"""Pages that commands write beside what they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotrow.disk import Disk
+from hotrow.report.charts import library
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="A page with charts, written beside; one that is there is replaced. Needs plotly.",
+    ),
+]
+
+
+def check_html(page: Path | None) -> None:
+    """Before anything takes time: whether a page can be drawn, and written there."""
+    if page is None:
+        return
+    if library() is None:
+        raise ValueError(
+            "--html needs plotly, which is not installed; pip install 'hotrow[report]', or leave "
+            "--html out"
+        )
+    if page.is_dir():
+        raise ValueError(f"--html {page} is a folder; name a file in it, such as {page}/page.html")
+
+
+def write_html(page: Path | None, text: str) -> None:
+    """Puts it in place whole."""
+    if page is not None:
+        Disk(page.parent).write(page.name, [text.encode()])

@@ -1,0 +1,197 @@
+"""`hotrow size`: how much fast memory a run needs, before anybody buys it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hotrow.cli._declared import JsonFlag, RunFile, Settings
+from hotrow.cli._html import HtmlFile, check_html, write_html
+from hotrow.cli._numbers import read_depths
+from hotrow.disk import Disk
+from hotrow.machine import THIS, machines
+from hotrow.records import SizeRecord
+from hotrow.report.sized import HEADS, advice, cells, conditions, page_of_size
+from hotrow.run import toml
+from hotrow.run.config import load, read_settings
+from hotrow.run.files import to_json
+from hotrow.run.sizing import DEPTHS, Sizing, machine_of
+from hotrow.run.sizing import size as size_of
+
+_REFUSED = ("budget", "strategy", "depth", "fill")
+
+
+def size(
+    file: RunFile = None,
+    machine: Annotated[
+        str,
+        typer.Option(
+            help=f"Whose speed counts: {', '.join(machines())}, or {THIS}, which is measured, with "
+            "the run's device."
+        ),
+    ] = THIS,
+    reach: Annotated[float, typer.Option(help="Of all-fast's speed, what is enough.")] = 0.95,
+    dense_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Milliseconds that the dense part of a step takes there.",
+            show_default="timed on this machine, guessed for others",
+        ),
+    ] = None,
+    depths: Annotated[
+        str, typer.Option(help="Batches known ahead that are tried, with commas between.")
+    ] = ",".join(map(str, DEPTHS)),
+    batches: Annotated[int, typer.Option(help="Batches that are counted.")] = 50,
+    warm_up: Annotated[int, typer.Option(help="Batches before those, not counted.")] = 100,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The run's file with the settings found; one there is replaced."
+        ),
+    ] = None,
+    html: HtmlFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find the smallest budget with 95 % of the speed that every row in fast memory would have.
+
+    One pass over the run's batches tells what lru and static would fetch with any number of slots,
+    and the fewest rows that anyone could; lookahead is planned for some of them. A cost model makes
+    step times of that, from what the machine can do: docs/size.md says how, and how near it is to
+    what was measured. No table is made, but where all-fast is timed: on this machine, for a few
+    steps, with generated tables of 1 GiB at the most.
+
+    **Examples**
+
+    - `hotrow size run.toml`
+
+    - `hotrow size run.toml --machine h200 --dense-ms 0.5 --reach 0.9`
+
+    - `hotrow size run.toml --machine h200 --out sized.toml`, and then `hotrow train sized.toml`
+
+    - `hotrow size run.toml --batches 400 --warm-up 400 --depths 50,400 --html size.html`
+
+    - `hotrow size run.toml --json | jq .chosen.budget_bytes`
+
+    **What the columns are**
+
+    - budget, of rows: all bytes of fast memory, and the rows that have a slot in it
+
+    - pinned: of the slots, the most that rows get which were hottest so far
+
+    - ahead, fill: batches known before they are trained, and how a GPU moves rows (embedding.depth,
+      embedding.fill)
+
+    - ms/step, speed (of all-fast's), samples/s: predicted, with the interval that four in five
+      were in where predictions could be compared with a measurement
+
+    - waits for: what decides how long a step is
+
+    `--out` writes the run's settings, with those found, as a new file; comments are not kept. For a
+    GPU by name, run.device becomes cuda.
+    """
+    if not 0 < reach <= 1:
+        raise ValueError(f"--reach must be above 0 and at most 1, such as 0.95, not {reach:g}")
+    if dense_ms is not None and not 0 <= dense_ms < math.inf:
+        raise ValueError(f"--dense-ms must be a number of at least 0, not {dense_ms:g}")
+    for name, value, least in (("--batches", batches, 1), ("--warm-up", warm_up, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+    for setting in settings or ():
+        _refuse_found(setting)
+    known = read_depths(depths)
+    check_html(html)
+    config = load(file, overrides=settings or ())
+    torch.set_num_threads(config.run.threads or 1)
+    place = machine_of(machine, config)
+    # The trace is read twice for its curves, and once for the planner.
+    total = 3 * (warm_up + batches) + max(known)
+    bar = _bar()
+    task = bar.add_task("counting and planning", total=total)
+    with nullcontext() if as_json else bar:
+        sizing = Sizing(
+            config,
+            place,
+            batches=batches,
+            warm_up=warm_up,
+            depths=known,
+            dense_ms=dense_ms,
+            on_batch=lambda: bar.advance(task),
+        )
+        record = size_of(sizing, reach=reach)
+    if out is not None:
+        text = toml.written(_settings(record, file, settings or ()), head=_head(record))
+        Disk(out.parent).write(out.name, [text.encode()])
+    write_html(html, page_of_size(record) if html is not None else "")
+    if as_json:
+        typer.echo(to_json(record))
+        return
+    _print(record)
+    for what, path in (("settings", out), ("page", html)):
+        if path is not None:
+            typer.echo(f"{what} written to {path}")
+
+
+def _refuse_found(setting: str) -> None:
+    section, _, key = setting.partition("=")[0].strip().partition(".")
+    if section == "embedding" and key in _REFUSED:
+        raise ValueError(f"--set {setting}: that is what `hotrow size` finds; leave it out")
+
+
+def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> dict[str, Any]:
+    """The run's own, with those that were found."""
+    found, best = read_settings(file, given), record.chosen
+    section = found.setdefault("embedding", {})
+    section["strategy"] = best.strategy
+    if best.strategy != "all-fast":
+        section["budget"] = best.budget_bytes
+        section["depth"] = best.depth or "auto"
+        section["fill"] = best.fill or "auto"
+    if record.machine["device"] == "cuda" and record.machine["name"] != THIS:
+        run = found.setdefault("run", {})
+        if not str(run.get("device", "")).startswith("cuda"):
+            run["device"] = "cuda"
+    return found
+
+
+def _head(record: SizeRecord) -> str:
+    asked = f"hotrow size --machine {record.machine['name']} --reach {record.reach:g}"
+    return f"{asked}. {advice(record)}"
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("batches"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _print(record: SizeRecord) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a file has room for whole numbers
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in HEADS:
+        justify: Any = "left" if head in ("strategy", "fill", "waits for") else "right"
+        table.add_column(head, justify=justify, no_wrap=True)
+    for each in record.best:
+        table.add_row(*cells(each), style="bold" if each == record.chosen else "")
+    console.print(conditions(record), soft_wrap=True, markup=False)
+    console.print(table)
+    for note in record.notes:
+        console.print(f"- {note}", soft_wrap=True, markup=False)
+    console.print(advice(record), style="bold", soft_wrap=True, markup=False)

@@ -1,0 +1,148 @@
+"""A run's smallest budget is the smallest of all that were tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hotrow.cli import make_app
+from hotrow.records import SizeRecord
+from hotrow.run.config import RunConfig, load
+from hotrow.run.job import build
+from hotrow.run.sizing import Sizing, base_of, machine_of, size
+from hotrow.sizing import budget_for
+from hotrow.strategy import STRATEGIES
+
+SMALL = ["data.rows=[20000,3000,50]", "data.batch_size=64", "data.samples=640", "run.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load(overrides=SMALL)
+
+
+@pytest.fixture(scope="module")
+def sizing(config: RunConfig) -> Sizing:
+    return Sizing(
+        config, machine_of("h200", config), batches=15, warm_up=30, depths=(2, 12), dense_ms=0.45
+    )
+
+
+@pytest.fixture(scope="module")
+def found(sizing: Sizing) -> SizeRecord:
+    return size(sizing, reach=0.999)
+
+
+def test_the_budget_of_each_strategy_is_the_smallest_that_reaches_it(found: SizeRecord) -> None:
+    for best in found.best[1:]:
+        mine = [each for each in found.options if each.strategy == best.strategy]
+        reaching = [each.budget_bytes for each in mine if each.of_all_fast >= 0.999]
+        if reaching:
+            assert best.budget_bytes == min(reaching)
+            assert best.reaches
+        else:
+            assert best.step_ms <= 1.02 * min(each.step_ms for each in mine)
+
+
+def test_the_chosen_one_reaches_what_was_asked_for(found: SizeRecord) -> None:
+    least = min(each.budget_bytes for each in found.best if each.reaches)
+    assert found.chosen.reaches
+    assert found.chosen.budget_bytes <= 1.5 * least
+    assert found.best[0].strategy == "all-fast"
+    low, high = found.chosen.low_samples_per_second, found.chosen.high_samples_per_second
+    assert low < found.chosen.samples_per_second == 64e3 / found.chosen.step_ms < high
+
+
+def test_less_is_enough_for_less_speed(sizing: Sizing, found: SizeRecord) -> None:
+    assert size(sizing, reach=0.5).chosen.budget_bytes <= found.chosen.budget_bytes
+
+
+def test_in_the_long_run_a_slot_for_each_row_fetches_nothing(sizing: Sizing) -> None:
+    curve = sizing.profile.curve("lru").per_batch
+    assert curve[-1] > 0  # the trace is short
+    fetched = sizing.least_recent()
+    assert fetched[-1] == 0
+    fits = ~np.isnan(curve)
+    assert (np.diff(fetched[fits]) <= 1e-9).all()
+    settled = fits & (np.array(sizing.slots) <= sizing.settled_slots)
+    assert settled.any()
+    assert (fetched[settled] == curve[settled]).all()
+
+
+def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
+    """Up to the slots that the long one has settled."""
+    machine = machine_of("h200", config)
+    short, long = (
+        Sizing(config, machine, batches=20, warm_up=warm_up, depths=(2,), dense_ms=0.5)
+        for warm_up in (30, 400)
+    )
+    slots = np.array(long.slots)
+    told = (slots > 2 * short.settled_slots) & (slots <= long.settled_slots)
+    assert told.sum() >= 3
+    apart = short.least_recent()[told] / long.least_recent()[told]
+    assert (abs(np.log(apart)) < np.log(1.35)).all(), apart
+
+
+def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> None:
+    recent, slots = sizing.least_recent(), sizing.slots[-13:-7:2]
+    planned = list(sizing.planned(slots))
+    assert [each.strategy.name for each in planned] == ["static", "lookahead", "lookahead"]
+    assert [each.depth for each in planned] == [0, 2, 12]
+    place = sizing.slots.index(slots[0])
+    static, near, far = (each.fetched for each in planned)
+    assert 0 < far[place] < near[place] < recent[place]  # who sees more fetches less
+    assert far[-1] == near[-1] == static[-1] == 0
+    # With more slots than batches ahead can tell of, it is hardly better than lru.
+    assert far[place] / recent[place] < far[-4] / recent[-4] <= 1
+
+
+def test_budgets_have_room_for_their_slots(sizing: Sizing, found: SizeRecord) -> None:
+    for each in found.options[::7]:
+        budget = budget_for(
+            each.slots, row_bytes=sizing.row_bytes, num_rows=23_050, buffer_part=1 / 64
+        )
+        assert each.budget_bytes >= budget
+
+
+def test_no_batch_of_a_proposed_budget_is_chunked(sizing: Sizing, found: SizeRecord) -> None:
+    least = {each.strategy: each.slots for each in reversed(found.options)}
+    assert least["lru"] >= sizing.profile.floors[0]
+    assert least["lookahead"] >= sizing.profile.floors[1]
+
+
+def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing: Sizing) -> None:
+    work = sizing.work(0.0)
+    here = base_of(config, machine_of("this", config), work)
+    assert here.how == "measured"
+    assert here.ms > 0
+    guessed = base_of(config, sizing.machine, work)
+    assert (guessed.how, guessed.ms) == ("guessed", sizing.machine.host_ms)  # a small model
+    assert base_of(config, sizing.machine, work, given_ms=2.0).ms > 2
+
+
+def test_models_of_sequences_have_a_size_too() -> None:
+    config = load(overrides=["model.kind=tbsm", "data.batch_size=16", "data.samples=320"])
+    sizing = Sizing(config, machine_of("h200", config), batches=4, warm_up=4, depths=(2,))
+    assert size(sizing, reach=0.9).chosen.reaches
+
+
+def test_where_nothing_reaches_it_the_nearest_is_told(config: RunConfig, sizing: Sizing) -> None:
+    record = size(sizing, reach=1.0)
+    assert record.chosen.strategy == "all-fast"
+    assert "no strategy has 100% of all-fast's speed; nearest is lookahead" in record.notes[0]
+    assert STRATEGIES[record.best[-1].strategy].has_slots
+
+
+def test_a_run_takes_auto_with_a_profile(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[data]\nrows=[2000, 30]\nbatch_size=16\nsamples=320\n")
+    words = ["profile", str(tmp_path / "run.toml"), "--out", str(tmp_path / "p")]
+    assert CliRunner().invoke(make_app(), words).exit_code == 0
+    options = ["embedding.budget=auto", f"embedding.profile={tmp_path / 'p'}", "training.steps=3"]
+    job = build(load(tmp_path / "run.toml", overrides=options))
+    assert len(list(job.train())) == 3
+    assert isinstance(job.config.embedding.budget, int)
+    with pytest.raises(ValueError, match="budget='auto'"):
+        build(load(tmp_path / "run.toml", overrides=options[:1]))
