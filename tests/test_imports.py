@@ -77,7 +77,7 @@ LAYERS = [
         "writer",
     },
     {"tables", "blocks", "budget", "changed", "evict", "scratchpad", "traffic", "records"},
-    {"host_memory"},
+    {"host_memory", "snapshot"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"parts"},
     {

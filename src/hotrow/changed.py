@@ -13,6 +13,12 @@ class ChangedRows:
         # Padding has an id, too.
         self.bits = torch.zeros(num_rows // 32 + 1, dtype=torch.int32)
 
+    def copy(self) -> ChangedRows:
+        """As they are now."""
+        made = ChangedRows(0)
+        made.bits = self.bits.clone()
+        return made
+
     def note(self, ids: Tensor) -> None:
         """Rows, each given once, were written."""
         ids = ids.to(self.bits.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotrow.host_memory import check_fits
+from hotrow.snapshot import Snapshot
 from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
 
 _CHUNK_FLOATS = 1 << 20
@@ -21,6 +22,8 @@ _CHUNK_FLOATS = 1 << 20
 
 class Store:
     """Two verbs over rows that lie somewhere: `read` and `write`."""
+
+    snapshot: Snapshot | None = None  # somebody reads all rows as they were
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows  # [num_rows, width] float32
@@ -31,13 +34,20 @@ class Store:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replace the rows of `ids`, each given once."""
+        self.will_write(ids)
         self.rows.index_copy_(0, ids, rows)
+
+    def will_write(self, ids: Tensor) -> None:
+        """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        if self.snapshot is not None:
+            self.snapshot.keep(ids)
 
     def write_alone(self, ids: Tensor, rows: Tensor) -> None:
         """`write`, on a host, by the thread that calls; ids of -1 are left out.
 
         Rows as single items, which numpy copies several times as fast as a thread of torch does.
         """
+        self.will_write(ids)
         places, items = ids.numpy(), _as_items(rows)
         there = places >= 0
         if not there.all():
