@@ -267,7 +267,10 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     )  # fmt: skip
 
     def finish() -> RunRecord:
-        record = _record(job, tally, telling.run.name, started, outcome, is_equal, resumed_after)
+        record = _record(
+            job, tally, telling.run.name, started, outcome, is_equal, resumed_after,
+            saving.figures(),
+        )  # fmt: skip
         telling.run.finish(record)
         return record
 
@@ -289,12 +292,15 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
             is_equal = _is_equal_to_all_fast(job, tally.losses, telling.show, stop)
     except KeyboardInterrupt:
         outcome = "interrupted"
+        saving.abandon()
         raise
     except Exception as error:
+        saving.end()
         if saving.last is not None:
             telling.show.warn(_how_to_go_on(error, telling.run.folder, saving.last))
         raise
     finally:
+        saving.end()
         try:
             record = finish()
         except OSError as error:
@@ -411,6 +417,7 @@ def _record(
     outcome: str,
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
+    saving: dict[str, float],
 ) -> RunRecord:
     embedding, times = job.embedding, tally.times()
     traffic = embedding.traffic()
@@ -429,6 +436,7 @@ def _record(
         evaluations=tuple(tally.evaluations),
         data=job.samples.described(),
         resumed_after=resumed_after,
+        saving=saving,
         system=record_of(job.trainer.system),
         told=told_of(job.trainer.system),
         tables={

@@ -305,6 +305,8 @@ class CheckpointSection:
     every_seconds: float | None = None
     full_every: int = 1  # the others hold the rows that have changed since
     keep: int = 2
+    background: bool = True  # written while training goes on
+    log: str | int = "5%"  # of the bytes of rows, for those that change meanwhile
     folder: str | None = None  # in which the run's own is made; None: runs/<name>/checkpoints
     on_error: str = "continue"  # or "stop", where one could not be written
     resume: str = "never"  # or "auto": where there is one
@@ -316,6 +318,10 @@ class CheckpointSection:
         if self.every_seconds is not None and not 0 < self.every_seconds < math.inf:
             raise ValueError(f"every_seconds must be a number above 0, got {self.every_seconds}")
         _one_of(("continue", "stop"), on_error=self.on_error)
+        try:
+            parse_bytes(self.log, total=1 << 60)  # only its form
+        except ValueError as error:
+            raise ValueError(f"log: {error}") from None
         _one_of(("never", "auto"), resume=self.resume)
 
     @property
