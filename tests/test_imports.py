@@ -99,7 +99,7 @@ LAYERS = [
     {"hybrid"},
     {"static_hybrid"},
     {"embedding"},
-    {"ahead", "checkpoint", "staleness"},
+    {"ahead", "checkpoint", "shadow", "staleness"},
     {"captured", "skip", "split"},
     {"graphed"},
     {"trainer"},

@@ -167,8 +167,8 @@ class DeviceFills(DeviceMemory):
 
     def _move(self, plan: DevicePlan, level: Level) -> None:
         b, new = plan.buffers, self.unwritten
-        if self.store.snapshot is not None and plan.num_evicted:
-            # The host has to know them before the device writes, so it waits for the plan.
+        if self.store.is_watched and plan.num_evicted:
+            # A snapshot has to know them before the device writes, so that the host waits here.
             self.store.will_write(b.leaving[: plan.num_moves])
 
         def launch() -> None:

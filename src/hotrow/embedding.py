@@ -878,7 +878,7 @@ class EmbeddingBagCollection(nn.Module):
                 self._arrivals.clear()
                 self.changed_since = None
                 for group in self.every_group:
-                    group.changed = None
+                    group.changed = group.store.touched = None
                     group.replaced()
 
     def note_changes(self) -> bool:

@@ -353,6 +353,7 @@ class RowGroup:
             self.store.write(ids, rows)
             return
         self.settle()
+        self.store.note(ids)
         slots = self.locate(ids)
         here = slots != FREE
         with uninterrupted():

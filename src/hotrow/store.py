@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.changed import TouchedRows
 from hotrow.host_memory import check_fits
 from hotrow.snapshot import Snapshot
 from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
@@ -24,6 +25,7 @@ class Store:
     """Two verbs over rows that lie somewhere: `read` and `write`."""
 
     snapshot: Snapshot | None = None  # somebody reads all rows as they were
+    touched: TouchedRows | None = None  # somebody wants to know who of these was written
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows  # [num_rows, width] float32
@@ -39,8 +41,18 @@ class Store:
 
     def will_write(self, ids: Tensor) -> None:
         """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        self.note(ids)
         if self.snapshot is not None:
             self.snapshot.keep(ids)
+
+    def note(self, ids: Tensor) -> None:
+        """Rows get other bits, here or in slots."""
+        if self.touched is not None:
+            self.touched.note(ids)
+
+    @property
+    def is_watched(self) -> bool:
+        return self.snapshot is not None or self.touched is not None
 
     def write_alone(self, ids: Tensor, rows: Tensor) -> None:
         """`write`, on a host, by the thread that calls; ids of -1 are left out.

@@ -280,6 +280,7 @@ class TrainingSection:
     eval_every: int | None = None
     patience: int | None = None  # evaluations without a better AUC that end the run
     clip_norm: float | None = None  # the most that the dense gradients may be long together
+    verify_every: int | None = None  # steps after which rows nobody has written are compared
     check_equality: bool = False
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
@@ -287,7 +288,7 @@ class TrainingSection:
     def __post_init__(self) -> None:
         plain_fields(self)
         _at_least(1, steps=self.steps, epochs=self.epochs, eval_every=self.eval_every)
-        _at_least(1, patience=self.patience)
+        _at_least(1, patience=self.patience, verify_every=self.verify_every)
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be a number above 0, got {self.clip_norm}")
         if self.patience is not None and self.eval_every is None:
