@@ -168,8 +168,10 @@ class DeviceFills(DeviceMemory):
     def _move(self, plan: DevicePlan, level: Level) -> None:
         b, new = plan.buffers, self.unwritten
         if self.store.is_watched and plan.num_evicted:
-            # A snapshot has to know them before the device writes, so that the host waits here.
-            self.store.will_write(b.leaving[: plan.num_moves])
+            # A snapshot has to know them before the device writes, so that the host waits here: for
+            # the plan, in its own lane, and not for what trains.
+            with self.lanes.on("plan"):
+                self.store.will_write(b.leaving[: plan.num_moves])
 
         def launch() -> None:
             fill.fill(

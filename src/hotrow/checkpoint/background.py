@@ -62,7 +62,7 @@ def begin_checkpoint(
         end_save_before(each)
     begun = perf_counter()
     collections = list(collections_of(model).values())
-    log_bytes = parse_bytes(log, total=max(100, sum(each.bytes_total for each in collections)))
+    log_bytes = parse_bytes(log, total=max(10_000, sum(each.bytes_total for each in collections)))
     reasons = (each.why_no_snapshot() for each in collections)
     reason = next((each for each in reasons if each is not None), None)
     prepared = prepare(
