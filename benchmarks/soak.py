@@ -130,6 +130,7 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         "kills": sum(each.killed for each in processes),
         "kills_while_saving": sum(each.was_saving for each in processes),
         "most_growth_MiB": growth / 2**20,
+        "growth_alone_MiB": (alone.growth or 0) / 2**20,
         "processes_long_enough_to_grow": len(grown),
         "most_resident_MiB": most >> 20,
         "most_resident_alone_MiB": most_alone >> 20,
