@@ -830,9 +830,10 @@ class EmbeddingBagCollection(nn.Module):
         reasons = (group.why_no_snapshot for group in self.every_group)
         return next((each for each in reasons if each is not None), None)
 
-    def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> None:
+    def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
         """After `settle()`: until `end_snapshots()`, `snapshot(table)` reads rows as they are now.
         Those that are replaced before go to logs of so many bytes together."""
+        made = []
         for group in self.groups:
             store, changed = group.store, group.changed
             part = log_bytes * store.rows.nbytes // max(1, self.bytes_total)
@@ -841,6 +842,8 @@ class EmbeddingBagCollection(nn.Module):
                 most=part // max(1, store.rows[:1].nbytes),
                 only=changed.copy() if only_changed and changed is not None else None,
             )
+            made.append(store.snapshot)
+        return made
 
     def snapshot(self, table: str) -> tuple[Snapshot, int]:
         """What a table's rows are read from, and the id of its first."""
@@ -849,15 +852,11 @@ class EmbeddingBagCollection(nn.Module):
             raise RuntimeError("take_snapshots() comes before snapshot()")
         return group.store.snapshot, base
 
-    def end_snapshots(self) -> float:
-        """How many seconds training has waited for their logs."""
-        waited = 0.0
+    def end_snapshots(self) -> None:
         for group in self.groups:
             if group.store.snapshot is not None:
                 group.store.snapshot.end()
-                waited += group.store.snapshot.waited
                 group.store.snapshot = None
-        return waited
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

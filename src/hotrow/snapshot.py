@@ -22,13 +22,19 @@ from hotrow.kernels.reference import in_bits
 _SECONDS = 0.5  # after which whoever waits looks whether somebody has pressed Ctrl-C
 
 
+class Waits:
+    """How long others have waited; whoever asks need not keep what they waited for."""
+
+    seconds = 0.0
+
+
 class Snapshot:
     """Of rows on the host, from when this is made until `end()`."""
 
     def __init__(self, rows: Tensor, *, most: int, only: ChangedRows | None = None) -> None:
         """A log of `most` rows. `only`: those that will be read, which nobody adds to any more;
         None: all will."""
-        self.waited = 0.0  # seconds, for room in the log
+        self.waits = Waits()  # for room in the log
         self.only, self._rows = only, rows
         most = max(1, min(most, len(rows)))
         self._log = torch.empty(most, rows.shape[1])
@@ -67,7 +73,7 @@ class Snapshot:
                 begun = perf_counter() if begun is None else begun
                 self._room.wait(_SECONDS)
             if begun is not None:
-                self.waited += perf_counter() - begun
+                self.waits.seconds += perf_counter() - begun
 
     def _needed(self, ids: Tensor) -> Tensor:
         """Those that will be read from the store, unless they are kept."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -126,3 +129,31 @@ def test_a_mistake_in_the_thread_stops_the_run_and_says_so(
     )
     assert "runs/small/checkpoints/00001-step-6 stays" in str(result.exception)
     assert [path.name for path in saved_in(Path("runs/small/checkpoints"))] == ["00001-step-6"]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    goes_on = threading.Event()
+
+    class Stuck(Disk):
+        def open(self, path: Path) -> Any:
+            if "step-12" in str(path) and not goes_on.is_set():
+                signal.raise_signal(signal.SIGINT)  # to stop after the step, and then at once
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGINT)
+                goes_on.wait(20)
+            return super().open(path)
+
+    monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Stuck)
+    begun = time.monotonic()
+    result = train("checkpoint.log=100%", "data.samples=3200")
+    assert result.exit_code == 130, result.output
+    assert time.monotonic() - begun < 15
+    goes_on.set()
+    root = Path("runs/small/checkpoints")
+    for _ in range(200):
+        if not list(root.glob("*.partial")):
+            break
+        time.sleep(0.02)
+    assert sorted(path.name for path in root.iterdir()) == ["00001-step-6", "latest"]

@@ -30,6 +30,7 @@ from hotrow.checkpoint.saving import (
 )
 from hotrow.checkpoint.tensors import pieces_of
 from hotrow.disk import Disk
+from hotrow.snapshot import Waits
 from hotrow.told import warn
 
 LOG = "5%"  # of the bytes of rows
@@ -77,7 +78,7 @@ def begin_checkpoint(
     if reason is None:
         save._start()
     else:
-        save._path = prepared.write(prepared.write_rows)
+        save._path, save._prepared = prepared.write(prepared.write_rows), None
     save.pause = perf_counter() - begun
     return save
 
@@ -90,12 +91,17 @@ class Save:
         self.why_at_once = why_at_once  # None: it is written while training goes on
         self.pause = 0.0  # seconds that its begin has taken
         self.seconds = 0.0  # from then until all of it was on the disk
-        self.waited = 0.0  # seconds that training has waited for room in the log
         self.error: BaseException | None = None
         self._path: Path | None = None
         self._prepared: Prepared | None = prepared
         self._is_told, self._stop = False, threading.Event()
         self._thread: threading.Thread | None = None
+        self._waits: list[Waits] = []
+
+    @property
+    def waited(self) -> float:
+        """Seconds that training has waited for room in the log."""
+        return sum(each.seconds for each in self._waits)
 
     @property
     def done(self) -> bool:
@@ -139,7 +145,8 @@ class Save:
         try:
             for each in prepared.collections:
                 part = self.log_bytes * each.bytes_total // max(1, total)
-                each.take_snapshots(part, only_changed=prepared.since is not None)
+                snapshots = each.take_snapshots(part, only_changed=prepared.since is not None)
+                self._waits += [snapshot.waits for snapshot in snapshots]
             thread.start()
         except BaseException:
             self._end_snapshots()
@@ -165,7 +172,7 @@ class Save:
     def _end_snapshots(self) -> None:
         assert self._prepared is not None
         for each in self._prepared.collections:
-            self.waited += each.end_snapshots()
+            each.end_snapshots()
 
     def _write_rows(self, disk: Disk) -> tuple[TableRecord, ...]:
         assert self._prepared is not None

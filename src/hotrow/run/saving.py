@@ -154,8 +154,10 @@ class Saving:
 
     def _finish(self, *, may_stop: bool = True) -> None:
         """Take in what has ended in the background."""
-        save, self._under_way = self._under_way, None
+        save = self._under_way
         assert save is not None
+        save.join()
+        self._under_way = None  # not before: whoever presses Ctrl-C meanwhile abandons it
         try:
             folder = save.wait()
         except OSError as error:
