@@ -1,11 +1,13 @@
-"""Saving and loading beside `cp` of the same bytes on the same disk.
+"""Saving and loading beside `cp` of the same bytes on the same disk, and beside training.
 
     python benchmarks/checkpoint.py --gib 2
 
 One collection on the host, with row-wise Adagrad. In turns, so that whatever else the machine does
 meets all alike: save a checkpoint (all of it is on the disk when that ends), `cp -r` it and wait
 for the disk, load it, `cp -r` it without waiting; at last an incremental one after 1 % of the rows
-have changed. The first round is left out.
+have changed. The first round is left out. Then rows are trained with a tenth of them in fast
+memory, and steps are timed while nothing is saved and while checkpoints are written in the
+background, one after the other; the pause at a checkpoint's begin counts as a part of its step.
 What is read was written just before, so that neither waits for the disk if it fits the memory.
 """
 
@@ -19,13 +21,14 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 import hotrow
+import hotrow.checkpoint
 
 
 def main() -> None:
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400, help="timed with a save, and without")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
     options = parser.parse_args()
     with TemporaryDirectory(dir=options.folder) as folder:
@@ -87,6 +91,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "load_over_cp": middle["cp"] / middle["load"],
         "extra_resident_MiB_while_saving": max(extra) / 2**20,
         "incremental": incremental(model, rows, folder / "incremental"),
+        "beside_training": beside_training(table, options.steps, folder / "beside"),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
@@ -103,6 +108,55 @@ def incremental(model: hotrow.EmbeddingBagCollection, rows: int, root: Path) -> 
     seconds = time.perf_counter() - begun
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     return {"seconds": seconds, "MiB": size / 2**20}
+
+
+def beside_training(table: hotrow.EmbeddingBagConfig, steps: int, root: Path) -> dict[str, object]:
+    """Steps of 4,096 skewed lookups, with and without a save under way, in turns."""
+    model = hotrow.EmbeddingBagCollection([table], hotrow.RowWiseAdagrad(lr=0.1), budget="10%")
+    draw = torch.Generator().manual_seed(0)
+    turn = max(1, steps // 4)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            ids = torch.rand(4096, 1, generator=draw, dtype=torch.float64) ** 4
+            yield (ids * table.num_embeddings).long()
+
+    times: dict[bool, list[float]] = {False: [], True: []}
+    saves: list[hotrow.checkpoint.Save] = []
+    stream = hotrow.ahead(batches(), model, depth=16)
+    begun = time.perf_counter()
+    for step, ids in enumerate(stream, -turn):
+        model(ids).values().square().mean().backward()
+        saving = step >= 0 and step // turn % 2 == 1
+        if saving and (not saves or saves[-1].done):
+            saves.append(hotrow.begin_checkpoint(root, model, step=step, keep=1))
+        elif not saving and saves and not saves[-1].done:
+            saves[-1].wait()  # between two turns
+            begun = time.perf_counter()
+            continue
+        now = time.perf_counter()
+        if step >= 0:  # slots are full
+            times[saving].append(1000 * (now - begun))
+        begun = now
+        if min(len(each) for each in times.values()) >= steps:
+            break
+    stream.close()
+    for each in saves:
+        each.wait()
+    return {
+        "step_ms_without": _percentiles(times[False]),
+        "step_ms_with": _percentiles(times[True]),
+        "pause_ms": _percentiles([1000 * each.pause for each in saves]),
+        "save_seconds": _percentiles([each.seconds for each in saves]),
+        "waited_for_the_log_seconds": sum(each.waited for each in saves),
+        "saves": len(saves),
+    }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    found = {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (50, 99)}
+    return {**found, "most": ordered[-1]}
 
 
 def copied(source: Path, target: Path, *, sync: bool) -> None:

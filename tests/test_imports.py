@@ -79,7 +79,7 @@ LAYERS = [
         "writer",
     },
     {"tables", "blocks", "budget", "changed", "evict", "scratchpad", "traffic", "records"},
-    {"host_memory"},
+    {"host_memory", "snapshot"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"parts"},
     {
@@ -101,7 +101,7 @@ LAYERS = [
     {"hybrid"},
     {"static_hybrid", "sizing"},
     {"embedding"},
-    {"ahead", "checkpoint", "staleness"},
+    {"ahead", "checkpoint", "shadow", "staleness"},
     {"captured", "sorting"},
     {"skip", "split"},
     {"graphed"},

@@ -4,7 +4,13 @@ from hotrow import _quiet  # noqa: F401  (first: before torch is imported)
 from hotrow.ahead import Ahead, ahead
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.budget import Budget, Share
-from hotrow.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
+from hotrow.checkpoint import (
+    begin_checkpoint,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    save_model,
+)
 from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
 from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
@@ -49,6 +55,7 @@ __all__ = [
     "Trainer",
     "Uniform",
     "ahead",
+    "begin_checkpoint",
     "graphed",
     "load_checkpoint",
     "load_model",

@@ -13,6 +13,12 @@ class ChangedRows:
         # Padding has an id, too.
         self.bits = torch.zeros(num_rows // 32 + 1, dtype=torch.int32)
 
+    def copy(self) -> ChangedRows:
+        """As they are now."""
+        made = ChangedRows(0)
+        made.bits = self.bits.clone()
+        return made
+
     def note(self, ids: Tensor) -> None:
         """Rows, each given once, were written."""
         ids = ids.to(self.bits.device)
@@ -29,3 +35,34 @@ class ChangedRows:
         is_set = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
         ids = is_set.flatten().nonzero().squeeze(1) + 32 * low
         return ids[(ids >= first) & (ids < last)]
+
+
+class TouchedRows:
+    """Of a few rows, whether each was written. Noted where the ids are, and nobody waits."""
+
+    def __init__(self, ids: Tensor, device: torch.device) -> None:
+        """`ids` in order, each once, on the host; `device`: from where they may be written, too."""
+        self.ids = ids
+        self._there = {
+            each.type: (ids.to(each), torch.zeros(len(ids), dtype=torch.int32, device=each))
+            for each in (torch.device("cpu"), device)
+        }
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # whoever notes does so in a lane of his own
+
+    def note(self, ids: Tensor) -> None:
+        """Rows, each given once, are about to be written; -1: none."""
+        mine, counts = self._there[ids.device.type]
+        if not len(mine):
+            return
+        at = torch.searchsorted(mine, ids.long()).clamp_(max=len(mine) - 1)
+        is_mine = mine[at] == ids
+        if ids.device.type == "cpu":
+            counts[at[is_mine]] = 1  # by several threads, none of which undoes another's
+        else:
+            counts.index_add_(0, at, is_mine.int())  # picking them would wait for the device
+
+    def among(self, ids: Tensor) -> Tensor:
+        """Which of these, which are among its own, were written; waits for the device."""
+        written = torch.stack([counts.cpu() for _, counts in self._there.values()]).any(0)
+        return written[torch.searchsorted(self.ids, ids)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotrow.device_memory import DeviceMemory
+from hotrow.device_planner import DevicePlan
 from hotrow.device_work import DeviceWork
 from hotrow.fills import FULL, LEVELS, Level
 from hotrow.interrupt import uninterrupted
@@ -86,7 +87,7 @@ class DeviceFills(DeviceMemory):
         if self.back is not None:
             self._fill_and_keep(work, self.back, level)
         elif self.zero_copy:
-            self._move(work.plan.buffers, level)
+            self._move(work.plan, level)
             self._store_changed("rows")
         else:
             self._fill_by_host(work)
@@ -109,7 +110,7 @@ class DeviceFills(DeviceMemory):
         if not level.in_bulk or (
             plan.num_evicted and not back.is_worth(plan.num_moves, plan.certain - plan.number)
         ):
-            self._move(b, level)
+            self._move(plan, level)
             return
         packet = back.take(plan.num_moves, plan.certain) if plan.num_evicted else None
 
@@ -149,6 +150,7 @@ class DeviceFills(DeviceMemory):
         if self.unwritten is not None:
             self.unwritten.note(ids)
         if self.zero_copy:
+            self.store.will_write(ids)
             fill.scatter(self.store.rows, ids, rows.contiguous())
             self._store_changed("train")
             return
@@ -163,8 +165,13 @@ class DeviceFills(DeviceMemory):
     def _replay(self, b: PlanBuffers, kind: Any, place: int, launch: Callable[[], None]) -> None:
         self.planner.recorder.run((kind, self.width, place, b.number), launch)
 
-    def _move(self, b: PlanBuffers, level: Level) -> None:
-        new = self.unwritten
+    def _move(self, plan: DevicePlan, level: Level) -> None:
+        b, new = plan.buffers, self.unwritten
+        if self.store.is_watched and plan.num_evicted:
+            # A snapshot has to know them before the device writes, so that the host waits here: for
+            # the plan, in its own lane, and not for what trains.
+            with self.lanes.on("plan"):
+                self.store.will_write(b.leaving[: plan.num_moves])
 
         def launch() -> None:
             fill.fill(

@@ -58,6 +58,7 @@ class DeviceMemory(RowGroup):
         """As RowGroup's."""
         super().__init__(layout, **options)
         if self.everything:
+            self.why_no_snapshot = "training changes rows where they are, on the device"
             self.pad = AllSlots(self.slots)  # type: ignore[assignment]
             self.planner = AllPlanner(self.pad)
             self._past = 0

@@ -447,6 +447,7 @@ class DeviceRows(DeviceFills):
             self.store.write(ids, rows)
             return
         self.settle()
+        self.store.note(ids)
         slots = self.locate(ids)
         absent = slots == FREE
         here = (~absent).nonzero().squeeze(1)

@@ -44,6 +44,7 @@ from hotrow.rows import RowGroup
 from hotrow.scalars import plain
 from hotrow.schedule import at_once
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
+from hotrow.snapshot import Snapshot
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
@@ -165,6 +166,7 @@ class EmbeddingBagCollection(nn.Module):
 
     _prefix = "embedding_bags"
     changed_since: Any = None  # for what `note_changes` was called
+    being_saved: Any = None  # with `join()`: who reads the snapshots
 
     def __init__(
         self,
@@ -833,6 +835,39 @@ class EmbeddingBagCollection(nn.Module):
         columns = self._place(table)[0].state
         return {name: each.stop - each.start for name, each in columns.items()}
 
+    def why_no_snapshot(self) -> str | None:
+        """Why rows cannot be read as they were while training goes on; None: they can."""
+        reasons = (group.why_no_snapshot for group in self.every_group)
+        return next((each for each in reasons if each is not None), None)
+
+    def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
+        """After `settle()`: until `end_snapshots()`, `snapshot(table)` reads rows as they are now.
+        Those that are replaced before go to logs of so many bytes together."""
+        made = []
+        for group in self.groups:
+            store, changed = group.store, group.changed
+            part = log_bytes * store.rows.nbytes // max(1, self.bytes_total)
+            store.snapshot = Snapshot(
+                store.rows,
+                most=part // max(1, store.rows[:1].nbytes),
+                only=changed.copy() if only_changed and changed is not None else None,
+            )
+            made.append(store.snapshot)
+        return made
+
+    def snapshot(self, table: str) -> tuple[Snapshot, int]:
+        """What a table's rows are read from, and the id of its first."""
+        group, base, _ = self._place(table)
+        if group.store.snapshot is None:
+            raise RuntimeError("take_snapshots() comes before snapshot()")
+        return group.store.snapshot, base
+
+    def end_snapshots(self) -> None:
+        for group in self.groups:
+            if group.store.snapshot is not None:
+                group.store.snapshot.end()
+                group.store.snapshot = None
+
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Inside, what is written to `stored(table)` replaces rows with their state.
@@ -840,6 +875,8 @@ class EmbeddingBagCollection(nn.Module):
         No `hotrow.ahead` may be running.
         """
         self._refuse_if_running("replacing rows")
+        if self.being_saved is not None:
+            self.being_saved.join()
         self.settle()
         try:
             yield
@@ -850,7 +887,7 @@ class EmbeddingBagCollection(nn.Module):
                 self._arrivals.clear()
                 self.changed_since = None
                 for group in self.every_group:
-                    group.changed = None
+                    group.changed = group.store.touched = None
                     group.replaced()
 
     def note_changes(self) -> bool:
@@ -864,6 +901,10 @@ class EmbeddingBagCollection(nn.Module):
             for group, other in zip(self.groups, self._aside.groups, strict=True):
                 other.changed = group.changed
         return True
+
+    @property
+    def notes_changes(self) -> bool:
+        return all(group.changed is not None for group in self.groups)
 
     def changed_rows(self, table: str, first: int, last: int) -> Tensor:
         """Those of the rows first..last-1 that were written since `note_changes()`."""

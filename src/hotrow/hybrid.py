@@ -553,6 +553,7 @@ class HostRows(RowGroup):
             if moves is not None:
                 grads = grads[moves]
             self._step_on(ids, values, grads, settings)
+            self.store.will_write(ids)
             for columns, changed in zip(self._columns, values, strict=True):
                 columns.write(ids, changed)
 

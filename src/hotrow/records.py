@@ -154,6 +154,9 @@ class RunRecord:
     tables: Mapping[str, TableRecord] = field(default_factory=dict)  # by the tables' names
     times: Times | None = None  # None: there were too few steps
     limit: Limit | None = None  # None: nothing stands out
+    # Checkpoints that its last process has saved, their seconds, and of training those in which it
+    # stood still for their begin or waited for the disk. Empty: none.
+    saving: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

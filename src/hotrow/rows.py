@@ -48,6 +48,7 @@ class RowGroup:
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
     notes_changes = True  # this engine can say which rows it has written
     changed: ChangedRows | None = None  # where it does; None: nobody asks
+    why_no_snapshot: str | None = None  # why not all that writes rows says so; None: it does
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
     # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
     times_as_large: Callable[[int, int], float] | None = None
@@ -251,6 +252,7 @@ class RowGroup:
 
     def fill(self, work: Work) -> None:
         assert work.plan is not None
+        self.store.will_write(work.plan.moves.leaving)
         self.kernels.fill(self.slots, self.store.rows, work.plan.moves)
         self._mark_collected(work)
         work.inserted = True
@@ -351,6 +353,7 @@ class RowGroup:
             self.store.write(ids, rows)
             return
         self.settle()
+        self.store.note(ids)
         slots = self.locate(ids)
         here = slots != FREE
         with uninterrupted():
@@ -447,6 +450,8 @@ class RowGroup:
             slots = None if slots is None else slots[moves]
         if self.changed is not None:
             self.changed.note(ids)
+        if self.everything:
+            self.store.will_write(ids)  # slots are the store
         columns = self._scalars(ids)
         for first in range(0, ids.numel(), self.chunk_rows):
             part = slice(first, first + self.chunk_rows)

@@ -218,6 +218,7 @@ def write_rows(
     if writer is None:
         store.write_alone(ids, rows)
     else:
+        store.will_write(ids)
         writer.wait(writer.write(store.rows, ids, rows))
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.changed import TouchedRows
 from hotrow.host_memory import check_fits
+from hotrow.snapshot import Snapshot
 from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
 
 _CHUNK_FLOATS = 1 << 20
@@ -21,6 +23,9 @@ _CHUNK_FLOATS = 1 << 20
 
 class Store:
     """Two verbs over rows that lie somewhere: `read` and `write`."""
+
+    snapshot: Snapshot | None = None  # somebody reads all rows as they were
+    touched: TouchedRows | None = None  # somebody wants to know who of these was written
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows  # [num_rows, width] float32
@@ -31,13 +36,30 @@ class Store:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replace the rows of `ids`, each given once."""
+        self.will_write(ids)
         self.rows.index_copy_(0, ids, rows)
+
+    def will_write(self, ids: Tensor) -> None:
+        """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        self.note(ids)
+        if self.snapshot is not None:
+            self.snapshot.keep(ids)
+
+    def note(self, ids: Tensor) -> None:
+        """Rows get other bits, here or in slots."""
+        if self.touched is not None:
+            self.touched.note(ids)
+
+    @property
+    def is_watched(self) -> bool:
+        return self.snapshot is not None or self.touched is not None
 
     def write_alone(self, ids: Tensor, rows: Tensor) -> None:
         """`write`, on a host, by the thread that calls; ids of -1 are left out.
 
         Rows as single items, which numpy copies several times as fast as a thread of torch does.
         """
+        self.will_write(ids)
         places, items = ids.numpy(), _as_items(rows)
         there = places >= 0
         if not there.all():

@@ -175,6 +175,7 @@ class WriteBack:
         assert load.there is not None
         load.there.wait()
         rows = slice(load.filled)
+        self._store.will_write(load.ids[rows])
         load.job = self._writer.write(self._store.rows, load.ids[rows], load.rows[rows])
         load.filled = 0
 

@@ -1,5 +1,6 @@
 """Trained models and checkpoints on disk. Knows modules and collections; no runs."""
 
+from hotrow.checkpoint.background import Save, begin_checkpoint
 from hotrow.checkpoint.loading import Checkpoint, Loaded, load_checkpoint
 from hotrow.checkpoint.model import SavedModel, load_model, save_model
 from hotrow.checkpoint.saving import save_checkpoint
@@ -7,7 +8,9 @@ from hotrow.checkpoint.saving import save_checkpoint
 __all__ = [
     "Checkpoint",
     "Loaded",
+    "Save",
     "SavedModel",
+    "begin_checkpoint",
     "load_checkpoint",
     "load_model",
     "save_checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from hotrow.checkpoint.random import random_states
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
 from hotrow.disk import PARTIAL, BlockSums, Digest, Disk, FileRecord, make_durable
+from hotrow.embedding import EmbeddingBagCollection
 from hotrow.progress import bytes_bar
 from hotrow.scalars import whole
 
@@ -56,6 +57,95 @@ def save_checkpoint(
     written since then, where the engine can tell (on a CPU). Beside the rows' own memory this takes
     4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing otherwise.
     """
+    found = prepare(folder, model, parts, step=step, extra=extra, keep=keep, full_every=full_every)
+    return found.write(found.write_rows)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checkpoint of which all but rows is known, and in memory."""
+
+    root: Path
+    name: str
+    model: nn.Module
+    step: int
+    keep: int | None
+    full_every: int
+    since: Parent | None  # the rows that have changed since then are written; None: all
+    dense: dict[str, Tensor]
+    state: bytes
+    state_tensors: dict[str, Tensor]
+
+    @property
+    def collections(self) -> list[EmbeddingBagCollection]:
+        return list(collections_of(self.model).values())
+
+    @property
+    def is_parent(self) -> bool:
+        """Whether others shall hold what has changed since this one."""
+        return self.full_every > 1 and self.since is None
+
+    def note_changes(self) -> None:
+        """At the moment whose rows are written."""
+        if self.is_parent:
+            for each in self.collections:
+                each.changed_since = None
+                each.note_changes()
+
+    def write(self, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Path:
+        """All files, and then the folder's name; `rows` writes those of tables."""
+        disk, path = Disk(self.root / (self.name + PARTIAL)), self.root / self.name
+        try:
+            manifest = self._write(disk, rows)
+            put_in_place(disk, path)
+        except BaseException:
+            shutil.rmtree(disk.folder, ignore_errors=True)
+            raise
+        if self.is_parent:
+            parent = Parent(self.name, manifest.checksum)
+            for each in self.collections:
+                each.changed_since = parent if each.notes_changes else None
+        clean(self.root, self.keep)
+        return path
+
+    def _write(self, disk: Disk, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Manifest:
+        """All files, the manifest last."""
+        from hotrow import __version__  # here, because the package imports this
+
+        (disk.folder / "rows").mkdir(parents=True)
+        tables = rows(disk)  # first: training need not keep old rows any more
+        manifest = Manifest(
+            step=self.step,
+            dense=put(disk, records.DENSE, packed(self.dense)),
+            state=put(disk, records.STATE, [self.state]),
+            state_tensors=put(disk, records.STATE_TENSORS, packed(self.state_tensors)),
+            tables=tables,
+            parent=self.since,
+            made_by=f"hotrow {__version__}",
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        manifest = records.with_checksum(manifest)
+        make_durable(disk.folder / "rows")
+        disk.write(records.MANIFEST, [records.to_json(manifest).encode()])
+        return manifest
+
+    def write_rows(self, disk: Disk) -> tuple[TableRecord, ...]:
+        """From where they lie, by several threads, while nobody trains."""
+        return _write_rows(disk, tables_of(self.model), only_changed=self.since is not None)
+
+
+def prepare(
+    folder: str | Path,
+    model: nn.Module,
+    parts: dict[str, Any],
+    *,
+    step: int,
+    extra: Any,
+    keep: int | None,
+    full_every: int,
+    copied: bool = False,
+) -> Prepared:
+    """Bring all rows to the store. `copied`: all that is no row, since it will change."""
     root, step = Path(folder), whole("step", step, least=0)
     full_every = whole("full_every", full_every, least=1)
     if keep is not None:
@@ -65,21 +155,33 @@ def save_checkpoint(
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
             )
+        end_save_before(each)
+    tensors: dict[str, Tensor] = {}
+    state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
+    dense = dense_state(model)
+    if copied:
+        tensors, dense = _copies(tensors), _copies(dense)
     root.mkdir(parents=True, exist_ok=True)
     clean(root, keep=None)
     name = next_name(root, step)
-    disk = Disk(root / (name + PARTIAL))
-    try:
-        since = _parent(root, model, name, full_every)
-        manifest = _write(disk, model, parts, step=step, extra=extra, parent=since)
-        put_in_place(disk, root / name)
-    except BaseException:
-        shutil.rmtree(disk.folder, ignore_errors=True)
-        raise
-    if full_every > 1 and since is None:
-        _note_changes_since(Parent(name, manifest.checksum), model)
-    clean(root, keep)
-    return root / name
+    since = _parent(root, model, name, full_every)
+    for each in collections_of(model).values():
+        each.settle()
+    found = Prepared(root, name, model, step, keep, full_every, since, dense, state, tensors)
+    found.note_changes()
+    return found
+
+
+def end_save_before(collection: EmbeddingBagCollection) -> None:
+    """One at a time."""
+    before, collection.being_saved = collection.being_saved, None
+    if before is not None:
+        before.join()
+        before.tell()
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.detach().to("cpu", copy=True) for name, each in tensors.items()}
 
 
 def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
@@ -96,41 +198,7 @@ def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent 
     return None
 
 
-def _note_changes_since(parent: Parent, model: nn.Module) -> None:
-    for each in collections_of(model).values():
-        each.changed_since = parent if each.note_changes() else None
-
-
-def _write(
-    disk: Disk, model: nn.Module, parts: dict[str, Any], *, step: int, extra: Any,
-    parent: Parent | None,
-) -> Manifest:  # fmt: skip
-    """All files, the manifest last."""
-    from hotrow import __version__  # here, because the package imports this
-
-    tensors: dict[str, Tensor] = {}
-    state = pack(_state(model, parts, extra), tensors, "state")
-    dense = dense_state(model)
-    for each in collections_of(model).values():
-        each.settle()
-    (disk.folder / "rows").mkdir(parents=True)
-    manifest = Manifest(
-        step=step,
-        dense=_put(disk, records.DENSE, packed(dense)),
-        state=_put(disk, records.STATE, [json.dumps(state).encode()]),
-        state_tensors=_put(disk, records.STATE_TENSORS, packed(tensors)),
-        tables=_write_rows(disk, tables_of(model), only_changed=parent is not None),
-        parent=parent,
-        made_by=f"hotrow {__version__}",
-        saved=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-    manifest = records.with_checksum(manifest)
-    make_durable(disk.folder / "rows")
-    disk.write(records.MANIFEST, [records.to_json(manifest).encode()])
-    return manifest
-
-
-def _put(
+def put(
     disk: Disk, name: str, parts: Iterable[bytes | memoryview], digest: Digest | None = None
 ) -> FileRecord:
     """A file that is on the disk; its name in the folder is when the folder is."""
@@ -156,7 +224,7 @@ def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Rows that go into one shard."""
 
     number: int  # of their table
@@ -170,30 +238,50 @@ class _Piece:
     def file(self) -> str:
         return f"rows/{self.number:03}-{self.place:05}.safetensors"
 
+    def put(self, disk: Disk, parts: Iterable[bytes | memoryview], count: int) -> Shard:
+        file = put(disk, self.file, parts, digest=BlockSums())
+        return Shard(file.file, file.bytes, file.sha256, self.first, self.span, count)
+
+    def head(self, width: int, ids: Tensor | None = None) -> bytes:
+        """What its file begins with; `ids`: the rows that it holds, None: all."""
+        count = self.span if ids is None else len(ids)
+        rows = {records.ROWS: (torch.float32, [count, width])}
+        tensors = rows if ids is None else {records.IDS: (torch.int64, [count]), **rows}
+        return head(tensors, {"table": self.key, "first": str(self.first)})
+
 
 def _write_rows(
     disk: Disk, tables: dict[str, Table], *, only_changed: bool
 ) -> tuple[TableRecord, ...]:
-    pieces = list(_pieces(tables))
-    total = sum(4 * table.stored.numel() for table in tables.values())
-    shards: dict[str, list[Shard]] = {key: [] for key in tables}
+    total, done = sum(4 * table.stored.numel() for table in tables.values()), 0
+    written = []
     with bytes_bar("saving a checkpoint") as advance:
-        for piece, shard in _Writer(disk, only_changed).write_all(pieces):
-            if shard is not None:
-                shards[piece.key].append(shard)
-            done = sum(each.bytes for found in shards.values() for each in found)
+        for piece, shard in _Writer(disk, only_changed).write_all(list(pieces_in(tables))):
+            written.append((piece, shard))
+            done += 0 if shard is None else shard.bytes
             advance(min(done, total), total)
+    return records_of(tables, written)
+
+
+def records_of(
+    tables: dict[str, Table], written: Iterable[tuple[Piece, Shard | None]]
+) -> tuple[TableRecord, ...]:
+    """What became of all pieces, those of a table in their order; None: no row of it."""
+    shards: dict[str, list[Shard]] = {key: [] for key in tables}
+    for piece, shard in written:
+        if shard is not None:
+            shards[piece.key].append(shard)
     return tuple(
         TableRecord(key, table.rows, table.dim, table.state, tuple(shards[key]))
         for key, table in tables.items()
     )
 
 
-def _pieces(tables: dict[str, Table]) -> Iterator[_Piece]:
+def pieces_in(tables: dict[str, Table]) -> Iterator[Piece]:
     for number, (key, table) in enumerate(tables.items()):
         most = max(1, SHARD_BYTES // (4 * table.stored.shape[1]))
         for place, first in enumerate(range(0, table.rows, most)):
-            yield _Piece(number, place, table, key, first, min(most, table.rows - first))
+            yield Piece(number, place, table, key, first, min(most, table.rows - first))
 
 
 class _Writer:
@@ -201,7 +289,7 @@ class _Writer:
         self._disk, self._only_changed = disk, only_changed
         self._stop = threading.Event()
 
-    def write_all(self, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Shard | None]]:
+    def write_all(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Shard | None]]:
         """What becomes of all pieces, in their order. Whoever waits can be interrupted."""
         with ThreadPoolExecutor(_WRITERS) as pool:
             try:
@@ -211,7 +299,7 @@ class _Writer:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _write(self, piece: _Piece) -> Shard | None:
+    def _write(self, piece: Piece) -> Shard | None:
         """In a thread; None: no row of it has changed."""
         rows = piece.table.stored[piece.first : piece.first + piece.span]
         if not self._only_changed:
@@ -222,8 +310,7 @@ class _Writer:
             if not len(ids):
                 return None
             parts, count = _some(rows, ids, piece), len(ids)
-        file = _put(self._disk, piece.file, self._watched(parts), digest=BlockSums())
-        return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
+        return piece.put(self._disk, self._watched(parts), count)
 
     def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         for part in parts:
@@ -232,28 +319,18 @@ class _Writer:
             yield part
 
 
-def _metadata(piece: _Piece) -> dict[str, str]:
-    return {"table": piece.key, "first": str(piece.first)}
-
-
-def _all(rows: Tensor, piece: _Piece) -> Iterator[bytes | memoryview]:
-    yield head({records.ROWS: (rows.dtype, rows.shape)}, _metadata(piece))
-    for part in rows.split(_rows_at_once(rows)):
+def _all(rows: Tensor, piece: Piece) -> Iterator[bytes | memoryview]:
+    yield piece.head(rows.shape[1])
+    for part in rows.split(rows_at_once(rows)):
         yield from pieces_of(part)
 
 
-def _some(rows: Tensor, ids: Tensor, piece: _Piece) -> Iterator[bytes | memoryview]:
-    yield head(
-        {
-            records.IDS: (torch.int64, [len(ids)]),
-            records.ROWS: (rows.dtype, [len(ids), rows.shape[1]]),
-        },
-        _metadata(piece),
-    )
+def _some(rows: Tensor, ids: Tensor, piece: Piece) -> Iterator[bytes | memoryview]:
+    yield piece.head(rows.shape[1], ids)
     yield from pieces_of(ids)
-    for part in ids.split(_rows_at_once(rows)):
+    for part in ids.split(rows_at_once(rows)):
         yield from pieces_of(rows[(part - piece.first).to(rows.device)])
 
 
-def _rows_at_once(rows: Tensor) -> int:
+def rows_at_once(rows: Tensor) -> int:
     return max(1, PIECE_BYTES // (4 * rows.shape[1]))

@@ -226,7 +226,8 @@ class JsonLines:
         self._write("resumed", step=step, checkpoint=str(checkpoint))
 
     def saved(self, saved: Saved) -> None:
-        self._write("checkpoint", folder=str(saved.folder), step=saved.step, seconds=saved.seconds)
+        facts = {"step": saved.step, "seconds": saved.seconds, "pause": saved.pause}
+        self._write("checkpoint", folder=str(saved.folder), **facts, waited=saved.waited)
 
     def end(self, record: RunRecord, folder: Path, model: Path | None, saved: Saved | None) -> None:
         told = {

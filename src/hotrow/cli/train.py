@@ -34,6 +34,7 @@ from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
+from hotrow.shadow import CorruptRows, Shadow
 
 
 def train(
@@ -267,7 +268,10 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     )  # fmt: skip
 
     def finish() -> RunRecord:
-        record = _record(job, tally, telling.run.name, started, outcome, is_equal, resumed_after)
+        record = _record(
+            job, tally, telling.run.name, started, outcome, is_equal, resumed_after,
+            saving.figures(),
+        )  # fmt: skip
         telling.run.finish(record)
         return record
 
@@ -289,12 +293,15 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
             is_equal = _is_equal_to_all_fast(job, tally.losses, telling.show, stop)
     except KeyboardInterrupt:
         outcome = "interrupted"
+        saving.abandon()
         raise
     except Exception as error:
+        saving.end()
         if saving.last is not None:
             telling.show.warn(_how_to_go_on(error, telling.run.folder, saving.last))
         raise
     finally:
+        saving.end()
         try:
             record = finish()
         except OSError as error:
@@ -315,6 +322,12 @@ def _save_last(job: Job, saving: Saving, stop: StopAfterStep) -> OSError | None:
 
 
 def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
+    if isinstance(error, CorruptRows) and saved.step > error.since:
+        return (
+            f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows. If an "
+            f"older one lies beside it, of step {error.since:,} or before, write its name to "
+            f"{saved.folder.parent / 'latest'}; `hotrow train {folder} --resume` goes on from it"
+        )
     said = f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
     said += f"`hotrow train {folder} --resume` goes on from it"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -340,6 +353,8 @@ def _evaluate(job: Job, tally: Tally, telling: _Telling, *, at_end: bool = False
 
 def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving) -> None:
     every, show = job.config.training.eval_every, telling.show
+    verify_every = job.config.training.verify_every
+    shadow = Shadow([job.embedding], step=job.done) if verify_every else None
     with show.progress("training", steps=steps) as advance, telling.tracing as tracing:
         for record in job.train():
             tracing.step(tally.steps + 1)
@@ -350,10 +365,14 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
             if every and record.step % every == 0 and record.step != tally.expected:
                 _evaluate(job, tally, telling)
             advance(tally)
+            if shadow is not None and verify_every and record.step % verify_every == 0:
+                shadow.verify(record.step)  # before what is wrong is saved
             saving.after_step(record.step)
             settled = _has_settled(tally.evaluations, job.config.training.patience)
             if telling.stop.asked or settled:
                 break
+    if shadow is not None:
+        shadow.end()
     tally.finish()
     limit = limit_of(tally.times(), device=job.config.run.device)
     if limit is not None and limit.is_to_be_told:
@@ -411,6 +430,7 @@ def _record(
     outcome: str,
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
+    saving: dict[str, float],
 ) -> RunRecord:
     embedding, times = job.embedding, tally.times()
     traffic = embedding.traffic()
@@ -429,6 +449,7 @@ def _record(
         evaluations=tuple(tally.evaluations),
         data=job.samples.described(),
         resumed_after=resumed_after,
+        saving=saving,
         system=record_of(job.trainer.system),
         told=told_of(job.trainer.system),
         tables={

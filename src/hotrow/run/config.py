@@ -282,6 +282,7 @@ class TrainingSection:
     eval_every: int | None = None
     patience: int | None = None  # evaluations without a better AUC that end the run
     clip_norm: float | None = None  # the most that the dense gradients may be long together
+    verify_every: int | None = None  # steps after which rows nobody has written are compared
     check_equality: bool = False
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
@@ -289,7 +290,7 @@ class TrainingSection:
     def __post_init__(self) -> None:
         plain_fields(self)
         _at_least(1, steps=self.steps, epochs=self.epochs, eval_every=self.eval_every)
-        _at_least(1, patience=self.patience)
+        _at_least(1, patience=self.patience, verify_every=self.verify_every)
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ValueError(f"clip_norm must be a number above 0, got {self.clip_norm}")
         if self.patience is not None and self.eval_every is None:
@@ -307,6 +308,8 @@ class CheckpointSection:
     every_seconds: float | None = None
     full_every: int = 1  # the others hold the rows that have changed since
     keep: int = 2
+    background: bool = True  # written while training goes on
+    log: str | int = "5%"  # of the bytes of rows, for those that change meanwhile
     folder: str | None = None  # in which the run's own is made; None: runs/<name>/checkpoints
     on_error: str = "continue"  # or "stop", where one could not be written
     resume: str = "never"  # or "auto": where there is one
@@ -318,6 +321,10 @@ class CheckpointSection:
         if self.every_seconds is not None and not 0 < self.every_seconds < math.inf:
             raise ValueError(f"every_seconds must be a number above 0, got {self.every_seconds}")
         _one_of(("continue", "stop"), on_error=self.on_error)
+        try:
+            parse_bytes(self.log, total=1 << 60)  # only its form
+        except ValueError as error:
+            raise ValueError(f"log: {error}") from None
         _one_of(("never", "auto"), resume=self.resume)
 
     @property

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
-from hotrow.checkpoint import save_checkpoint
+from hotrow.budget import show_bytes
+from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
 from hotrow.run.tally import Tally
+
+_SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells
 
 
 def checkpoints_of(section: CheckpointSection, run: Path) -> Path:
@@ -31,6 +34,8 @@ class Saved:
     folder: Path
     step: int
     seconds: float = math.nan
+    pause: float = math.nan  # of them, those in which training stood still
+    waited: float = 0.0  # seconds that training has waited for its log
 
 
 class Saving:
@@ -53,51 +58,155 @@ class Saving:
         self._section, self._warn, self._tell = job.config.checkpoint, warn, tell
         self._about = {"started": started, "resumed_after": list(resumed_after)}
         self._saved_at = monotonic()
+        self._under_way: Save | None = None
+        self._was_told: set[str] = set()
+        self._figures = {"saved": 0, "seconds": 0.0, "pause_seconds": 0.0, "waited_seconds": 0.0}
         self.root = checkpoints_of(self._section, run.folder)
 
     def after_step(self, step: int) -> None:
         """Save if it is time. What fails is told, and training goes on, unless it shall stop."""
+        if self._under_way is not None and self._under_way.done:
+            self._finish()
         if not self._is_due(step):
             return
+        if self._under_way is not None:
+            self._wait_for_the_one_before(step)
         try:
-            self.save(step)
+            self._save(step, background=self._section.background)
         except OSError as error:
-            self._saved_at = monotonic()
-            kept = "there is none yet" if self.last is None else f"{self.last.folder} stays"
-            message = f"the checkpoint of step {step:,} was not saved: {error}; {kept}"
-            if self._section.on_error == "stop":
-                raise OSError(f"{message}. checkpoint.on_error is 'stop'") from error
-            self._warn(f"{message}. Training goes on")
+            self._refuse(step, error)
 
     def _is_due(self, step: int) -> bool:
         steps, seconds = self._section.every_steps, self._section.every_seconds
         if steps is not None and step % steps == 0:
             return True
-        return seconds is not None and monotonic() - self._saved_at >= seconds
+        is_over = self._under_way is None  # the time between two begins at the end of the first
+        return seconds is not None and is_over and monotonic() - self._saved_at >= seconds
 
-    def save(self, step: int) -> Saved | None:
-        """Now, if this step is not saved yet; None: the loss is no number, and none is replaced."""
+    def save(self, step: int) -> None:
+        """Now, if this step is not saved yet, and not if the loss is no number."""
+        self.end()
+        self._save(step, background=False)
+
+    def end(self) -> None:
+        """Wait for what is under way; if it fails, that is told, and no more."""
+        if self._under_way is not None:
+            self._finish(may_stop=False)
+
+    def abandon(self) -> None:
+        """Leave at once: what is under way is no checkpoint yet, and will be none."""
+        if self._under_way is not None:
+            self._under_way.abandon()
+            self._under_way = None
+
+    def figures(self) -> dict[str, float]:
+        """How often this process has saved, and what that has cost; empty: it has not."""
+        return dict(self._figures) if self._figures["saved"] else {}
+
+    def _save(self, step: int, *, background: bool) -> None:
         if self.last is not None and self.last.step == step:
-            return self.last
+            return
         begun = perf_counter()
         self._run.sync()
         self._tally.finish()
         if math.isnan(self._tally.loss):
-            return None
-        job, section = self._job, self._section
-        folder = save_checkpoint(
-            self.root,
-            job.model,
-            step=step,
-            extra=self._extra(),
-            keep=section.keep,
-            full_every=section.full_every,
-            **parts_of(job),
+            return
+        section, options = self._section, self._options(step)
+        if not background:
+            folder = save_checkpoint(self.root, self._job.model, **options)
+            seconds = perf_counter() - begun
+            self._note(Saved(folder, step, seconds, seconds))
+            return
+        save = self._under_way = begin_checkpoint(
+            self.root, self._job.model, log=section.log, **options
         )
+        save.pause = perf_counter() - begun
+        if save.why_at_once is not None:
+            reason = f"training stops while checkpoints are written: {save.why_at_once}"
+            self._warn_once("at once", reason)
+            self._finish()
+
+    def _options(self, step: int) -> dict[str, Any]:
+        section = self._section
+        return {
+            "step": step,
+            "extra": self._extra(),
+            "keep": section.keep,
+            "full_every": section.full_every,
+            **parts_of(self._job),
+        }
+
+    def _wait_for_the_one_before(self, step: int) -> None:
+        assert self._under_way is not None
+        before, begun = self._under_way.step, perf_counter()
+        self._under_way.join()
+        seconds = perf_counter() - begun
+        self._figures["waited_seconds"] += seconds
+        if seconds >= _SECONDS_TOLD:
+            self._warn_once(
+                "before",
+                f"the checkpoint of step {before:,} was not written yet when that of step {step:,} "
+                f"was due, and training has waited {seconds:.1f} s for it. Larger "
+                "checkpoint.every_steps, or every_seconds, which counts from one's end, let it go "
+                "on",
+            )
+        self._finish()
+
+    def _finish(self, *, may_stop: bool = True) -> None:
+        """Take in what has ended in the background."""
+        save = self._under_way
+        assert save is not None
+        save.join()
+        self._under_way = None  # not before: whoever presses Ctrl-C meanwhile abandons it
+        try:
+            folder = save.wait()
+        except OSError as error:
+            self._refuse(save.step, error, may_stop=may_stop)
+            return
+        except Exception as error:
+            message = (
+                f"the checkpoint of step {save.step:,} was not saved, because of a mistake of "
+                f"hotrow's ({type(error).__name__}: {error}); {self._kept()}. With "
+                "checkpoint.background = false training waits for it. Please report this"
+            )
+            if may_stop:
+                raise RuntimeError(message) from error
+            self._warn(message)
+            return
+        if save.waited >= _SECONDS_TOLD:
+            self._warn_once(
+                "log",
+                f"training has waited {save.waited:.1f} s for the checkpoint of step "
+                f"{save.step:,}: {show_bytes(save.log_bytes)} for rows that change while it is "
+                "written were full. A larger checkpoint.log would hold more of them",
+            )
+        self._note(
+            Saved(folder, save.step, save.pause + save.seconds, save.pause, waited=save.waited)
+        )
+
+    def _note(self, saved: Saved) -> None:
         self._saved_at = monotonic()
-        self.last = Saved(folder, step, perf_counter() - begun)
-        self._tell(self.last)
-        return self.last
+        self.last = saved
+        self._figures["saved"] += 1
+        self._figures["seconds"] += saved.seconds
+        self._figures["pause_seconds"] += saved.pause
+        self._figures["waited_seconds"] += saved.waited
+        self._tell(saved)
+
+    def _refuse(self, step: int, error: OSError, *, may_stop: bool = True) -> None:
+        self._saved_at = monotonic()
+        message = f"the checkpoint of step {step:,} was not saved: {error}; {self._kept()}"
+        if self._section.on_error == "stop" and may_stop:
+            raise OSError(f"{message}. checkpoint.on_error is 'stop'") from error
+        self._warn(f"{message}. Training goes on" if may_stop else message)
+
+    def _kept(self) -> str:
+        return "there is none yet" if self.last is None else f"{self.last.folder} stays"
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._was_told:
+            self._was_told.add(kind)
+            self._warn(message)
 
     def _extra(self) -> dict[str, Any]:
         config = self._job.config
