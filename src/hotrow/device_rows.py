@@ -196,7 +196,9 @@ class DeviceRows(DeviceFills):
             return
         self.lanes.after("plan", self.lanes.mark("train"))  # rows may have been loaded there
         self.planner.reserve(1)
-        self._load(*self.planner.hottest())
+        slots, ids = self.planner.hottest()
+        self._load(slots, ids)
+        self._count_loaded(ids)
 
     def pin_rows(self, ids: Tensor) -> None:
         self._started = True

@@ -936,17 +936,16 @@ class EmbeddingBagCollection(nn.Module):
     def traffic(self) -> Traffic:
         """What was looked up and moved so far, in training; waits for the device."""
         self.lanes.join()
-        counted = {table.name: [0] * 6 for table in self.tables}
+        counted = {table.name: TableTraffic() for table in self.tables}
         for group in self.every_group:
-            size = group.moved_floats * 4
-            for table, counts in zip(group.layout.tables, group.traffic.tolist(), strict=True):
-                more = [*counts, *(rows * size for rows in counts[2:])]
-                before = counted[table.name]
-                counted[table.name] = [a + b for a, b in zip(before, more, strict=True)]
+            each_of = (group.layout.tables, group.traffic.tolist(), group.loaded.tolist())
+            for table, (lookups, unique, fetched, evicted), loaded in zip(*each_of, strict=True):
+                came, left = group.bytes_of(fetched, evicted, loaded)
+                more = TableTraffic(lookups, unique, fetched, evicted, came, left, loaded)
+                counted[table.name] += more
         chunked = max(group.direct_batches for group in self.every_group)
         made = sum(group.made_rows() for group in self.every_group)
-        ordered = {name: TableTraffic(*counts) for name, counts in counted.items()}
-        return Traffic.of(ordered, chunked, made)
+        return Traffic.of(counted, chunked, made)
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""

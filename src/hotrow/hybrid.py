@@ -159,7 +159,7 @@ class HostRows(RowGroup):
         self._given = store
         super().__init__(layout, **options)
         self.everything = True  # that is looked up is found without a planner
-        self.traffic = self.traffic.cpu()
+        self.traffic, self.loaded = self.traffic.cpu(), self.loaded.cpu()
         self.moved_floats = self.dim  # optimizer state stays where it is
         limits, paddings = zip(
             *((table.num_embeddings, table.padding_idx) for table in layout.tables), strict=True

@@ -45,6 +45,7 @@ class Plan:
     number: int
     row_slots: Tensor  # [U + 1] int64: the slot of each unique id, then the padding slot
     moves: Moves
+    loaded: int = 0  # the last moves: of rows to be pinned, which this batch need not look up
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,16 @@ class Planner:
         self.largest_batch = max(self.largest_batch, ids.ids.numel())
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
-        if self.pins is not None:
-            moves = self._repin(self.pins, moves)
+        loads = self._repin(self.pins) if self.pins is not None else None
+        if loads is not None:
+            moves = _joined(moves, loads)
         null = slots.new_tensor([self.pad.null_slot])
-        return Plan(self._origin + self.number - 1, torch.cat([slots, null]), moves)
+        return Plan(
+            number=self._origin + self.number - 1,
+            row_slots=torch.cat([slots, null]),
+            moves=moves,
+            loaded=0 if loads is None else loads.slots.numel(),
+        )
 
     def useful_depth(self) -> int:
         """Batches until all slots have been replaced: to know more would change no choice."""
@@ -260,15 +267,15 @@ class Planner:
         self.pin(slots[uses > 1])
         self.uses >>= 1
 
-    def _repin(self, pins: Pins, moves: Moves) -> Moves:
+    def _repin(self, pins: Pins) -> Moves | None:
         """With the first batch fetch and pin what is known to be hot; later, what was learned."""
         number = self.number
         if not self._hottest_pinned:
             self._hottest_pinned = True
-            return _joined(moves, self._pin_hottest(pins))
+            return self._pin_hottest(pins)
         if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
             self.pin_most_used(pins.part)
-        return moves
+        return None
 
     def _pin_hottest(self, pins: Pins) -> Moves:
         count = min(int(pins.part * self.pad.num_slots), self.room_for_pins)

@@ -31,6 +31,8 @@ class StepRecord:
     # Share of the step in which training waited for rows; NaN: not measured. On a GPU it is
     # measured every few steps, and told some later.
     waited: float = math.nan
+    # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
+    loaded_rows: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -181,7 +183,7 @@ class Figures:
     fast_bytes: int = 0  # all of them
     is_within_budget: bool = True
     hit_rate: float = math.nan
-    rows_per_sample: float = math.nan  # fetched and evicted
+    rows_per_sample: float = math.nan  # fetched, loaded to be pinned, and evicted
     bytes_per_sample: float = math.nan
     samples: int = 0
     auc: float = math.nan

@@ -84,6 +84,8 @@ class RowGroup:
         self.moved = [0, 0, 0, 0]  # lookups, unique rows, rows fetched, rows evicted
         # The same per table.
         self.traffic = torch.zeros(len(layout.tables), 4, dtype=torch.int64, device=device)
+        self.loaded_rows = 0  # fetched to be pinned, before any lookup asked for them
+        self.loaded = torch.zeros(len(layout.tables), dtype=torch.int64, device=device)
         self.direct_batches = 0
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
@@ -145,6 +147,7 @@ class RowGroup:
         slots = self.planner.pin_rows(ids)
         self.newest_collected = self.planner.last_number  # late gradients take the direct way
         self._load(slots, ids)
+        self._count_loaded(ids)
 
     def reload(self) -> None:
         """All rows that have slots, once more from the store, where others have changed them."""
@@ -201,8 +204,10 @@ class RowGroup:
             self.count_direct(work)
             return False
         self.uncollected.append(work)
-        moves = work.plan.moves
-        self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
+        moves, wanted = work.plan.moves, work.plan.moves.slots.numel() - work.plan.loaded
+        self._count(work.ids, fetched=moves.entering[:wanted], evicted=moves.leaving)
+        if work.plan.loaded:
+            self._count_loaded(moves.entering[wanted:])
         return True
 
     def free_berth(self, berth: int) -> None:
@@ -526,6 +531,17 @@ class RowGroup:
             if moved is not None:
                 tables = self.layout.table_of(moved[moved >= 0])
                 self.traffic[:, column] += torch.bincount(tables, minlength=len(self.traffic))
+
+    def _count_loaded(self, ids: Tensor) -> None:
+        self.loaded_rows += ids.numel()
+        bases = ids.new_tensor([*self.layout.bases, self.layout.num_rows])
+        # By sorting them, which nobody has to wait for.
+        self.loaded += torch.searchsorted(ids.sort()[0], bases).diff().to(self.loaded.device)
+
+    def bytes_of(self, fetched: int, evicted: int, loaded: int) -> tuple[int, int]:
+        """Bytes that came, and that left, with so many rows."""
+        size = 4 * self.moved_floats
+        return fetched * size + loaded * 4 * self.width, evicted * size
 
     def _note(self, moved: list[int]) -> None:
         self.moved = [before + more for before, more in zip(self.moved, moved, strict=True)]

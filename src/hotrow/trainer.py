@@ -39,6 +39,7 @@ _COUNTERS = (
     "evicted_rows",
     "bytes_fetched",
     "bytes_evicted",
+    "loaded_rows",
 )
 
 
@@ -242,8 +243,9 @@ class Trainer(Generic[Batch]):
         """What all collections have looked up and moved so far, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
         for group in (group for each in self._collections for group in each.every_group):
-            size = 4 * group.moved_floats
-            moved = (*group.moved, group.moved[2] * size, group.moved[3] * size)
+            _, _, fetched, evicted = group.moved
+            loaded = group.loaded_rows
+            moved = [*group.moved, *group.bytes_of(fetched, evicted, loaded), loaded]
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals

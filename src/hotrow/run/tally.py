@@ -33,7 +33,7 @@ class Tally:
         self.seconds += record.seconds
         self.lookups += record.lookups
         self.fetched_rows += record.fetched_rows
-        self.rows_moved += record.fetched_rows + record.evicted_rows
+        self.rows_moved += record.fetched_rows + record.loaded_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
         if self.steps > _SETTLING:
             before = self._times
