@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -293,6 +294,11 @@ class DevicePlanner:
         self.recorder.run(full_key, launch)
         self.window.append(batch)
 
+    def known_ahead(self, count: int) -> list[Tensor]:
+        """The rows of the next batches, so many at most; waits for the device."""
+        known = [self.ids_of(each).long() for each in islice(self.window, count)]
+        return [ids[ids < self.pad.num_rows] for ids in known]
+
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.window.clear()
@@ -453,7 +459,10 @@ class DevicePlanner:
                 self.number += 1
                 return True
             self.state[words.HALT] = 0
-        self._make_room(int(plan.buffers.status[words.MISSING]))
+        missing = int(plan.buffers.status[words.MISSING])
+        # Who looks far ahead gains nothing for batches that do not fit.
+        self._mean_missing += 0.1 * (missing - self._mean_missing)
+        self._make_room(missing)
         return False
 
     def clear_halt(self) -> None:

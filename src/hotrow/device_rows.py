@@ -263,8 +263,7 @@ class DeviceRows(DeviceFills):
             lookups_of(work.batch, self.layout)  # says which
             raise AssertionError("a plan found an id that no table has, and nobody else does")
         if outcome == words.NO_ROOM:
-            unique = int(plan.buffers.status[words.UNIQUE])
-            self._tell_of_chunks(unique - work.is_filled_up)
+            self._tell_of_chunks(work.ids.ids)
             self.count_direct(work)
         return False
 

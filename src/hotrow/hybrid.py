@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -306,6 +306,10 @@ class HostRows(RowGroup):
         return False
 
     def forget_window(self) -> None: ...
+
+    def timed(self, work: Work | None) -> AbstractContextManager[None]:
+        """Rows are never too many for slots that are not there."""
+        return nullcontext()
 
     # -- lookup ------------------------------------------------------------------------
 

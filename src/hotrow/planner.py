@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -96,6 +97,10 @@ class Planner:
             self.next_use[slots] = known.clamp(max=self.number + len(self.window))
         self.window.append(ids.ids)
 
+    def known_ahead(self, count: int) -> list[Tensor]:
+        """The rows of the next batches, so many at most."""
+        return list(islice(self.window, count))
+
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.window.clear()
@@ -115,6 +120,8 @@ class Planner:
         for ahead, soon in enumerate(upcoming, start=1):
             self._use(soon, self.number + ahead)
         victims = self._take_victims(missing.numel())
+        # Also of those that do not fit: who looks far ahead gains nothing for them.
+        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         if victims is None:
             self.last_use[held] = before
             self._make_room(missing.numel())
@@ -129,7 +136,6 @@ class Planner:
             rows = self.pad.row_of_slot[again]
             moves = _joined(moves, Moves(again, rows, rows))
         self.largest_batch = max(self.largest_batch, ids.ids.numel())
-        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
         loads = self._repin(self.pins) if self.pins is not None else None
         if loads is not None:

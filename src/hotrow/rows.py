@@ -8,6 +8,7 @@ batches larger than the slots and late gradients take it, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.changed import ChangedRows
-from hotrow.clock import named
+from hotrow.clock import Part as Timed
+from hotrow.clock import Sum, named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
@@ -49,8 +51,8 @@ class RowGroup:
     notes_changes = True  # this engine can say which rows it has written
     changed: ChangedRows | None = None  # where it does; None: nobody asks
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
-    # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
-    times_as_large: Callable[[int, int], float] | None = None
+    # What to ask for to have so many slots instead of those; None: the budget is not in bytes.
+    setting_for: Callable[[int, int], str] | None = None
 
     def __init__(
         self,
@@ -87,6 +89,9 @@ class RowGroup:
         self.loaded_rows = 0  # fetched to be pinned, before any lookup asked for them
         self.loaded = torch.zeros(len(layout.tables), dtype=torch.int64, device=device)
         self.direct_batches = 0
+        self.needed_slots = 0  # by batches that passed in chunks
+        self.chunk_time = Sum()
+        self._chunks = Timed("chunks", self.chunk_time)
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
         self.in_transit: list[Work] = []  # collected, and not inserted
@@ -200,7 +205,7 @@ class RowGroup:
             return True
         work.plan = self.planner.plan(work.ids)
         if work.plan is None:
-            self._tell_of_chunks(work.ids.ids.numel())
+            self._tell_of_chunks(work.ids.ids)
             self.count_direct(work)
             return False
         self.uncollected.append(work)
@@ -233,26 +238,37 @@ class RowGroup:
     def take_back(self, work: Work) -> None:
         """A batch before this one failed to be planned; here no batch is planned behind it."""
 
-    def _tell_of_chunks(self, rows: int) -> None:
-        if not self.direct_batches:
-            warn(
-                f"a batch of {rows:,} different rows does not fit the {self.pad.num_slots:,} slots "
-                f"of width {self.dim} beside those in flight; it passes through in chunks, which "
-                f"is right but slow. {self._advice(rows)}"
-            )
+    def _tell_of_chunks(self, ids: Tensor) -> None:
+        """A batch of these rows has no room."""
+        self.needed_slots = max(self.needed_slots, self._slots_for(ids))
+        if self.direct_batches:
+            return
+        advice = self.remedy("it")
+        if self.needed_slots <= self.pad.num_slots and self.strategy.pinned_part:
+            advice = "Pinned rows give way to the next ones of its size"
+        warn(
+            f"a batch of {ids.numel():,} different rows does not fit the {self.pad.num_slots:,} "
+            f"slots of width {self.dim} beside those in flight; it passes through in chunks, which "
+            f"is right but slow. {advice}"
+        )
 
-    def _advice(self, rows: int) -> str:
-        """What would hold batches of so many different rows."""
-        # Those in flight may be as large, or larger, but no two slots have the same row.
-        others = (self.planner.hold.batches - 1) * max(rows, self.planner.largest_batch)
-        needed = min(rows + others, self.layout.num_rows)
-        if needed <= self.pad.num_slots:
-            pins = "Pinned rows give way to the next ones of its size"
-            return pins if self.strategy.pinned_part else "A larger budget would hold it"
-        if self.times_as_large is None:
-            return f"{needed:,} slots would hold it"
-        times = self.times_as_large(needed, self.pad.num_slots)
-        return f"A budget {times:.1f} times as large would hold it"
+    def _slots_for(self, ids: Tensor) -> int:
+        """Those that would have held a batch beside the ones in flight: as many, as large."""
+        others = self.planner.hold.batches - 1
+        near = self.planner.known_ahead(others)  # which share rows with it as those do
+        largest = max(ids.numel(), self.planner.largest_batch)
+        needed = torch.cat([ids, *near]).unique().numel() + (others - len(near)) * largest
+        if needed <= self.pad.num_slots:  # those in flight were larger
+            needed = ids.numel() + others * largest
+        return int(min(needed, self.layout.num_rows))
+
+    def remedy(self, what: str) -> str:
+        """What would hold batches that passed in chunks."""
+        if self.needed_slots <= self.pad.num_slots:
+            return f"A larger budget would hold {what}"
+        if self.setting_for is None:
+            return f"{self.needed_slots:,} slots would hold {what}"
+        return f"{self.setting_for(self.needed_slots, self.pad.num_slots)} would hold {what}"
 
     def fill(self, work: Work) -> None:
         assert work.plan is not None
@@ -381,6 +397,10 @@ class RowGroup:
         return 1 << 16 if self.everything else self.buffer.shape[0] - 1
 
     # -- lookup and update -------------------------------------------------------------
+
+    def timed(self, work: Work | None) -> AbstractContextManager[None]:
+        """The time of what a batch does is that of chunks, if it passes in those."""
+        return self._chunks if work is not None and work.plan is None else _UNTIMED
 
     def lookup(self, work: Work, x: Lookups) -> Tensor:
         """One vector per bag, [bags, dim], by the plan while it holds. `x` has the weights."""
@@ -566,6 +586,7 @@ class RowGroup:
             self.planner.check()
 
 
+_UNTIMED: AbstractContextManager[None] = nullcontext()
 _NONE = torch.empty(0, dtype=torch.int64)
 _NO_MOVES = Moves(_NONE, _NONE, _NONE)
 

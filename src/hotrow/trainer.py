@@ -141,13 +141,13 @@ class Trainer(Generic[Batch]):
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
             clock = source.clock
-            before = self._counters() | _times(clock)
+            before = self._counters() | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
                 with clock.part("train"):
                     loss = self._train(batch)
                 samples = len(self.labels(batch))
-                after = self._counters() | _times(clock)
+                after = self._counters() | self._times(clock)
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
                 waited = clock.take_waited()
@@ -250,14 +250,14 @@ class Trainer(Generic[Batch]):
                 totals[name] += count
         return totals
 
-
-def _times(clock: Clock) -> dict[str, float]:
-    """The host's seconds so far, named as in a StepRecord."""
-    return {
-        "read_seconds": clock.read.seconds,
-        "plan_seconds": clock.plan.seconds,
-        "rows_seconds": clock.rows.seconds,
-    }
+    def _times(self, clock: Clock) -> dict[str, float]:
+        """The host's seconds so far, named as in a StepRecord."""
+        return {
+            "read_seconds": clock.read.seconds,
+            "plan_seconds": clock.plan.seconds,
+            "rows_seconds": clock.rows.seconds,
+            "chunk_seconds": sum(each.chunk_seconds() for each in self._collections),
+        }
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class Tally:
                 before.read_seconds + record.read_seconds,
                 before.plan_seconds + record.plan_seconds,
                 before.rows_seconds + record.rows_seconds,
+                chunk_seconds=before.chunk_seconds + record.chunk_seconds,
             )
             if not math.isnan(record.waited):
                 self._waits += 1
