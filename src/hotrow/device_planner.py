@@ -152,6 +152,7 @@ class DevicePlanner:
         self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0
+        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self.window: deque[Expected] = deque()
         self.capacity = 0
         self.lookup_bytes = 0  # what the window gives up for each lookup that batches grow by
@@ -462,6 +463,10 @@ class DevicePlanner:
         missing = int(plan.buffers.status[words.MISSING])
         # Who looks far ahead gains nothing for batches that do not fit.
         self._mean_missing += 0.1 * (missing - self._mean_missing)
+        floor = self.state[words.CLOCK] - self.hold.past
+        in_use = (self.last_use >= floor) & (self.last_use != PINNED)
+        # Of those that are there, what batches in flight do not use would come on top.
+        self.wanted_slots = missing + int(in_use.sum())
         self._make_room(missing)
         return False
 

@@ -83,6 +83,7 @@ class Planner:
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0  # unique rows of the largest batch that was planned
+        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self._hottest_pinned = False
         self._mean_missing = 0.0
         self._queue = self._queue_use = self._queue_next = self.pinned_slots
@@ -123,6 +124,9 @@ class Planner:
         # Also of those that do not fit: who looks far ahead gains nothing for them.
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         if victims is None:
+            in_use = (self.last_use >= self.number - self.hold.past) & (self.last_use != PINNED)
+            pinned = self.last_use[hits] == PINNED
+            self.wanted_slots = missing.numel() + int(in_use.sum()) + int(pinned.sum())
             self.last_use[held] = before
             self._make_room(missing.numel())
             return None

@@ -253,14 +253,14 @@ class RowGroup:
         )
 
     def _slots_for(self, ids: Tensor) -> int:
-        """Those that would have held a batch beside the ones in flight: as many, as large."""
-        others = self.planner.hold.batches - 1
-        near = self.planner.known_ahead(others)  # which share rows with it as those do
-        largest = max(ids.numel(), self.planner.largest_batch)
-        needed = torch.cat([ids, *near]).unique().numel() + (others - len(near)) * largest
-        if needed <= self.pad.num_slots:  # those in flight were larger
-            needed = ids.numel() + others * largest
-        return int(min(needed, self.layout.num_rows))
+        """Those that would have held a batch beside the ones in flight."""
+        planner, rows = self.planner, ids.numel()
+        near = planner.known_ahead(planner.hold.batches - 1)
+        together = torch.cat([ids, *near]).unique().numel()
+        if planner.wanted_slots <= rows:  # nothing was in flight: those to come tell what would be
+            more = (together - rows) / len(near) if near else max(rows, planner.largest_batch)
+            together += int(more * (planner.hold.batches - 1 - len(near)))
+        return int(min(max(together, planner.wanted_slots), self.layout.num_rows))
 
     def remedy(self, what: str) -> str:
         """What would hold batches that passed in chunks."""
