@@ -133,9 +133,10 @@ def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
         "training": lambda x: (
             x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds - x.chunk_seconds
         ),
-        "batches in chunks": lambda x: x.chunk_seconds,
     }
     timed = [(run.name, run.record.times) for run in runs if run.record.times is not None]
+    if any(each.chunk_seconds for _, each in timed):
+        named["batches in chunks"] = lambda x: x.chunk_seconds
     order = tuple(name for name, _ in timed)
     bars = tuple(
         Bars(
