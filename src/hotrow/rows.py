@@ -255,11 +255,14 @@ class RowGroup:
     def _slots_for(self, ids: Tensor) -> int:
         """Those that would have held a batch beside the ones in flight."""
         planner, rows = self.planner, ids.numel()
-        near = planner.known_ahead(planner.hold.batches - 1)
+        others = planner.hold.batches - 1
+        near = planner.known_ahead(others)
         together = torch.cat([ids, *near]).unique().numel()
         if planner.wanted_slots <= rows:  # nothing was in flight: those to come tell what would be
-            more = (together - rows) / len(near) if near else max(rows, planner.largest_batch)
-            together += int(more * (planner.hold.batches - 1 - len(near)))
+            if near:
+                together += (together - rows) * (others - len(near)) // len(near)
+            elif not self.needed_slots:  # nobody has told how many rows batches share
+                together += others * max(rows, planner.largest_batch)
         return int(min(max(together, planner.wanted_slots), self.layout.num_rows))
 
     def remedy(self, what: str) -> str:
