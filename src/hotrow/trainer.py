@@ -125,23 +125,28 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes, asked = self.system.passes(batches), perf_counter()
+        passes, asked, before = self.system.passes(batches), perf_counter(), self._counters()
         try:
             for each in passes:
                 some = iter(each)
                 for first in some:  # a pass may turn out to have no batch
-                    # What a system does before a pass is time of the pass's first step.
-                    yield from self._pass(chain([first], some), asked)
-                    asked = perf_counter()
+                    # What a system does before a pass, such as to pin rows, is the first step's.
+                    yield from self._pass(chain([first], some), asked, before)
+                    asked, before = perf_counter(), self._counters()
         finally:
             passes.close()
 
-    def _pass(self, batches: Iterable[Batch], asked: float | None = None) -> Iterator[StepRecord]:
+    def _pass(
+        self,
+        batches: Iterable[Batch],
+        asked: float | None = None,
+        counted: dict[str, int] | None = None,
+    ) -> Iterator[StepRecord]:
         """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
             clock = source.clock
-            before = self._counters() | self._times(clock)
+            before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
                 with clock.part("train"):
