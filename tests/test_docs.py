@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from hotrow.cli import make_app
 from hotrow.run import toml
 from hotrow.run.config import BUILT_IN, RunConfig, load
+from hotrow.run.files import read_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +42,20 @@ def test_the_blocks_of_a_page_run_as_printed(
                 assert result.exit_code == 0, f"{line}: {result.output}"
         elif name := re.match(r"# (\S+\.toml)\n", block):
             (tmp_path / name[1]).write_text(block)
+    for run in tmp_path.glob("runs/*"):  # a first step is not to end in a warning
+        assert read_run(run).summary.chunked_batches == 0
+
+
+def test_the_first_run_files_are_alike(tmp_path: Path) -> None:
+    """The one that is run is docs/data.md's."""
+    (first,) = re.findall(r"```\n(\[data\].*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    second = next(x for x in blocks(ROOT / "docs" / "data.md", "toml") if x.startswith("# run"))
+    found = []
+    for text in (first, second):
+        (tmp_path / "run.toml").write_text(text)
+        found.append(load(tmp_path / "run.toml"))
+    assert found[0].embedding == found[1].embedding
+    assert replace(found[0].data, folder="") == replace(found[1].data, folder="")
 
 
 def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:

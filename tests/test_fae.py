@@ -451,6 +451,8 @@ def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
     assert fae.record.switches == 0
     assert len(fae.record.test_losses) == 2  # half of the batches each
     assert sum(each.fetched_rows for each in records) == 0
+    # Pinned between two passes, which is the work of some step, too.
+    assert sum(each.loaded_rows for each in records) == fae.record.num_hot_rows
 
 
 @pytest.mark.parametrize("cold", ["fetched", "hybrid"])

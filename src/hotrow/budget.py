@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from hotrow.told import setting
 
 _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -129,7 +132,8 @@ def share_out(
     smallest = smallest_budget(row_bytes)
     if budget_bytes < smallest:
         rows = sum(size * count for size, count in zip(row_bytes, num_rows, strict=True))
-        hint = "; tables this small need none: strategy='all-fast'" if rows < smallest else ""
+        all_fast = setting("strategy", "all-fast")
+        hint = f"; tables this small need none: {all_fast}" if rows < smallest else ""
         raise ValueError(
             f"the budget of {show_bytes(budget_bytes)} is too small; the smallest that works "
             f"here is {show_bytes(smallest)} ({smallest:,} bytes){hint}"
@@ -158,19 +162,40 @@ def share_out(
     return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes, budget_bytes)
 
 
-def times_as_large(
-    share: Callable[[int], Budget], budget_bytes: int, group: int, slots: int, instead_of: int
-) -> float:
-    """How many times `budget_bytes` gives a group so many slots, in tenths.
+# Batches differ: the largest that was seen is not the largest there is.
+_SPARE = 1 / 32
 
-    `share` shares out a budget. `instead_of` are the slots that the group has now, which may be
-    fewer than it was given: on a GPU some make room for plans.
+
+def budget_for(
+    share: Callable[[int], Budget], budget_bytes: int, group: int, slots: int, instead_of: int
+) -> int:
+    """The bytes that give a group so many slots, and some to spare.
+
+    `share` shares out a budget; `budget_bytes` are too few. `instead_of` are the slots that the
+    group has now, which may be fewer than it was given: on a GPU some make room for plans.
     """
-    given = share(budget_bytes).shares[group].slots
-    most = share(budget_bytes << 40).shares[group].slots
-    wanted = min(-(-slots * given // instead_of), most)
-    # In proportion, about; minima and other groups bend it, so it is tried.
-    tenths = max(11, 10 * slots // instead_of)
-    while share(budget_bytes * tenths // 10).shares[group].slots < wanted:
-        tenths += max(1, tenths // 20)
-    return tenths / 10
+
+    def slots_of(num_bytes: int) -> int:
+        return share(num_bytes).shares[group].slots
+
+    most = slots_of(budget_bytes << 40)
+    wanted = min(math.ceil(slots * (1 + _SPARE) * slots_of(budget_bytes) / instead_of), most)
+    low, high = budget_bytes, 2 * budget_bytes
+    while slots_of(high) < wanted:
+        low, high = high, 2 * high
+    while high - low > low // 256:
+        middle = (low + high) // 2
+        low, high = (middle, high) if slots_of(middle) < wanted else (low, middle)
+    return high
+
+
+def write_budget(num_bytes: int, *, total: int | None = None) -> str:
+    """As a user writes it, with two digits and no fewer bytes; a share if there is a `total`."""
+    if total is not None:
+        size, unit = 100 * num_bytes / total, "%"
+    else:
+        sizes = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+        scale, unit = next((each for each in sizes if each[0] <= num_bytes), sizes[-1])
+        size = num_bytes / scale
+    digits = max(0, 1 - math.floor(math.log10(size)))
+    return f"{math.ceil(size * 10**digits) / 10**digits:g}{unit}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -151,6 +152,7 @@ class DevicePlanner:
         self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0
+        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self.window: deque[Expected] = deque()
         self.capacity = 0
         self.lookup_bytes = 0  # what the window gives up for each lookup that batches grow by
@@ -292,6 +294,11 @@ class DevicePlanner:
         full_key = ("expect", batch.lookups, self.generation, self._known_use, key)
         self.recorder.run(full_key, launch)
         self.window.append(batch)
+
+    def known_ahead(self, count: int) -> list[Tensor]:
+        """The rows of the next batches, so many at most; waits for the device."""
+        known = [self.ids_of(each).long() for each in islice(self.window, count)]
+        return [ids[ids < self.pad.num_rows] for ids in known]
 
     def forget_window(self) -> None:
         """The batches expected will not come."""
@@ -453,7 +460,14 @@ class DevicePlanner:
                 self.number += 1
                 return True
             self.state[words.HALT] = 0
-        self._make_room(int(plan.buffers.status[words.MISSING]))
+        missing = int(plan.buffers.status[words.MISSING])
+        # Who looks far ahead gains nothing for batches that do not fit.
+        self._mean_missing += 0.1 * (missing - self._mean_missing)
+        floor = self.state[words.CLOCK] - self.hold.past
+        in_use = (self.last_use >= floor) & (self.last_use != PINNED)
+        # Of those that are there, what batches in flight do not use would come on top.
+        self.wanted_slots = missing + int(in_use.sum())
+        self._make_room(missing)
         return False
 
     def clear_halt(self) -> None:

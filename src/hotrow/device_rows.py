@@ -196,7 +196,9 @@ class DeviceRows(DeviceFills):
             return
         self.lanes.after("plan", self.lanes.mark("train"))  # rows may have been loaded there
         self.planner.reserve(1)
-        self._load(*self.planner.hottest())
+        slots, ids = self.planner.hottest()
+        self._load(slots, ids)
+        self._count_loaded(ids)
 
     def pin_rows(self, ids: Tensor) -> None:
         self._started = True
@@ -261,8 +263,7 @@ class DeviceRows(DeviceFills):
             lookups_of(work.batch, self.layout)  # says which
             raise AssertionError("a plan found an id that no table has, and nobody else does")
         if outcome == words.NO_ROOM:
-            unique = int(plan.buffers.status[words.UNIQUE])
-            self._tell_of_chunks(unique - work.is_filled_up)
+            self._tell_of_chunks(work.ids.ids)
             self.count_direct(work)
         return False
 

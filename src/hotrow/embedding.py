@@ -31,7 +31,7 @@ from hotrow.batch import (
     versions_of,
     weights_of,
 )
-from hotrow.budget import Budget, parse_bytes, share_out, show_bytes, times_as_large
+from hotrow.budget import Budget, budget_for, parse_bytes, share_out, show_bytes, write_budget
 from hotrow.changed import ChangedRows
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
@@ -50,7 +50,7 @@ from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
-from hotrow.told import few, warn
+from hotrow.told import few, setting, warn
 from hotrow.traffic import TableTraffic, Traffic
 
 ON_NONFINITE = ("propagate", "error", "skip")
@@ -59,6 +59,7 @@ ON_NONFINITE = ("propagate", "error", "skip")
 FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 _LEAST_CHUNK = 1024
+_NEARLY_ALL = 0.9  # of the bytes of all rows: a budget that large saves nothing
 _RECENT = 8  # batches among which ids that were built anew are looked for
 
 
@@ -242,9 +243,10 @@ class EmbeddingBagCollection(nn.Module):
         ]
         if shared is not None and shared.total_bytes:
             for g, group in enumerate(self.groups):
-                group.times_as_large = partial(
-                    times_as_large, self._share_of, shared.total_bytes, g
-                )
+                group.setting_for = partial(
+                    _setting_for, self._share_of, shared.total_bytes, self.bytes_total,
+                    isinstance(budget, str) and "%" in budget, g,
+                )  # fmt: skip
         # Rows that are staged need more stages, with which others can go along.
         split = [group.strategy for group in self.groups if group.strategy.stages is SPLIT]
         self.strategy = split[0] if split else self.strategy
@@ -987,17 +989,27 @@ class EmbeddingBagCollection(nn.Module):
     def traffic(self) -> Traffic:
         """What was looked up and moved so far, in training; waits for the device."""
         self.lanes.join()
-        counted = {table.name: [0] * 6 for table in self.tables}
+        counted = {table.name: TableTraffic() for table in self.tables}
         for group in self.every_group:
-            size = group.moved_floats * 4
-            for table, counts in zip(group.layout.tables, group.traffic.tolist(), strict=True):
-                more = [*counts, *(rows * size for rows in counts[2:])]
-                before = counted[table.name]
-                counted[table.name] = [a + b for a, b in zip(before, more, strict=True)]
+            each_of = (group.layout.tables, group.traffic.tolist(), group.loaded.tolist())
+            for table, (lookups, unique, fetched, evicted), loaded in zip(*each_of, strict=True):
+                came, left = group.bytes_of(fetched, evicted, loaded)
+                more = TableTraffic(lookups, unique, fetched, evicted, came, left, loaded)
+                counted[table.name] += more
         chunked = max(group.direct_batches for group in self.every_group)
         made = sum(group.made_rows() for group in self.every_group)
-        ordered = {name: TableTraffic(*counts) for name, counts in counted.items()}
-        return Traffic.of(ordered, chunked, made)
+        return Traffic.of(counted, chunked, made)
+
+    def chunk_seconds(self) -> float:
+        """What the host has spent on lookups and updates of batches that passed in chunks."""
+        return sum(group.chunk_time.seconds for group in self.every_group)
+
+    def remedy_for_chunks(self) -> str:
+        """What would have held the batches that passed in chunks; empty if none did."""
+        short = [group for group in self.every_group if group.needed_slots]
+        if not short:
+            return ""
+        return max(short, key=lambda x: x.needed_slots / x.pad.num_slots).remedy("them")
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""
@@ -1029,6 +1041,22 @@ class EmbeddingCollection(EmbeddingBagCollection):
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+
+
+def _setting_for(
+    share: Callable[[int], Budget],
+    budget_bytes: int,
+    all_rows: int,
+    as_share: bool,
+    group: int,
+    slots: int,
+    instead_of: int,
+) -> str:
+    """What gives a group so many slots, as its user would write it."""
+    wanted = budget_for(share, budget_bytes, group, slots, instead_of)
+    if wanted > _NEARLY_ALL * all_rows:
+        return setting("strategy", "all-fast")
+    return setting("budget", write_budget(wanted, total=all_rows if as_share else None))
 
 
 def row_numbers(table: str, given: Tensor, size: int) -> Tensor:

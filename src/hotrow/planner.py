@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Plan:
     number: int
     row_slots: Tensor  # [U + 1] int64: the slot of each unique id, then the padding slot
     moves: Moves
+    loaded: int = 0  # the last moves: of rows to be pinned, which this batch need not look up
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Planner:
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
         self.largest_batch = 0  # unique rows of the largest batch that was planned
+        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self._hottest_pinned = False
         self._mean_missing = 0.0
         self._queue = self._queue_use = self._queue_next = self.pinned_slots
@@ -94,6 +97,10 @@ class Planner:
             known = self.next_use.index_select(0, slots)
             self.next_use[slots] = known.clamp(max=self.number + len(self.window))
         self.window.append(ids.ids)
+
+    def known_ahead(self, count: int) -> list[Tensor]:
+        """The rows of the next batches, so many at most."""
+        return list(islice(self.window, count))
 
     def forget_window(self) -> None:
         """The batches expected will not come."""
@@ -114,7 +121,12 @@ class Planner:
         for ahead, soon in enumerate(upcoming, start=1):
             self._use(soon, self.number + ahead)
         victims = self._take_victims(missing.numel())
+        # Also of those that do not fit: who looks far ahead gains nothing for them.
+        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         if victims is None:
+            in_use = (self.last_use >= self.number - self.hold.past) & (self.last_use != PINNED)
+            pinned = self.last_use[hits] == PINNED
+            self.wanted_slots = missing.numel() + int(in_use.sum()) + int(pinned.sum())
             self.last_use[held] = before
             self._make_room(missing.numel())
             return None
@@ -128,12 +140,17 @@ class Planner:
             rows = self.pad.row_of_slot[again]
             moves = _joined(moves, Moves(again, rows, rows))
         self.largest_batch = max(self.largest_batch, ids.ids.numel())
-        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
         self.number += 1
-        if self.pins is not None:
-            moves = self._repin(self.pins, moves)
+        loads = self._repin(self.pins) if self.pins is not None else None
+        if loads is not None:
+            moves = _joined(moves, loads)
         null = slots.new_tensor([self.pad.null_slot])
-        return Plan(self._origin + self.number - 1, torch.cat([slots, null]), moves)
+        return Plan(
+            number=self._origin + self.number - 1,
+            row_slots=torch.cat([slots, null]),
+            moves=moves,
+            loaded=0 if loads is None else loads.slots.numel(),
+        )
 
     def useful_depth(self) -> int:
         """Batches until all slots have been replaced: to know more would change no choice."""
@@ -260,15 +277,15 @@ class Planner:
         self.pin(slots[uses > 1])
         self.uses >>= 1
 
-    def _repin(self, pins: Pins, moves: Moves) -> Moves:
+    def _repin(self, pins: Pins) -> Moves | None:
         """With the first batch fetch and pin what is known to be hot; later, what was learned."""
         number = self.number
         if not self._hottest_pinned:
             self._hottest_pinned = True
-            return _joined(moves, self._pin_hottest(pins))
+            return self._pin_hottest(pins)
         if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
             self.pin_most_used(pins.part)
-        return moves
+        return None
 
     def _pin_hottest(self, pins: Pins) -> Moves:
         count = min(int(pins.part * self.pad.num_slots), self.room_for_pins)

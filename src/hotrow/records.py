@@ -28,9 +28,13 @@ class StepRecord:
     read_seconds: float = 0.0
     plan_seconds: float = 0.0
     rows_seconds: float = 0.0
+    # And what lookups and updates took of batches whose rows did not fit the slots together.
+    chunk_seconds: float = 0.0
     # Share of the step in which training waited for rows; NaN: not measured. On a GPU it is
     # measured every few steps, and told some later.
     waited: float = math.nan
+    # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
+    loaded_rows: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -94,15 +98,22 @@ class Times:
     plan_seconds: float
     rows_seconds: float
     waited: float = math.nan  # mean over the steps in which it was measured
+    chunk_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What a run waits for most."""
 
-    part: str  # "link", "planning", "loader" or "dense part"
+    part: str  # "link", "planning", "chunks", "loader" or "dense part"
     share: float  # of a step's time
     message: str  # with what to change
+
+    @property
+    def name(self) -> str:
+        """The part in words."""
+        others = {"planning": "planning", "chunks": "a budget too small for batches"}
+        return others.get(self.part, f"the {self.part}")
 
     @property
     def is_to_be_told(self) -> bool:
@@ -184,7 +195,7 @@ class Figures:
     fast_bytes: int = 0  # all of them
     is_within_budget: bool = True
     hit_rate: float = math.nan
-    rows_per_sample: float = math.nan  # fetched and evicted
+    rows_per_sample: float = math.nan  # fetched, loaded to be pinned, and evicted
     bytes_per_sample: float = math.nan
     samples: int = 0
     auc: float = math.nan

@@ -8,6 +8,7 @@ batches larger than the slots and late gradients take it, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
 from hotrow.budget import SLOT_STATE_BYTES, Share
 from hotrow.changed import ChangedRows
-from hotrow.clock import named
+from hotrow.clock import Part as Timed
+from hotrow.clock import Sum, named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
@@ -50,8 +52,8 @@ class RowGroup:
     changed: ChangedRows | None = None  # where it does; None: nobody asks
     why_no_snapshot: str | None = None  # why not all that writes rows says so; None: it does
     fill_choice: Any = None  # how a device moves rows, where it can do so in several ways
-    # How much larger a budget gives so many slots instead of those; None: it is not in bytes.
-    times_as_large: Callable[[int, int], float] | None = None
+    # What to ask for to have so many slots instead of those; None: the budget is not in bytes.
+    setting_for: Callable[[int, int], str] | None = None
 
     def __init__(
         self,
@@ -85,7 +87,12 @@ class RowGroup:
         self.moved = [0, 0, 0, 0]  # lookups, unique rows, rows fetched, rows evicted
         # The same per table.
         self.traffic = torch.zeros(len(layout.tables), 4, dtype=torch.int64, device=device)
+        self.loaded_rows = 0  # fetched to be pinned, before any lookup asked for them
+        self.loaded = torch.zeros(len(layout.tables), dtype=torch.int64, device=device)
         self.direct_batches = 0
+        self.needed_slots = 0  # by batches that passed in chunks
+        self.chunk_time = Sum()
+        self._chunks = Timed("chunks", self.chunk_time)
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
         self.in_transit: list[Work] = []  # collected, and not inserted
@@ -146,6 +153,7 @@ class RowGroup:
         slots = self.planner.pin_rows(ids)
         self.newest_collected = self.planner.last_number  # late gradients take the direct way
         self._load(slots, ids)
+        self._count_loaded(ids)
 
     def reload(self) -> None:
         """All rows that have slots, once more from the store, where others have changed them."""
@@ -198,12 +206,14 @@ class RowGroup:
             return True
         work.plan = self.planner.plan(work.ids)
         if work.plan is None:
-            self._tell_of_chunks(work.ids.ids.numel())
+            self._tell_of_chunks(work.ids.ids)
             self.count_direct(work)
             return False
         self.uncollected.append(work)
-        moves = work.plan.moves
-        self._count(work.ids, fetched=moves.entering, evicted=moves.leaving)
+        moves, wanted = work.plan.moves, work.plan.moves.slots.numel() - work.plan.loaded
+        self._count(work.ids, fetched=moves.entering[:wanted], evicted=moves.leaving)
+        if work.plan.loaded:
+            self._count_loaded(moves.entering[wanted:])
         return True
 
     def free_berth(self, berth: int) -> None:
@@ -229,26 +239,40 @@ class RowGroup:
     def take_back(self, work: Work) -> None:
         """A batch before this one failed to be planned; here no batch is planned behind it."""
 
-    def _tell_of_chunks(self, rows: int) -> None:
-        if not self.direct_batches:
-            warn(
-                f"a batch of {rows:,} different rows does not fit the {self.pad.num_slots:,} slots "
-                f"of width {self.dim} beside those in flight; it passes through in chunks, which "
-                f"is right but slow. {self._advice(rows)}"
-            )
+    def _tell_of_chunks(self, ids: Tensor) -> None:
+        """A batch of these rows has no room."""
+        self.needed_slots = max(self.needed_slots, self._slots_for(ids))
+        if self.direct_batches:
+            return
+        advice = self.remedy("it")
+        if self.needed_slots <= self.pad.num_slots and self.strategy.pinned_part:
+            advice = "Pinned rows give way to the next ones of its size"
+        warn(
+            f"a batch of {ids.numel():,} different rows does not fit the {self.pad.num_slots:,} "
+            f"slots of width {self.dim} beside those in flight; it passes through in chunks, which "
+            f"is right but slow. {advice}"
+        )
 
-    def _advice(self, rows: int) -> str:
-        """What would hold batches of so many different rows."""
-        # Those in flight may be as large, or larger, but no two slots have the same row.
-        others = (self.planner.hold.batches - 1) * max(rows, self.planner.largest_batch)
-        needed = min(rows + others, self.layout.num_rows)
-        if needed <= self.pad.num_slots:
-            pins = "Pinned rows give way to the next ones of its size"
-            return pins if self.strategy.pinned_part else "A larger budget would hold it"
-        if self.times_as_large is None:
-            return f"{needed:,} slots would hold it"
-        times = self.times_as_large(needed, self.pad.num_slots)
-        return f"A budget {times:.1f} times as large would hold it"
+    def _slots_for(self, ids: Tensor) -> int:
+        """Those that would have held a batch beside the ones in flight."""
+        planner, rows = self.planner, ids.numel()
+        others = planner.hold.batches - 1
+        near = planner.known_ahead(others)
+        together = torch.cat([ids, *near]).unique().numel()
+        if planner.wanted_slots <= rows:  # nothing was in flight: those to come tell what would be
+            if near:
+                together += (together - rows) * (others - len(near)) // len(near)
+            elif not self.needed_slots:  # nobody has told how many rows batches share
+                together += others * max(rows, planner.largest_batch)
+        return int(min(max(together, planner.wanted_slots), self.layout.num_rows))
+
+    def remedy(self, what: str) -> str:
+        """What would hold batches that passed in chunks."""
+        if self.needed_slots <= self.pad.num_slots:
+            return f"A larger budget would hold {what}"
+        if self.setting_for is None:
+            return f"{self.needed_slots:,} slots would hold {what}"
+        return f"{self.setting_for(self.needed_slots, self.pad.num_slots)} would hold {what}"
 
     def fill(self, work: Work) -> None:
         assert work.plan is not None
@@ -379,6 +403,10 @@ class RowGroup:
         return 1 << 16 if self.everything else self.buffer.shape[0] - 1
 
     # -- lookup and update -------------------------------------------------------------
+
+    def timed(self, work: Work | None) -> AbstractContextManager[None]:
+        """The time of what a batch does is that of chunks, if it passes in those."""
+        return self._chunks if work is not None and work.plan is None else _UNTIMED
 
     def lookup(self, work: Work, x: Lookups) -> Tensor:
         """One vector per bag, [bags, dim], by the plan while it holds. `x` has the weights."""
@@ -532,6 +560,17 @@ class RowGroup:
                 tables = self.layout.table_of(moved[moved >= 0])
                 self.traffic[:, column] += torch.bincount(tables, minlength=len(self.traffic))
 
+    def _count_loaded(self, ids: Tensor) -> None:
+        self.loaded_rows += ids.numel()
+        bases = ids.new_tensor([*self.layout.bases, self.layout.num_rows])
+        # By sorting them, which nobody has to wait for.
+        self.loaded += torch.searchsorted(ids.sort()[0], bases).diff().to(self.loaded.device)
+
+    def bytes_of(self, fetched: int, evicted: int, loaded: int) -> tuple[int, int]:
+        """Bytes that came, and that left, with so many rows."""
+        size = 4 * self.moved_floats
+        return fetched * size + loaded * 4 * self.width, evicted * size
+
     def _note(self, moved: list[int]) -> None:
         self.moved = [before + more for before, more in zip(self.moved, moved, strict=True)]
 
@@ -555,6 +594,7 @@ class RowGroup:
             self.planner.check()
 
 
+_UNTIMED: AbstractContextManager[None] = nullcontext()
 _NONE = torch.empty(0, dtype=torch.int64)
 _NO_MOVES = Moves(_NONE, _NONE, _NONE)
 

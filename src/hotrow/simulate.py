@@ -37,6 +37,7 @@ class Simulated:
     evicted_rows: int
     chunked_batches: int
     planning_seconds: float  # sorting the ids included
+    loaded_rows: int = 0  # fetched to be pinned, before any lookup asked for them
 
     @property
     def hit_rate(self) -> float:
@@ -134,7 +135,7 @@ class _Lane:
         wanted = depth if strategy.look_ahead is None else strategy.look_ahead
         self._depth = max(wanted, strategy.hold.future)
         self._known: deque[_Known] = deque()
-        self._counts = torch.zeros(6, dtype=torch.int64)
+        self._counts = torch.zeros(7, dtype=torch.int64)
         self._seconds = 0.0
 
     def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
@@ -156,10 +157,10 @@ class _Lane:
         self._seconds += batch.sort_seconds
         unique = batch.ids.ids.numel()
         if plan is None:  # the direct way: read and written once, kept nowhere
-            moved = [unique, unique, 1]
+            moved = [unique, unique, 0, 1]
         else:
             leaving = int((plan.moves.leaving >= 0).sum())
-            moved = [plan.moves.entering.numel(), leaving, 0]
+            moved = [plan.moves.entering.numel() - plan.loaded, leaving, plan.loaded, 0]
         self._counts += torch.tensor([1, batch.ids.order.numel(), unique, *moved])
 
     def _timed(self, do: Callable[[], Result], counts: bool) -> Result:
@@ -170,7 +171,7 @@ class _Lane:
 
     def result(self) -> Simulated:
         slots = self._planner.pad.num_slots
-        batches, lookups, unique, fetched, evicted, chunked = self._counts.tolist()
+        batches, lookups, unique, fetched, evicted, loaded, chunked = self._counts.tolist()
         return Simulated(
             strategy=self._name,
             slots=slots,
@@ -182,6 +183,7 @@ class _Lane:
             evicted_rows=evicted,
             chunked_batches=chunked,
             planning_seconds=self._seconds,
+            loaded_rows=loaded,
         )
 
 

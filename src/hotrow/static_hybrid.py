@@ -79,6 +79,7 @@ class StaticHybridRows(HostRows):
         self._seen: list[Tensor] | None = [] if self.profile is None else None
         self._learned = 0  # how often
         self._take_in(self._hot_ids)
+        self._count_loaded(self._hot_ids)
 
     def _make_rows(self, share: Share | None) -> None:
         assert share is not None
@@ -121,6 +122,7 @@ class StaticHybridRows(HostRows):
         self.flush()
         self._seen = None
         self._take_in(ids[: len(self.slots) - 1].cpu().sort()[0])
+        self._count_loaded(self._hot_ids)
 
     def _learn(self) -> None:
         """Rows that at least two batches have used join the hot ones, the most used first."""
@@ -134,6 +136,7 @@ class StaticHybridRows(HostRows):
         if len(more):
             self.flush()
             self._take_in(torch.cat([self._hot_ids, more]).sort()[0])
+            self._count_loaded(self._hot_ids)
         self._learned += 1
         if self._learned == len(_LEARN_AFTER) or len(more) == room:
             self._seen = None

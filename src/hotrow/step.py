@@ -36,7 +36,8 @@ class Lookup(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
         ctx.call = step.begin_call()  # type: ignore[attr-defined]
-        return work.group.lookup(work, replace(work.lookups, weights=weights))
+        with work.group.timed(work):
+            return work.group.lookup(work, replace(work.lookups, weights=weights))
 
     @staticmethod
     @once_differentiable
@@ -49,7 +50,8 @@ class Lookup(torch.autograd.Function):
         grads = grads.contiguous()
         weight_grads = None
         if ctx.needs_input_grad[1]:
-            weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
+            with ctx.work.group.timed(ctx.work):
+                weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
         # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             ctx.step.add(ctx.call, ctx.work, x, grads)
@@ -215,7 +217,7 @@ class PendingStep:
                         or only.of_bags is None
                         or not group.update_at_once(only.work, only.x, only.of_bags)
                     ):
-                        group.update(*_join(group, mine))
+                        _update(group, *_join(group, mine))
             return
         updates = [(group, *_join(group, mine)) for group, mine in by_group]
         if self.grad_scale is not None:
@@ -225,8 +227,8 @@ class PendingStep:
             return
         with uninterrupted():
             self._optimizer.count_step()
-            for group, ids, grads, work in updates:
-                group.update(ids, grads, work)
+            for update in updates:
+                _update(*update)
 
     @property
     def at_once(self) -> bool:
@@ -256,6 +258,11 @@ class PendingStep:
 
 def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _update(group: RowGroup, ids: Tensor, grads: Tensor, work: Work | None) -> None:
+    with group.timed(work):
+        group.update(ids, grads, work)
 
 
 def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +21,29 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         depth, frame = depth + 1, frame.f_back
     warnings.warn(message, stacklevel=depth)
+
+
+def _as_argument(name: str, value: str) -> str:
+    return f"{name}={value!r}"
+
+
+_written: Callable[[str, str], str] = _as_argument
+
+
+def setting(name: str, value: str) -> str:
+    """A collection's argument as whoever asked would write it: in Python, if nobody says else."""
+    return _written(name, value)
+
+
+@contextmanager
+def settings_written(form: Callable[[str, str], str]) -> Iterator[None]:
+    """Inside, `setting` writes so."""
+    global _written
+    before, _written = _written, form
+    try:
+        yield
+    finally:
+        _written = before
 
 
 def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:

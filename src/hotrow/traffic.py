@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TableTraffic:
-    """Lookups and moves of one table. `unique_rows` counts a row once per batch."""
+    """Lookups and moves of one table. `unique_rows` counts a row once per batch; `loaded_rows` were
+    fetched before any lookup asked for them, to be pinned, and `bytes_fetched` has theirs, too."""
 
     lookups: int = 0
     unique_rows: int = 0
@@ -16,6 +17,7 @@ class TableTraffic:
     evicted_rows: int = 0
     bytes_fetched: int = 0
     bytes_evicted: int = 0
+    loaded_rows: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -39,6 +39,7 @@ _COUNTERS = (
     "evicted_rows",
     "bytes_fetched",
     "bytes_evicted",
+    "loaded_rows",
 )
 
 
@@ -125,29 +126,34 @@ class Trainer(Generic[Batch]):
         if self.system is None:
             yield from self._pass(batches)
             return
-        passes, asked = self.system.passes(batches), perf_counter()
+        passes, asked, before = self.system.passes(batches), perf_counter(), self._counters()
         try:
             for each in passes:
                 some = iter(each)
                 for first in some:  # a pass may turn out to have no batch
-                    # What a system does before a pass is time of the pass's first step.
-                    yield from self._pass(chain([first], some), asked)
-                    asked = perf_counter()
+                    # What a system does before a pass, such as to pin rows, is the first step's.
+                    yield from self._pass(chain([first], some), asked, before)
+                    asked, before = perf_counter(), self._counters()
         finally:
             passes.close()
 
-    def _pass(self, batches: Iterable[Batch], asked: float | None = None) -> Iterator[StepRecord]:
+    def _pass(
+        self,
+        batches: Iterable[Batch],
+        asked: float | None = None,
+        counted: dict[str, int] | None = None,
+    ) -> Iterator[StepRecord]:
         """When it ends nothing is in flight, and every row is where it belongs."""
         source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
         try:
             clock = source.clock
-            before = self._counters() | _times(clock)
+            before = (counted or self._counters()) | self._times(clock)
             started = perf_counter() if asked is None else asked
             for batch in source:
                 with clock.part("train"):
                     loss = self._train(batch)
                 samples = len(self.labels(batch))
-                after = self._counters() | _times(clock)
+                after = self._counters() | self._times(clock)
                 moved = {key: after[key] - before[key] for key in after}
                 seconds = perf_counter() - started
                 waited = clock.take_waited()
@@ -243,20 +249,21 @@ class Trainer(Generic[Batch]):
         """What all collections have looked up and moved so far, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
         for group in (group for each in self._collections for group in each.every_group):
-            size = 4 * group.moved_floats
-            moved = (*group.moved, group.moved[2] * size, group.moved[3] * size)
+            _, _, fetched, evicted = group.moved
+            loaded = group.loaded_rows
+            moved = [*group.moved, *group.bytes_of(fetched, evicted, loaded), loaded]
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals
 
-
-def _times(clock: Clock) -> dict[str, float]:
-    """The host's seconds so far, named as in a StepRecord."""
-    return {
-        "read_seconds": clock.read.seconds,
-        "plan_seconds": clock.plan.seconds,
-        "rows_seconds": clock.rows.seconds,
-    }
+    def _times(self, clock: Clock) -> dict[str, float]:
+        """The host's seconds so far, named as in a StepRecord."""
+        return {
+            "read_seconds": clock.read.seconds,
+            "plan_seconds": clock.plan.seconds,
+            "rows_seconds": clock.rows.seconds,
+            "chunk_seconds": sum(each.chunk_seconds() for each in self._collections),
+        }
 
 
 @contextmanager

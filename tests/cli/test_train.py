@@ -131,6 +131,9 @@ def test_json_gives_the_same_facts_and_no_bar() -> None:
     assert last["summary"]["auc"] == read_run("runs/small").summary.auc
 
 
+REMEDY = r"--set (embedding\.budget=[0-9.]+%|embedding\.strategy=all-fast)"
+
+
 def chunked(*arguments: str) -> Result:
     """A run whose budget is too small for its batches, with warnings as users have them."""
     with warnings.catch_warnings():
@@ -143,8 +146,34 @@ def test_a_warning_is_one_line() -> None:
     assert result.exit_code == 0, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("warning: a batch of ")
-    assert line.endswith("times as large would hold it")
+    assert re.search(rf"\. {REMEDY} would hold it$", line)
     assert "warning" not in result.stdout
+
+
+def test_the_last_advice_of_a_run_in_chunks_is_a_budget() -> None:
+    more = ("data.batch_size=80", "data.samples=4000", "training.check_equality=false")
+    result = chunked(*(word for each in more for word in ("--set", each)))
+    assert result.exit_code == 0, result.output
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("warning: limited by a budget too small for batches: of a step, ")
+    match = re.search(rf"\. {REMEDY} would hold them$", last)
+    assert match is not None
+    assert "a budget too small for batches, " in result.stdout
+    found = read_run("runs/small")
+    assert found.times is not None
+    assert found.limit is not None
+    assert found.times.seconds > found.times.chunk_seconds > 0
+    assert sum(step.chunk_seconds for step in read_steps("runs/small")) > found.times.chunk_seconds
+    # And taking it helps.
+    train("run.toml", *(word for each in (*more, match[1]) for word in ("--set", each)))
+    assert read_run("runs/small-2").summary.chunked_batches == 0
+    assert sum(step.chunk_seconds for step in read_steps("runs/small-2")) == 0
+
+
+def test_a_budget_too_small_is_told_in_options() -> None:
+    result = train("run.toml", "--set", "embedding.budget=100B", "--set", "data.rows=[5, 4, 3]")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("need none: --set embedding.strategy=all-fast\n")
 
 
 def test_a_warning_is_an_event_for_machines() -> None:

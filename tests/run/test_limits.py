@@ -10,9 +10,11 @@ from hotrow.records import Times
 from hotrow.run.limits import limit_of
 
 
-def times(read: float, plan: float, rows: float, waited: float = math.nan) -> Times:
+def times(
+    read: float, plan: float, rows: float, waited: float = math.nan, chunks: float = 0.0
+) -> Times:
     """Of 100 steps that take a second together."""
-    return Times(100, 1.0, read, plan, rows, waited)
+    return Times(100, 1.0, read, plan, rows, waited, chunks)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,26 @@ def test_what_all_fast_could_gain_is_bounded_by_what_was_measured() -> None:
     limit = limit_of(times(0.1, 0.25, 0.25), device="cpu")
     assert limit is not None
     assert limit.message.endswith("it would be 2.0 times as fast at most")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_batches_in_chunks_are_no_dense_part(device: str) -> None:
+    """What is planned for them is in vain, so the budget is what to change."""
+    found, remedy = times(0.1, 0.35, 0.0, 0.1, chunks=0.25), "budget='32%' would hold them"
+    limit = limit_of(found, device=device, remedy=remedy)
+    assert limit is not None
+    assert (limit.part, limit.share) == ("chunks", pytest.approx(0.6))
+    assert limit.message.startswith("limited by a budget too small for batches: ")
+    assert limit.message.endswith(f". {remedy}")
+    assert limit.is_to_be_told
+
+
+def test_a_few_batches_in_chunks_are_not_what_limits() -> None:
+    limit = limit_of(times(0.1, 0.3, 0.2, chunks=0.05), device="cpu", remedy="much helps much")
+    assert limit is not None
+    assert (limit.part, limit.share) == ("dense part", pytest.approx(0.35))
+    assert "batches in chunks 5%" in limit.message
+    assert limit.message.endswith("it would be 2.2 times as fast at most")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from hotrow import __version__
 from hotrow._quiet import interrupts_raise
 from hotrow.cli._exits import INTERRUPTED, USER_ERROR
 from hotrow.cli._show import one_line_warnings
+from hotrow.told import settings_written
 
 
 def main() -> None:
@@ -117,6 +118,10 @@ class _Steady:
             return call(*args)
 
 
+def _as_option(name: str, value: str) -> str:
+    return f"--set embedding.{name}={value}"
+
+
 def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
     """Mistakes of users end in one sentence and exit code 2; anything else is a bug and shows."""
 
@@ -125,7 +130,7 @@ def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
         out, err = _Steady(sys.stdout), _Steady(sys.stderr)
         with redirect_stdout(out), redirect_stderr(err):
             try:
-                with one_line_warnings():
+                with one_line_warnings(), settings_written(_as_option):
                     command(*args, **options)
                 out.flush()
                 if out.full is not None:

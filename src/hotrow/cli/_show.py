@@ -303,7 +303,7 @@ def _summary(record: RunRecord) -> dict[str, str]:
 
 
 def _limit(limit: Limit) -> str:
-    return f"the {limit.part}, {limit.share:.0%} of a step".replace("the planning", "planning")
+    return f"{limit.name}, {limit.share:.0%} of a step"
 
 
 def _log_loss(record: RunRecord) -> str:

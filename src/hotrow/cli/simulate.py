@@ -103,7 +103,8 @@ def simulate(
     compute.
 
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
-    cause one at most, so `uncached` has hits, too. Batches whose rows do not fit the slots together
+    cause one at most, so `uncached` has hits, too, and rows that are pinned before any lookup asks
+    for them cause none. Batches whose rows do not fit the slots together
     are chunked: their rows pass through one part after another, and none stays. `belady` is the
     least that anyone could fetch who knows all batches; only rows that `--pin ranks` puts there
     before the first one may save more.

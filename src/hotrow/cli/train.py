@@ -21,7 +21,7 @@ from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
-from hotrow.records import EvalRecord, RunRecord, TableRecord
+from hotrow.records import EvalRecord, Limit, RunRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
@@ -374,7 +374,7 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
     if shadow is not None:
         shadow.end()
     tally.finish()
-    limit = limit_of(tally.times(), device=job.config.run.device)
+    limit = _limit(job, tally)
     if limit is not None and limit.is_to_be_told:
         show.warn(limit.message)
     if tally.losses and math.isnan(tally.loss):
@@ -432,7 +432,7 @@ def _record(
     resumed_after: tuple[int, ...],
     saving: dict[str, float],
 ) -> RunRecord:
-    embedding, times = job.embedding, tally.times()
+    embedding = job.embedding
     traffic = embedding.traffic()
     return RunRecord(
         name=name,
@@ -456,6 +456,11 @@ def _record(
             name: TableRecord(each.lookups, each.unique_rows, each.fetched_rows, each.evicted_rows)
             for name, each in traffic.per_table.items()
         },
-        times=times,
-        limit=limit_of(times, device=job.config.run.device),
+        times=tally.times(),
+        limit=_limit(job, tally),
     )
+
+
+def _limit(job: Job, tally: Tally) -> Limit | None:
+    remedy = job.embedding.remedy_for_chunks()
+    return limit_of(tally.times(), device=job.config.run.device, remedy=remedy)

@@ -130,9 +130,13 @@ def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
         "reading batches": lambda x: x.read_seconds,
         "planning": lambda x: x.plan_seconds,
         "moving rows": lambda x: x.rows_seconds,
-        "training": lambda x: x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds,
+        "training": lambda x: (
+            x.seconds - x.read_seconds - x.plan_seconds - x.rows_seconds - x.chunk_seconds
+        ),
     }
     timed = [(run.name, run.record.times) for run in runs if run.record.times is not None]
+    if any(each.chunk_seconds for _, each in timed):
+        named["batches in chunks"] = lambda x: x.chunk_seconds
     order = tuple(name for name, _ in timed)
     bars = tuple(
         Bars(

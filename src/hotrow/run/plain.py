@@ -180,14 +180,16 @@ class PlainHybrid:
             vectors = self._tables.crossed - before
             size = 4 * vectors * self._config.model.row_width
             self._largest_bytes = max(self._largest_bytes, size)
+            lookups = _count(batch)
             yield StepRecord(
                 step=step,
                 loss=loss,
                 samples=len(batch),
                 seconds=perf_counter() - started,
-                lookups=_count(batch),
+                lookups=lookups,
                 unique_rows=0,  # nobody counts them here
-                fetched_rows=vectors,  # pooled ones cross instead of rows
+                # Pooled ones cross instead of rows, and also those of samples that look nothing up.
+                fetched_rows=min(vectors, lookups),
                 evicted_rows=vectors,
                 bytes_fetched=size,
                 bytes_evicted=size,

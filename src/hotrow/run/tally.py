@@ -33,7 +33,7 @@ class Tally:
         self.seconds += record.seconds
         self.lookups += record.lookups
         self.fetched_rows += record.fetched_rows
-        self.rows_moved += record.fetched_rows + record.evicted_rows
+        self.rows_moved += record.fetched_rows + record.loaded_rows + record.evicted_rows
         self.bytes_moved += record.bytes_fetched + record.bytes_evicted
         if self.steps > _SETTLING:
             before = self._times
@@ -43,6 +43,7 @@ class Tally:
                 before.read_seconds + record.read_seconds,
                 before.plan_seconds + record.plan_seconds,
                 before.rows_seconds + record.rows_seconds,
+                chunk_seconds=before.chunk_seconds + record.chunk_seconds,
             )
             if not math.isnan(record.waited):
                 self._waits += 1
