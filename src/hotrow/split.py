@@ -63,6 +63,7 @@ class Splitter:
         self.lanes = lanes_of(next(iter(collections.values())).device)
         self._sorter: Sorter | None = None  # where the device is a GPU
         self._sizes: set[int] = set()  # of first parts so far
+        self._minds_new_sizes = self.lanes.device.type == "cuda"
 
     def pin(self, hot: Mapping[str, HotSet]) -> None:
         """These rows of each collection are pinned now; those not named have all rows there."""
@@ -138,11 +139,13 @@ class Splitter:
         return Sorted(parted, total, dict(zip(versions, each, strict=True)))
 
     def _first_of(self, popular: int, size: int) -> int:
-        """Samples of the first part: one size less than might be, if that one came before and the
-        other did not, since a new one is compiled and captured anew. None is no such size."""
+        """Samples of the first part: on a GPU one size less than might be, if that one came before
+        and the other did not, since a new one is compiled and captured anew. None is no such size.
+        """
         least = self._least(size)
         first = popular // least * least
-        if first > least and first not in self._sizes and first - least in self._sizes:
+        is_new = first > least and first not in self._sizes
+        if self._minds_new_sizes and is_new and first - least in self._sizes:
             first -= least
         self._sizes.add(first)
         return first
