@@ -123,7 +123,7 @@ def budget_of(case: Case, batches: list[Any], strategy: Strategy, size: str, lay
     return replace(budget, shares=tuple(shares))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
 def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
     case = CASES[choice["case"]]

@@ -301,7 +301,7 @@ CHOICES = [
 
 
 @without_gpu
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("name", "rule", "weighted"), CHOICES)
 def test_padding_gives_the_bits_of_none(
     name: str, rule: str, weighted: bool, seen: Replays

@@ -203,7 +203,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 # -- like whole batches --------------------------------------------------------------------
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("rule", RULES)
 def test_results_are_those_of_whole_batches(engine: str, rule: str) -> None:
     batches = batches_of(8 if engine == "device-rows" else 12, last=7)

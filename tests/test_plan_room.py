@@ -113,7 +113,7 @@ def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
     assert other.num_slots < slots
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_everything_is_within_the_budget(shape: str) -> None:
     options = dict(SHAPES[shape])
@@ -137,7 +137,7 @@ def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths"])
 def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     options = dict(SHAPES[shape])

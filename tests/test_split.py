@@ -77,7 +77,7 @@ def vectors(embedding: Any, ids: Any) -> dict[str, Tensor]:
     return {name: each.detach() for name, each in found.items()}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_read_what_the_whole_reads(engine: str, name: str) -> None:
     case = CASES[name]
@@ -101,7 +101,7 @@ def test_parts_read_what_the_whole_reads(engine: str, name: str) -> None:
             assert torch.equal(torch.cat([each[feature] for each in found]), expected)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_updated_once_from_both_parts(engine: str, name: str) -> None:
     """To the bit: the readout of a sample depends on no other, so bags have the same gradients."""

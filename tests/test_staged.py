@@ -132,7 +132,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
 def test_every_form_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
     case = CASES[choice["case"]]
@@ -174,7 +174,7 @@ def test_rows_that_come_late_are_waited_for(name: str, victims: str, late: Late)
     assert set(late.done) == {"write_rows", "_gather"}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there it depends on who is faster")
 @pytest.mark.parametrize(
     ("name", "past", "future"), [("lookahead", 1, 0), ("scratchpipe", 2, 2), ("scratchpipe", 3, 1)]

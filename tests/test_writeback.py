@@ -124,7 +124,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("case", "rule", "victims", "depth"), CHOICES)
 def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
     case: str, rule: str, victims: str, depth: int, late: LateWriter
