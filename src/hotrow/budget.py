@@ -166,7 +166,7 @@ def share_out(
 _SPARE = 1 / 32
 
 
-def budget_for(
+def larger_budget(
     share: Callable[[int], Budget], budget_bytes: int, group: int, slots: int, instead_of: int
 ) -> int:
     """The bytes that give a group so many slots, and some to spare.
@@ -180,13 +180,18 @@ def budget_for(
 
     most = slots_of(budget_bytes << 40)
     wanted = min(math.ceil(slots * (1 + _SPARE) * slots_of(budget_bytes) / instead_of), most)
-    low, high = budget_bytes, 2 * budget_bytes
-    while slots_of(high) < wanted:
-        low, high = high, 2 * high
-    while high - low > low // 256:
+    return least_budget(lambda num_bytes: slots_of(num_bytes) >= wanted, budget_bytes)
+
+
+def least_budget(holds: Callable[[int], bool], low: int) -> int:
+    """The fewest bytes, `low` at least, for which something holds; it goes on to hold for more."""
+    high = low
+    while not holds(high):
+        low, high = high + 1, 2 * high
+    while low < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if slots_of(middle) < wanted else (low, middle)
-    return high
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def write_budget(num_bytes: int, *, total: int | None = None) -> str:

@@ -31,7 +31,7 @@ from hotrow.batch import (
     versions_of,
     weights_of,
 )
-from hotrow.budget import Budget, budget_for, parse_bytes, share_out, show_bytes, write_budget
+from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
 from hotrow.changed import ChangedRows
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
@@ -1053,7 +1053,7 @@ def _setting_for(
     instead_of: int,
 ) -> str:
     """What gives a group so many slots, as its user would write it."""
-    wanted = budget_for(share, budget_bytes, group, slots, instead_of)
+    wanted = larger_budget(share, budget_bytes, group, slots, instead_of)
     if wanted > _NEARLY_ALL * all_rows:
         return setting("strategy", "all-fast")
     return setting("budget", write_budget(wanted, total=all_rows if as_share else None))

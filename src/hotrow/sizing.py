@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hotrow.budget import Budget, share_out, show_bytes, smallest_budget
+from hotrow.budget import Budget, least_budget, share_out, show_bytes, smallest_budget
 from hotrow.ceilings import machine_at
 from hotrow.cost import StepTime, Work, all_fast_ms, step_time
 from hotrow.machine import Machine
@@ -64,11 +64,8 @@ def budget_for(
         )
         return shared.shares[0].slots
 
-    low = smallest_budget([row_bytes])
-    high = 2 * low
-    while given(high) < min(slots, num_rows):
-        high *= 2
-    found = _least(lambda total: given(total) >= min(slots, num_rows), low, high)
+    wanted = min(slots, num_rows)
+    found = least_budget(lambda total: given(total) >= wanted, smallest_budget([row_bytes]))
     # Plans come on top of a small budget, as far as they are small (`hotrow.plan_room`).
     is_on_top = found < SMALL_BUDGET and plan_bytes <= ON_TOP
     return found if is_on_top else found + plan_bytes
@@ -112,9 +109,7 @@ def auto_budget(
         )
     sizes = list(zip(row_bytes, groups, strict=True))
     lowest = smallest_budget(list(row_bytes))
-    # A sixteenth is for ids of batches ahead, and a slot has its state and its place in a map.
-    highest = max(lowest, 2 * sum((size + 64) * group.num_rows for size, group in sizes))
-    highest = _least(lambda total: _has_all(share(total), groups), lowest, highest)
+    highest = least_budget(lambda total: _has_all(share(total), groups), lowest)
     most: float = math.inf
     if is_limited:
         free = _free_bytes(device) if free_bytes is None else free_bytes
@@ -162,13 +157,6 @@ def _holds_two(shared: Budget, counted: Sequence[_Counted]) -> bool:
     """Whether rows can come while the batch before is trained."""
     pairs = zip(shared.shares, counted, strict=True)
     return all(share.slots >= min(2 * each.unique, each.known_rows) for share, each in pairs)
-
-
-def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
 
 
 def _free_bytes(device: torch.device) -> int:

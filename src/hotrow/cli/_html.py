@@ -25,8 +25,7 @@ def check_html(page: Path | None) -> None:
         return
     if library() is None:
         raise ValueError(
-            "--html needs plotly, which is not installed; pip install 'hotrow[report]', or leave "
-            "--html out"
+            "--html needs plotly, which is not installed; pip install plotly, or leave --html out"
         )
     if page.is_dir():
         raise ValueError(f"--html {page} is a folder; name a file in it, such as {page}/page.html")

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
+from hotrow.cli._bars import batches_bar
 from hotrow.cli._declared import JsonFlag
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import read_slots
@@ -135,7 +135,7 @@ def profile(
             f"--warm-up must leave batches to count, of {lookups.num_batches:,}; not {warm_up:,}"
         )
     wanted = slots and [read_slots(part, num_rows) for part in slots.split(",")]
-    bar = _bar()
+    bar = batches_bar()
     task = bar.add_task("counting", total=2 * lookups.num_batches)
     with nullcontext() if as_json else bar:
         found = profile_lookups(
@@ -219,18 +219,6 @@ def _percent(text: str) -> float:
     if not 0 < found <= 1:
         raise ValueError(f"--hot must be a share of the rows, such as 1%, not {text!r}")
     return found
-
-
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _facts(found: DataProfile) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import read_depths, read_slots
 from hotrow.cost import Work, step_time
@@ -147,7 +147,7 @@ def simulate(
     # What is known ahead of the last batch that counts must be there.
     total = warm_up + batches + max(each.look_ahead or 0 for each, _ in choices)
     bound = _Bound(trace.num_rows)
-    bar = _bar()
+    bar = batches_bar()
     task = bar.add_task("planning", total=total)
     with nullcontext() if as_json else bar:
         found = simulate_trace(
@@ -302,17 +302,6 @@ def _simulated(name: str) -> Strategy:
     raise ValueError(
         f"--strategy {name}: which samples are trained, and when, is decided while training, so it "
         f"is not simulated{told}. Simulated are {', '.join(CACHING)}"
-    )
-
-
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches"),
-        TimeRemainingColumn(),
-        transient=True,
     )
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hotrow.cli._bars import batches_bar
 from hotrow.cli._declared import JsonFlag, RunFile, Settings
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import read_depths
@@ -115,7 +115,7 @@ def size(
     place = machine_of(machine, config)
     # The trace is read twice for its curves, and once for the planner.
     total = 3 * (warm_up + batches) + max(known)
-    bar = _bar()
+    bar = batches_bar()
     task = bar.add_task("counting and planning", total=total)
     with nullcontext() if as_json else bar:
         sizing = Sizing(
@@ -166,18 +166,6 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
 def _head(record: SizeRecord) -> str:
     asked = f"hotrow size --machine {record.machine['name']} --reach {record.reach:g}"
     return f"{asked}. {advice(record)}"
-
-
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("batches"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _print(record: SizeRecord) -> None:
