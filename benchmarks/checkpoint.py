@@ -1,14 +1,17 @@
 """Saving and loading beside `cp` of the same bytes on the same disk, and beside training.
 
     python benchmarks/checkpoint.py --gib 2
+    python benchmarks/checkpoint.py --device cuda --gib 20 --repeat 0 --turns 1
 
-One collection on the host, with row-wise Adagrad. In turns, so that whatever else the machine does
-meets all alike: save a checkpoint (all of it is on the disk when that ends), `cp -r` it and wait
-for the disk, load it, `cp -r` it without waiting; at last an incremental one after 1 % of the rows
-have changed. The first round is left out. Then rows are trained with a tenth of them in fast
-memory, and steps are timed while nothing is saved and while checkpoints are written in the
-background, one after the other; the pause at a checkpoint's begin counts as a part of its step.
-What is read was written just before, so that neither waits for the disk if it fits the memory.
+One collection with row-wise Adagrad, on the host or with a tenth of its rows on a GPU. In turns, so
+that whatever else the machine does meets all alike: save a checkpoint (all of it is on the disk
+when that ends), `cp -r` it and wait for the disk, load it, `cp -r` it without waiting. The first
+round is left out where there are others. Then 1 % of the rows change and are saved incrementally;
+a collection of another seed loads both and trains on beside the first: how many rows differ?
+At last rows are trained with a tenth of them in fast memory, and steps are timed while nothing is
+saved and while checkpoints are written in the background, one after the other; the pause at a
+checkpoint's begin counts as a part of its step. What is read was written just before, so that
+neither waits for the disk if it fits the memory.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +33,9 @@ import torch
 
 import hotrow
 import hotrow.checkpoint
+from hotrow.run.job import same_bits
+
+TENTH = {"budget": "10%"}
 
 
 def main() -> None:
@@ -37,6 +44,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400, help="timed with a save, and without")
+    parser.add_argument("--turns", type=int, default=4, help="that those steps are timed in")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
     options = parser.parse_args()
     with TemporaryDirectory(dir=options.folder) as folder:
@@ -46,9 +55,15 @@ def main() -> None:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     rows = int(options.gib * 2**30 / (4 * (options.dim + 1)))
     table = hotrow.EmbeddingBagConfig("item", rows, options.dim, ["item"])
-    model = hotrow.EmbeddingBagCollection(
-        [table], hotrow.RowWiseAdagrad(lr=0.1), strategy="all-fast"
-    )
+
+    def build(seed: int = 0, **fast: str) -> hotrow.EmbeddingBagCollection:
+        fast = fast or ({"strategy": "all-fast"} if options.device == "cpu" else TENTH)
+        rule = hotrow.RowWiseAdagrad(lr=0.1)
+        return hotrow.EmbeddingBagCollection(
+            [table], rule, **fast, device=options.device, seed=seed
+        )
+
+    model = build()
     times: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     extra: list[int] = []
@@ -57,10 +72,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         begun, used = time.perf_counter(), sum(os.times()[:4])
         work()
         times.setdefault(name, []).append(time.perf_counter() - begun)
+        print(f"{name}: {times[name][-1]:.2f} s", file=sys.stderr)
         cpu.setdefault(name, []).append(sum(os.times()[:4]) - used)
 
     for turn in range(1 + options.repeat):
-        if turn == 1:
+        if turn == 1:  # there are others
             for each in (times, cpu, extra):
                 each.clear()  # a virtual machine's memory is slow when it is first touched
         root, copy = folder / f"saved-{turn}", folder / f"copied-{turn}"
@@ -90,31 +106,67 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         "save_over_cp": middle["cp"] / middle["save"],
         "load_over_cp": middle["cp"] / middle["load"],
         "extra_resident_MiB_while_saving": max(extra) / 2**20,
-        "incremental": incremental(model, rows, folder / "incremental"),
-        "beside_training": beside_training(table, options.steps, folder / "beside"),
+        "incremental": incremental(model, build, folder / "incremental"),
+        "beside_training": beside_training(build(**TENTH), options, folder / "beside"),
+        "device": options.device,
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
     }
 
 
-def incremental(model: hotrow.EmbeddingBagCollection, rows: int, root: Path) -> dict[str, float]:
-    """One after 1 % of the rows have changed, at random."""
+def incremental(
+    model: hotrow.EmbeddingBagCollection,
+    build: Callable[[int], hotrow.EmbeddingBagCollection],
+    root: Path,
+) -> dict[str, float]:
+    """One after 1 % of the rows have changed, at random; another collection goes on from it."""
+    (table,) = model.tables
+    rows = table.num_embeddings
+    draw = torch.Generator().manual_seed(0)
+    changed = torch.randperm(rows, generator=draw)[: rows // 100]
     hotrow.save_checkpoint(root, model, step=1, full_every=2)
-    for ids in torch.randperm(rows)[: rows // 100].split(65_536):
-        model(ids[:, None]).values().sum().backward()
+    train(model, changed)
     begun = time.perf_counter()
     saved = hotrow.save_checkpoint(root, model, step=2, full_every=2)
     seconds = time.perf_counter() - begun
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    return {"seconds": seconds, "MiB": size / 2**20}
+    other = build(1)
+    begun = time.perf_counter()
+    hotrow.load_checkpoint(root, other)
+    loaded = time.perf_counter() - begun
+    more = torch.randint(rows, (rows // 100,), generator=draw)
+    for each in (model, other):
+        train(each, more)
+    differing = 0
+    for (_, mine), (_, others) in zip(model.rows("item"), other.rows("item"), strict=True):
+        if not same_bits(mine, others):
+            differing += int((mine.view(torch.int32) != others.view(torch.int32)).any(1).sum())
+    shutil.rmtree(root)
+    found = {
+        "seconds": seconds,
+        "MiB": size / 2**20,
+        "load_of_both_seconds": loaded,
+        "rows_trained_on": 2 * (rows // 100),
+        "rows_that_differ_after_going_on": differing,
+    }
+    print(f"incremental: {found}", file=sys.stderr)
+    return found
 
 
-def beside_training(table: hotrow.EmbeddingBagConfig, steps: int, root: Path) -> dict[str, object]:
+def train(model: hotrow.EmbeddingBagCollection, rows: torch.Tensor) -> None:
+    for ids in rows.split(65_536):
+        model(ids[:, None]).values().square().sum().backward()
+
+
+def beside_training(
+    model: hotrow.EmbeddingBagCollection, options: argparse.Namespace, root: Path
+) -> dict[str, object]:
     """Steps of 4,096 skewed lookups, with and without a save under way, in turns."""
-    model = hotrow.EmbeddingBagCollection([table], hotrow.RowWiseAdagrad(lr=0.1), budget="10%")
+    (table,) = model.tables
+    steps = options.steps
     draw = torch.Generator().manual_seed(0)
-    turn = max(1, steps // 4)
+    turn = max(1, steps // options.turns)
 
     def batches() -> Iterator[torch.Tensor]:
         while True:
@@ -134,6 +186,8 @@ def beside_training(table: hotrow.EmbeddingBagConfig, steps: int, root: Path) ->
             saves[-1].wait()  # between two turns
             begun = time.perf_counter()
             continue
+        if options.device != "cpu":
+            torch.cuda.synchronize()  # a step's time, not its launch's
         now = time.perf_counter()
         if step >= 0:  # slots are full
             times[saving].append(1000 * (now - begun))
