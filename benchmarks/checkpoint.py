@@ -156,7 +156,7 @@ def incremental(
 
 def train(model: hotrow.EmbeddingBagCollection, rows: torch.Tensor) -> None:
     for ids in rows.split(65_536):
-        model(ids[:, None]).values().square().sum().backward()
+        model(ids[:, None].to(model.device)).values().square().sum().backward()
 
 
 def beside_training(
