@@ -68,14 +68,16 @@ def ratios(lines: Mapping[str, Line]) -> list[Ratio]:
     for system in SYSTEMS:
         for over, published in BARS.get(system, ()):
             if system in lines and over in lines:
-                value = rate(lines[system]) / rate(lines[over])
+                value = beside(lines[system]) or ms(lines[over])
+                value /= ms(lines[system])
                 found.append(Ratio(system, over, value, published, bound(system, over, lines)))
     return found
 
 
-def rate(line: Line) -> float:
-    """Samples per second of the median step, samples that were left out included."""
-    return 1000 * float(line["setting"]["batch"]) / ms(line)
+def beside(line: Line) -> float | None:
+    """Of the system below one that leaves out samples, in turns with it; None: there is none."""
+    taken = line["facts"].get("below_ms")
+    return min(taken) if taken else None
 
 
 def ms(line: Line) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,15 +157,17 @@ class Hotrow:
                 EmbeddingAlone(self.embedding, bench.given_gradient),
                 predictions_are_losses,
             )
-        self.trainer = trainer(
+        # Others may train the same model, one after the other.
+        self.trainer_with = partial(
+            trainer,
             model,
             optimizer,
             loss=loss,
             device=device,
             compile=options.compile and setting.has_dense,
             graphs=options.graphs,
-            system=system,
         )
+        self.trainer = self.trainer_with(system=system)
         if setting.hotness > 1:  # else the first batch tells as much
             names = feature_names(len(setting.rows))
             self.embedding.reserve(setting.batch, dict.fromkeys(names, setting.hotness))

@@ -40,7 +40,9 @@ def test_ratios_stand_beside_what_was_published_and_what_is_possible(load) -> No
     assert found["slipstream-fae", "fae"].value == pytest.approx(1.25)
     assert found["slipstream-fae", "fae"].bound == pytest.approx(1.25)
     assert found["static-hybrid", "hybrid"].bound == 4  # as fast as all-fast at the most
-    assert bars.rate(lines["hybrid"]) == 250_000
+    lines["slipstream-fae"]["facts"]["below_ms"] = [3.6, 3.84]  # in turns with it
+    found = {(each.system, each.over): each for each in bars.ratios(lines)}
+    assert found["slipstream-fae", "fae"].value == pytest.approx(1.125)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.8, 1.05])
