@@ -16,7 +16,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,10 +26,10 @@ from dense import Dense, DenseOptions
 from harness import Session, device_for, parser, quantiles_of
 from hostmem import HostMemory
 from terabyte import SETTINGS
-from torch import Tensor
 from traces import NUM_DENSE
 
 from hotrow.kernels.triton import fill
+from hotrow.writer import Writer
 
 GIB = 2**30
 BLOCKS = (1, 2, 4, 16, 64)
@@ -215,31 +214,28 @@ class Ceilings:
 
     def cpu(self, memory: HostMemory) -> None:
         cores = os.cpu_count() or 1
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # the threads are ours
         for dim in self.sizes.dims:
-            for name, work in (("gather", _gather), ("scatter", _scatter)):
+            for name, reads in (("gather", True), ("scatter", False)):
                 self.note(
                     f"CPU {name}, rows of {4 * dim} bytes",
-                    partial(self._cpu_rate, memory, dim, work, cores),
+                    partial(self._cpu_rate, memory, dim, cores, reads=reads),
                     "M rows/s",
                 )
-        torch.set_num_threads(before)
 
     def _cpu_rate(
-        self, memory: HostMemory, dim: int, work: Callable[..., None], cores: int
+        self, memory: HostMemory, dim: int, cores: int, *, reads: bool
     ) -> tuple[float, dict[str, Any]]:
         count, num_rows = self.sizes.rows, self.sizes.usual // (4 * dim)
         host = memory.tensor((num_rows, dim), torch.float32)
         index, rows = torch.randint(num_rows, (count,)), torch.zeros(count, dim)
         rates = {}
         for threads in (each for each in THREADS if each <= cores):
-            taken = []
-            with ThreadPoolExecutor(threads) as pool:
-                for _ in range(REPEATS):
-                    started = time.perf_counter()
-                    list(pool.map(partial(work, host), index.chunk(threads), rows.chunk(threads)))
-                    taken.append(time.perf_counter() - started)
+            writer, taken = Writer(threads), []
+            move = writer.read if reads else writer.write
+            for _ in range(REPEATS):
+                started = time.perf_counter()
+                writer.wait(move(host, index, rows))
+                taken.append(time.perf_counter() - started)
             rates[threads] = count / 1e6 / statistics.median(taken)
         return max(rates.values()), {"by_threads": rates}
 
@@ -294,14 +290,6 @@ class Moves:
             READS=reads,
             num_warps=32,
         )
-
-
-def _gather(host: Tensor, index: Tensor, rows: Tensor) -> None:
-    torch.index_select(host, 0, index, out=rows)
-
-
-def _scatter(host: Tensor, index: Tensor, rows: Tensor) -> None:
-    host.index_copy_(0, index, rows)
 
 
 def _short(value: Any) -> Any:
