@@ -94,6 +94,7 @@ def test_machines_get_one_object_per_line() -> None:
         (["--set", "embedding.strategy=fae"], "its rows follow static: give --strategy static"),
         (["--set", "embedding.strategy=lru"], "give --strategy instead"),
         (["--set", "training.steps=5"], "--set training.steps=5: a simulation uses [data]"),
+        (["."], ". is a folder, and the TOML file of a run is wanted"),
         (["--pin", "guess"], "--pin must be ranks or learned"),
         (["--batches", "0"], "--batches must be at least 1, not 0"),
         (["--depths", "4,-1"], "--depths must be at least 0, not -1"),

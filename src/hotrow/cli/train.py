@@ -23,7 +23,7 @@ from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
 from hotrow.records import EvalRecord, Limit, RunRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
-from hotrow.run.config import RunConfig, load
+from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
 from hotrow.run.limits import limit_of
@@ -188,9 +188,9 @@ def _what_to_train(
     """The run's settings, and the folder in which it goes on; None: it begins."""
     if file is not None and not file.is_file():
         folder = next((each for each in (file, runs / file) if each.is_dir()), None)
-        if folder is not None and resume:
-            return settings_of(folder, settings), folder
-        if folder is not None:
+        if folder is not None and not is_data(folder):  # of data, load says what to do
+            if resume:
+                return settings_of(folder, settings), folder
             raise ValueError(f"{folder} is the folder of a run; with --resume it goes on")
     config = load(file, overrides=settings)
     if not resume and config.checkpoint.resume == "never":
