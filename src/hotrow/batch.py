@@ -387,7 +387,8 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}")
+        hint = "" if tensor.is_floating_point() else "; .long() makes them so"
+        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}{hint}")
     if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
