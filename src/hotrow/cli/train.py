@@ -24,7 +24,7 @@ from hotrow.cli._threads import use_threads
 from hotrow.records import EvalRecord, Limit, RunRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, is_data, load
-from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
+from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
 from hotrow.run.limits import limit_of
 from hotrow.run.named import find_named
@@ -141,6 +141,8 @@ def train(
     show: Show = JsonLines(quiet) if as_json else Screen(quiet)
     with one_line_warnings(show.warn):
         use_threads(config.run, show.warn)
+        if folder is not None:
+            refuse_busy(folder)
         samples = open_data(config)
         steps = total_steps(config, samples)
         traced = None if traced is None else traced.within(steps)
@@ -378,6 +380,7 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
     if limit is not None and limit.is_to_be_told:
         show.warn(limit.message)
     if _has_diverged(tally):
+        saving.end()  # the last good one may be on its way
         first = next(step for step, loss in enumerate(tally.losses, 1) if math.isnan(loss))
         message = (
             f"the loss is no number since step {first:,}, which no step after it would mend: "
