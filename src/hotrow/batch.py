@@ -120,7 +120,8 @@ def _bags_of(
         if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
             raise ValueError(
                 f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
-                "they begin with 0, and end with the number of ids"
+                "they begin with 0, and end with the number of ids, which may be left out where "
+                "another feature's ids are a tensor [B] or [B, n]"
             )
         return indices, lengths, weights
     shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
