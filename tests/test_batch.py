@@ -360,7 +360,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "short ids": (
         pair(ids.short(), ends),
         TypeError,
-        r"indices must be int64 \(or int32\), not torch.int16",
+        r"indices must be int64 \(or int32\), not torch.int16; .long\(\) makes them so",
     ),
     "floating offsets": (
         pair(ids, ends.float()),

@@ -120,7 +120,8 @@ def _bags_of(
         if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
             raise ValueError(
                 f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
-                "they begin with 0, and end with the number of ids"
+                "they begin with 0, and end with the number of ids, which may be left out where "
+                "another feature's ids are a tensor [B] or [B, n]"
             )
         return indices, lengths, weights
     shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
@@ -387,7 +388,8 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}")
+        hint = "" if tensor.is_floating_point() else "; .long() makes them so"
+        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}{hint}")
     if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "

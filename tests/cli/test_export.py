@@ -181,6 +181,7 @@ def test_verify_says_what_is_whole_and_what_is_not() -> None:
     trained()
     result = command("verify", "small")
     assert result.exit_code == 0, result.output
+    assert command("verify", "runs").stdout == result.stdout
     assert result.stdout.count("checkpoint, ") == 2
     assert "runs/small/model: model, 5 files, " in result.stdout
     (shard,) = Path("runs/small/model/rows").glob("000-*")

@@ -380,6 +380,11 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_with() -> None:
     assert "runs/other has no checkpoint to go on from" in result.stderr
     result = train("runs/other")
     assert "runs/other is the folder of a run; with --resume it goes on" in result.stderr
+    Path("data/shards").mkdir(parents=True)
+    for words in (("data",), ("data", "--resume")):
+        result = train(*words)
+        assert result.exit_code == 2
+        assert "--set data.kind=prepared --set data.folder=data does without one" in result.stderr
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +421,7 @@ def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, "run.toml", after=4)
+    monkeypatch.setattr("hotrow.cli.train.go_on", pytest.fail)  # nor does a second one fill RAM
     with RunWriter.going_on(Path("runs/small"), after=3):
         result = train("run.toml", "--resume")
     assert result.exit_code == 2

@@ -44,6 +44,23 @@ def test_slots_too_few_for_a_batch_have_no_bound() -> None:
     assert [line["strategy"] for line in lines] == ["lru", "lru", "belady"]
 
 
+def test_no_step_is_predicted_where_batches_are_chunked() -> None:
+    words = ["--strategy", "lru", "--slots", "100,5%", "--machine", "h200", "--dense-ms", "0.5"]
+    code, output = run(*SMALL, *words, "--json")
+    assert code == 0
+    few, enough = (json.loads(line) for line in output.splitlines() if '"lru"' in line)
+    assert few["chunked_batches"] == 6
+    assert "step_ms" not in few
+    assert enough["step_ms"] > 0.5
+    code, output = run(*SMALL, *words)
+    assert code == 0
+    assert "6 of 6" in output
+    assert "No step is predicted where batches are chunked" in output
+    few_line, enough_line = (line for line in output.splitlines() if " lru " in line)
+    assert "%" in enough_line.split("0 of 6")[1]
+    assert "%" not in few_line.split("6 of 6")[1]
+
+
 def test_machines_get_one_object_per_line() -> None:
     code, output = run(*SMALL, "--slots", "5%", "--pin", "ranks", "--json")
     assert code == 0
@@ -77,6 +94,7 @@ def test_machines_get_one_object_per_line() -> None:
         (["--set", "embedding.strategy=fae"], "its rows follow static: give --strategy static"),
         (["--set", "embedding.strategy=lru"], "give --strategy instead"),
         (["--set", "training.steps=5"], "--set training.steps=5: a simulation uses [data]"),
+        (["."], ". is a folder, and the TOML file of a run is wanted"),
         (["--pin", "guess"], "--pin must be ranks or learned"),
         (["--batches", "0"], "--batches must be at least 1, not 0"),
         (["--depths", "4,-1"], "--depths must be at least 0, not -1"),

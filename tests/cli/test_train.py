@@ -544,14 +544,15 @@ def test_learning_rates_of_a_run_follow_its_schedule() -> None:
     assert losses("training.clip_norm=0.001")[1:] != plain[1:]
 
 
-def test_a_loss_that_is_no_number_is_told() -> None:
+def test_a_loss_that_is_no_number_ends_a_run() -> None:
     rate = "embedding.optimizer.lr=1e25"
     result = train("run.toml", "--set", rate, "--set", "training.check_equality=false")
     assert result.exit_code == 3, result.output
     assert read_run("runs/small").outcome == "diverged"
     losses = [step.loss for step in read_steps("runs/small")]
     first = next(step for step, loss in enumerate(losses, 1) if loss is None or loss != loss)
-    assert f"warning: the loss is no number since step {first}: " in result.stderr
+    assert f"warning: the loss is no number since step {first}, " in result.stderr
+    assert len(losses) == first
 
 
 def test_a_last_evaluation_that_fails_takes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:

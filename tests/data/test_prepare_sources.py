@@ -240,6 +240,12 @@ def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
         run("csv", tmp_path / "out", path, toml=CSV)
     with pytest.raises(ValueError, match=r"no column 'shop'; it has extra, item.*is to name the"):
         run("csv", tmp_path / "out", path, toml=CSV.replace('"user"', '"shop"'))
+    path.write_text("y; user\n1;2\n")
+    toml = 'label = "y"\ncategories = ["user"]'
+    with pytest.raises(ValueError, match=r"no column 'y'; it has y; user; .* or what `separator`"):
+        run("csv", tmp_path / "out", path, toml=toml)
+    with pytest.raises(ValueError, match=r"no column 'user'; .*; ' user' has blanks: name it"):
+        run("csv", tmp_path / "out", path, toml='separator = ";"\n' + toml)
 
 
 def test_csv_with_quotes_that_do_not_close_is_refused(tmp_path: Path) -> None:

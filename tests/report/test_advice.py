@@ -25,9 +25,9 @@ def figures(strategy: str, rate: float, **others: Any) -> Figures:
     return Figures(strategy=strategy, summary="", **(given | others))
 
 
-def advice(*strategies: Figures, device: str = "cuda") -> str:
+def advice(*strategies: Figures, device: str = "cuda", outcome: str = "finished") -> str:
     record = ComparisonRecord(
-        name="x", started="", outcome="finished", settings={"run": {"device": device}},
+        name="x", started="", outcome=outcome, settings={"run": {"device": device}},
         environment={}, steps=100, repetitions=3, warm_up=10, baseline="hybrid",
         budget_bytes=2 << 20, rows_bytes=40 << 20, tolerance={}, notes=(), strategies=strategies,
     )  # fmt: skip
@@ -76,6 +76,12 @@ def test_without_a_choice_it_says_so(strategy: Figures) -> None:
     assert advice(ALL_FAST, strategy) == (
         "No strategy with all-fast's results ran within the budget of 2.0 MiB."
     )
+
+
+def test_of_a_comparison_that_was_stopped_at_once_there_is_none() -> None:
+    unfinished = figures("lru", float("nan"), outcome="unfinished")
+    assert "before any strategy had ended" in advice(unfinished, outcome="interrupted")
+    assert advice(unfinished, HYBRID, outcome="interrupted").startswith("Take hybrid")
 
 
 def test_speeds_of_a_cpu_are_not_oversold() -> None:

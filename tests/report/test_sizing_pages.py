@@ -23,7 +23,7 @@ RUN = (
 FEW = ["--batches", "20", "--warm-up", "20", "--depths", "2,9"]
 COMMANDS = {
     "profile": [],
-    "simulate": [*FEW, "--slots", "1%,2%,10%", "--strategy", "lru,lookahead", "--machine", "h200"],
+    "simulate": [*FEW, "--slots", "3%,5%,10%", "--strategy", "lru,lookahead", "--machine", "h200"],
     "size": [*FEW, "--machine", "h200", "--dense-ms", "0.5"],
 }
 

@@ -244,7 +244,7 @@ def _shown(found: DataProfile) -> Iterable[Table | str]:
     yield _tables(found)
     yield "\nThe hottest rows of all tables"
     yield _coverage(found)
-    yield "\nDifferent rows of consecutive batches"
+    yield "\nDifferent rows of consecutive batches, counted side by side"
     yield _working_sets(found)
     if len(found.total.drift.own) > 1:
         yield f"\nAccesses to the {found.total.drift.hot_rows:,} hottest rows"

@@ -105,9 +105,9 @@ def simulate(
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
     cause one at most, so `uncached` has hits, too, and rows that are pinned before any lookup asks
     for them cause none. Batches whose rows do not fit the slots together
-    are chunked: their rows pass through one part after another, and none stays. `belady` is the
-    least that anyone could fetch who knows all batches; only rows that `--pin ranks` puts there
-    before the first one may save more.
+    are chunked: their rows pass through one part after another, and none stays; no step is
+    predicted where there are such batches. `belady` is the least that anyone could fetch who knows
+    all batches; only rows that `--pin ranks` puts there before the first one may save more.
 
     **Examples**
 
@@ -174,7 +174,12 @@ def simulate(
     console = Console()
     if timing is not None and not console.is_terminal:
         console.width = 120  # a file has room for whole numbers
-    console.print(_table(facts, told))
+    console.print(_table(facts, told, is_timed=timing is not None))
+    if timing is not None and any(each.chunked_batches for each in found):
+        typer.echo(
+            "No step is predicted where batches are chunked: more slots, or a smaller "
+            "data.batch_size, lets their rows in"
+        )
     if html is not None:
         typer.echo(f"page written to {html}")
 
@@ -311,7 +316,8 @@ def _facts(found: Simulated, timing: _Timing | None) -> dict[str, Any]:
         "hit_rate": found.hit_rate,
         "rows_per_batch": found.rows_per_batch,
         "lookups_per_second": found.lookups_per_second,
-        **({} if timing is None else timing.facts(found)),
+        # Chunks take turns with computing, which no prediction knows: it would call them free.
+        **({} if timing is None or found.chunked_batches else timing.facts(found)),
     }
 
 
@@ -336,11 +342,10 @@ def _with_bound(
             }
 
 
-def _table(facts: Sequence[Mapping[str, Any]], told: str) -> Table:
-    is_timed = any("step_ms" in each for each in facts)
+def _table(facts: Sequence[Mapping[str, Any]], told: str, *, is_timed: bool) -> Table:
     table = Table(title=told, title_justify="left")
     heads = ["slots", "strategy", "ahead", "hit rate", "rows/batch"]
-    heads += ["ms/step", "speed", "waits for"] if is_timed else ["planned/s", "chunked"]
+    heads += ["chunked", "ms/step", "speed", "waits for"] if is_timed else ["planned/s", "chunked"]
     for name in heads:
         justify: Any = "left" if name in ("strategy", "waits for") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
@@ -357,10 +362,11 @@ def _table(facts: Sequence[Mapping[str, Any]], told: str) -> Table:
             f"{each['hit_rate']:.2%}",
             f"{each['rows_per_batch']:,.0f}",
         ]
-        if is_planned and is_timed:
-            cells += [f"{each['step_ms']:.3f}", f"{each['of_all_fast']:.0%}", each["limit"]]
-        elif is_planned:
+        if is_planned and not is_timed:
             cells.append(f"{each['lookups_per_second'] / 1e6:.1f} M")
+        if is_planned:
             cells.append(f"{each['chunked_batches']} of {each['batches']}")
+        if "step_ms" in each:
+            cells += [f"{each['step_ms']:.3f}", f"{each['of_all_fast']:.0%}", each["limit"]]
         table.add_row(*cells)
     return table

@@ -23,8 +23,8 @@ from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
 from hotrow.records import EvalRecord, Limit, RunRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
-from hotrow.run.config import RunConfig, load
-from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now
+from hotrow.run.config import RunConfig, is_data, load
+from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
 from hotrow.run.limits import limit_of
 from hotrow.run.named import find_named
@@ -129,8 +129,8 @@ def train(
     exchange, insert), write-back, train. The profiler slows those steps down.
 
     Ctrl-C ends the run after the step under way; its records and the model are kept, with a
-    checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A run whose loss
-    is no number at its end exits with 3.
+    checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
+    is no number ends the run, too, which then exits with 3.
     """
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
@@ -141,6 +141,8 @@ def train(
     show: Show = JsonLines(quiet) if as_json else Screen(quiet)
     with one_line_warnings(show.warn):
         use_threads(config.run, show.warn)
+        if folder is not None:
+            refuse_busy(folder)
         samples = open_data(config)
         steps = total_steps(config, samples)
         traced = None if traced is None else traced.within(steps)
@@ -188,9 +190,9 @@ def _what_to_train(
     """The run's settings, and the folder in which it goes on; None: it begins."""
     if file is not None and not file.is_file():
         folder = next((each for each in (file, runs / file) if each.is_dir()), None)
-        if folder is not None and resume:
-            return settings_of(folder, settings), folder
-        if folder is not None:
+        if folder is not None and not is_data(folder):  # of data, load says what to do
+            if resume:
+                return settings_of(folder, settings), folder
             raise ValueError(f"{folder} is the folder of a run; with --resume it goes on")
     config = load(file, overrides=settings)
     if not resume and config.checkpoint.resume == "never":
@@ -277,8 +279,8 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
 
     try:
         _train(job, tally, telling, steps, saving)
-        diverged = bool(tally.losses) and math.isnan(tally.loss)
-        ended = "interrupted" if stop.asked else "diverged" if diverged else "finished"
+        ended = "diverged" if _has_diverged(tally) else "finished"
+        ended = "interrupted" if stop.asked else ended
         unsaved = _save_last(job, saving, stop)
         if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
             outcome = ended
@@ -369,7 +371,7 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
                 shadow.verify(record.step)  # before what is wrong is saved
             saving.after_step(record.step)
             settled = _has_settled(tally.evaluations, job.config.training.patience)
-            if telling.stop.asked or settled:
+            if telling.stop.asked or settled or _has_diverged(tally):
                 break
     if shadow is not None:
         shadow.end()
@@ -377,12 +379,13 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
     limit = _limit(job, tally)
     if limit is not None and limit.is_to_be_told:
         show.warn(limit.message)
-    if tally.losses and math.isnan(tally.loss):
+    if _has_diverged(tally):
+        saving.end()  # the last good one may be on its way
         first = next(step for step, loss in enumerate(tally.losses, 1) if math.isnan(loss))
         message = (
-            f"the loss is no number since step {first:,}: what was trained from there on is worth "
-            "nothing. Lower learning rates, training.schedule.warmup_steps or training.clip_norm "
-            "may help"
+            f"the loss is no number since step {first:,}, which no step after it would mend: "
+            "training has ended. Lower learning rates, training.schedule.warmup_steps or "
+            "training.clip_norm may help"
         )
         if saving.last is not None:
             message += (
@@ -390,6 +393,11 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
                 f"with such settings goes on after step {saving.last.step:,}"
             )
         show.warn(message)
+
+
+def _has_diverged(tally: Tally) -> bool:
+    """Whether the loss is no number: the dense weights are none either, from that step on."""
+    return bool(tally.losses) and math.isnan(tally.loss)
 
 
 def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:

@@ -39,7 +39,7 @@ def verify(
 
     - prepared data: checksums
 
-    - a run, or a folder of checkpoints: all that is in it
+    - a run, or a folder of runs, of checkpoints or of prepared data: all that is in it
 
     What is wrong is named, and the exit code is 2.
 
@@ -51,7 +51,7 @@ def verify(
 
     - `hotrow verify prepared/kaggle --json`
     """
-    found = list(_parts(path)) or list(_parts(runs / path))
+    found = list(_parts(path)) or list(_parts(runs / path)) or _parts_below(path)
     if not found and not path.is_dir():
         raise ValueError(f"there is no folder {path}")
     if not found and (path / WORK).is_dir():
@@ -83,6 +83,11 @@ def _parts(path: Path) -> Iterator[Path]:
     yield from saved_in(path / IN_RUN)
     if (path / MODEL_FOLDER / MANIFEST).is_file():
         yield path / MODEL_FOLDER
+
+
+def _parts_below(path: Path) -> list[Path]:
+    inner = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+    return [part for each in inner for part in _parts(each)]
 
 
 def _verify(folder: Path) -> _Verified:

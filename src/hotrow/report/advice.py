@@ -11,6 +11,8 @@ from hotrow.records import ComparisonRecord, Figures
 def advise(record: ComparisonRecord) -> str:
     """The fastest exact strategy within the budget, and what else is worth a thought."""
     timed = [each for each in record.strategies if each.whole_run > 0]
+    if not timed and record.outcome == "interrupted":
+        return "It was stopped before any strategy had ended: there is nothing to choose from."
     right = [each for each in timed if _keeps_its_word(each) and each.outcome != "diverged"]
     affordable = [each for each in right if each.is_within_budget]
     said = [_told_of_broken(timed)]

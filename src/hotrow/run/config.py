@@ -365,8 +365,24 @@ def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> Ru
     return config
 
 
+def is_data(folder: Path) -> bool:
+    """Whether `hotrow prepare` has made it, or begun to."""
+    return (folder / "shards").is_dir()
+
+
+def _why_no_folder(folder: Path) -> str:
+    if is_data(folder):
+        return (
+            f"{folder} holds data, and a run file is wanted: --set data.kind=prepared "
+            f"--set data.folder={folder} does without one"
+        )
+    return f"{folder} is a folder, and the TOML file of a run is wanted"
+
+
 def read_settings(path: str | Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """What `load` builds a run from: what was written, and nothing that is left to defaults."""
+    if path is not None and Path(path).is_dir():
+        raise ValueError(_why_no_folder(Path(path)))
     found = deepcopy(BUILT_IN) if path is None else toml.read(Path(path))
     for text in overrides:
         toml.override(RunConfig, found, text)

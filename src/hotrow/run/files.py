@@ -58,6 +58,22 @@ COMPARISON_PAGE = "compare.html"
 Record = TypeVar("Record")
 
 
+def refuse_busy(folder: Path) -> None:
+    """Raises if another process is training the run; to be asked before its memory is needed."""
+    with contextlib.suppress(FileNotFoundError), (folder / STEPS_FILE).open("rb") as steps:
+        _lock(steps, folder)
+
+
+def _lock(steps: Any, folder: Path) -> None:
+    """Until the file is closed."""
+    try:
+        fcntl.flock(steps, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is training the run in {folder}") from None
+    except OSError:
+        pass  # a file system without locks
+
+
 class RunWriter:
     """A new folder for one run. Where `name` exists already, it takes `name-2`, `name-3` ...
 
@@ -87,12 +103,10 @@ class RunWriter:
         # Unbuffered: what a full disk did not take must not come back when the file is closed.
         self._steps: Any = (folder / STEPS_FILE).open(mode, buffering=0)
         try:
-            fcntl.flock(self._steps, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-        except BlockingIOError:
+            _lock(self._steps, folder)
+        except ValueError:
             self._steps.close()
-            raise ValueError(f"another process is training the run in {folder}") from None
-        except OSError:
-            pass  # a file system without locks
+            raise
         self._size = self._missing = 0
         self._arriving = Arriving(self._write)
 

@@ -148,7 +148,10 @@ class Csv:
             self._names = next(csv.reader([text], delimiter=columns.separator), [])
         except csv.Error as error:
             raise ValueError(f"{path} does not begin with a header: {error}") from None
-        hint = f"; the first line is to name the columns, with {columns.separator!r} between"
+        hint = (
+            f"; the first line is to name the columns, with {columns.separator!r} between, or what "
+            "`separator` is in the file of --columns"
+        )
         self._places = {name: _place(name, self._names, path, hint) for name in columns.used}
         features = (
             Feature(name, columns.table(name), name in columns.lists) for name in columns.categories
@@ -210,6 +213,9 @@ def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, 
 
 def _place(name: str, names: list[str], path: Path, hint: str = "") -> int:
     if name not in names:
+        for near in names:
+            if near.strip() == name:
+                hint = f"; {near!r} has blanks: name it so, or take them out"
         raise ValueError(f"{path} has no column {name!r}; it has {few(names)}{hint}")
     if names.count(name) > 1:
         raise ValueError(f"{path} has {names.count(name)} columns {name!r}: which is meant?")
