@@ -157,6 +157,8 @@ def test_states_whose_checksums_were_made_to_fit(
     def load() -> None:
         with suppress(ValueError):
             hotrow.load_checkpoint(folder, collection())
+        for draw in (torch.rand, np.random.rand):  # from whatever was loaded
+            draw(700)
 
     with_other(
         state,
