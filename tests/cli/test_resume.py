@@ -333,6 +333,24 @@ def test_a_loss_that_is_no_number_replaces_no_checkpoint(monkeypatch: pytest.Mon
     assert result.exit_code == 0, result.output
 
 
+def test_weights_that_are_no_numbers_replace_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a step is that of the weights before it."""
+    real = Job.train
+
+    def train_badly(self: Job) -> Iterator[StepRecord]:
+        for record in real(self):
+            if record.step == 6 and self.done == 0:
+                with torch.no_grad():
+                    next(self.model.parameters())[0] = torch.inf
+            yield record
+
+    monkeypatch.setattr(Job, "train", train_badly)
+    result = train("run.toml")
+    assert result.exit_code == 3
+    assert [path.name for path in saved_in(Path("runs/small/checkpoints"))] == ["00001-step-3"]
+    assert "the checkpoint of step 6 was not saved: bottom" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
@@ -394,6 +412,23 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.Mo
     assert "00002-step-6 cannot be used" in result.stderr
     assert "goes on after step 3" in result.stdout
     assert same_end("small", "whole")
+
+
+def test_settings_come_from_the_newest_checkpoint_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed(monkeypatch, "run.toml", after=8)
+    state = Path("runs/small/checkpoints/00002-step-6/state.json")
+    state.write_text(state.read_text().replace("16", "17", 1))
+    result = train("runs/small", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "00002-step-6 cannot be used" in result.stderr
+    assert "goes on after step 3" in result.stdout
+    for each in Path("runs/small/checkpoints").glob("*/state.json"):
+        each.write_text("{}")
+    result = train("runs/small", "--resume")
+    assert result.exit_code == 2
+    assert "no checkpoint in runs/small/checkpoints can be used" in result.stderr
 
 
 def test_checkpoints_come_by_the_clock_too() -> None:

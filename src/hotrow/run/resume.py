@@ -71,16 +71,32 @@ def has_finished(run: Path, steps: int) -> bool:
 
 
 def settings_of(run: Path, overrides: Iterable[str]) -> RunConfig:
-    """The settings that a run's latest checkpoint was saved with."""
-    folder = latest_in(run / IN_RUN)
-    if folder is None:
-        raise ValueError(
-            f"{run} has no checkpoint to go on from; checkpoint.every_steps = 1000 saves some"
-        )
-    found = _plain(_about(Checkpoint(folder))["settings"])
+    """The settings that a run's newest whole checkpoint was saved with."""
+    found, folder = _settings_in(run)
     for text in overrides:
         toml.override(RunConfig, found, text)
     return toml.build(RunConfig, found, where=f"the settings of {folder}", section="")
+
+
+def _settings_in(run: Path) -> tuple[dict[str, Any], Path]:
+    """Of the newest checkpoint that has any; `resume` tells what is wrong with the others."""
+    errors = []
+    for folder in _newest_first(run / IN_RUN):
+        try:
+            return _plain(_about(Checkpoint(folder))["settings"]), folder
+        except NewerFormat:
+            raise
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise _none_is_whole(run / IN_RUN, errors)
+    raise ValueError(
+        f"{run} has no checkpoint to go on from; checkpoint.every_steps = 1000 saves some"
+    )
+
+
+def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
+    return ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
 
 
 def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
@@ -116,7 +132,7 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             about["started"],
             (*about["resumed_after"], found.step),
         )
-    raise ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
+    raise _none_is_whole(root, errors)
 
 
 class _Other(ValueError):
