@@ -13,11 +13,12 @@ from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import IN_RUN, latest_in, saved_in
+from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.manifest import NewerFormat
 from hotrow.records import EvalRecord
 from hotrow.run import toml
 from hotrow.run.config import RunConfig
-from hotrow.run.files import read_run, read_steps
+from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
 from hotrow.run.named import find_named
 from hotrow.run.saving import checkpoints_of, parts_of
@@ -61,13 +62,20 @@ def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def has_finished(run: Path, steps: int) -> bool:
-    """Whether a run has ended after so many steps."""
+def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
+    """Whether a run has ended by itself, and settings as they are now make it no longer."""
     try:
         record = read_run(run)
     except ValueError:
         return False
-    return record.outcome == "finished" and record.summary.steps >= steps
+    if record.outcome != "finished":
+        return False
+    if config.run.save and not (run / MODEL_FOLDER / MANIFEST).is_file():
+        return False  # there was no room for it
+    then, now = record.settings.get("training", {}), config.training
+    # It may have settled, or have left samples out, and so have taken fewer.
+    is_as_long = all(then.get(key) == getattr(now, key) for key in ("epochs", "steps", "patience"))
+    return is_as_long or record.summary.steps >= steps
 
 
 def settings_of(run: Path, overrides: Iterable[str]) -> RunConfig:
