@@ -136,6 +136,20 @@ def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
         export_tables("runs/small", folder / "x", to="csv")
 
 
+@pytest.mark.parametrize("to", ["parquet", "npz"])
+def test_an_export_that_fails_leaves_nothing(to: str, folder: Path) -> None:
+    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
+    model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
+    saved = hotrow.save_checkpoint(folder / "saved", model, step=1)
+    (shard,) = (saved / "rows").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 4  # which is known when all rows were read
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match="it has changed since it was written"):
+        export_tables(saved, "tables", to=to)
+    assert not list(Path("tables").iterdir())
+
+
 def test_rows_of_a_parquet_file_go_to_their_table_alone(folder: Path) -> None:
     tables = [hotrow.EmbeddingBagConfig(name, 4, 2, [name]) for name in ("a", "b")]
     model = hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast")

@@ -81,7 +81,8 @@ def _has_checkpoint(path: Path) -> bool:
 def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetensors") -> None:
     """Write the tables of a checkpoint, model or run as files that need no hotrow.
 
-    `to` is "safetensors", "parquet" or "npz". The folder must be empty or new.
+    `to` is "safetensors", "parquet" or "npz". The folder must be empty or new; a failure leaves
+    nothing in it.
     """
     if to not in _WRITERS:
         raise ValueError(f"tables are written as {', '.join(_WRITERS)}, not as {to!r}")
@@ -89,6 +90,15 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give another folder, or empty it")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _export(weights, folder, to)
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        raise
+
+
+def _export(weights: Weights, folder: Path, to: str) -> None:
     Disk(folder).write(DENSE, packed(weights.dense))
     total, done = sum(4 * each.rows * each.dim for each in weights.tables), 0
 
