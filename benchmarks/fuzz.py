@@ -25,6 +25,7 @@ READERS = {
     "head": f"{_CHECKPOINT}::test_heads_of_any_bytes",
     "state": f"{_CHECKPOINT}::test_states_whose_checksums_were_made_to_fit",
     "values": f"{_CHECKPOINT}::test_values_of_any_form",
+    "run": "tests/run/test_resume_fuzz.py::test_runs_to_go_on_with",
     "tables": f"{_CHECKPOINT}::test_tables_of_others",
     "toml": f"{_CHECKPOINT}::test_run_files",
     "text": f"{_DATA}::test_lines",

@@ -167,6 +167,25 @@ def test_states_whose_checksums_were_made_to_fit(
     )
 
 
+def test_a_part_without_a_name_is_refused(folders: tuple[Path, Path]) -> None:
+    folder = folders[0]
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    next(each for each in tree["table"] if each[0] == "parts")[1] = {"table": [[None, 1]]}
+    text = json.dumps(tree).encode()
+    manifest["state"] |= {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+
+    def load() -> None:
+        with pytest.raises(ValueError, match="a part of it has no name"):
+            hotrow.load_checkpoint(folder, collection())
+
+    with_other(
+        folder / "state.json",
+        text,
+        lambda: with_other(folder / "checkpoint.json", sealed(manifest).encode(), load),
+    )
+
+
 @fuzzed
 @given(text=st.binary(max_size=300))
 def test_heads_of_any_bytes(text: bytes, limited: list[int]) -> None:

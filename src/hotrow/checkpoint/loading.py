@@ -117,6 +117,8 @@ class Checkpoint:
                 isinstance(found.get(key), dict) for key in ("rows", "parts", "random")
             ):
                 raise ValueError("it lacks something")
+            if not all(isinstance(key, str) for key in (*found["rows"], *found["parts"])):
+                raise ValueError("a part of it has no name")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}; {_REMEDY}") from None
         return found

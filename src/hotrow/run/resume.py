@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
         try:
             found = Checkpoint(folder)
             about = _about(found)
-            _refuse_other(about, found, config, samples)
+            with _believed(found):
+                _refuse_other(about, found, config, samples)
             job = build(config, samples, done=found.step)
             found.check(job.model, parts_of(job))
         except NewerFormat:
@@ -128,19 +130,27 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             continue
         try:
             _load(job, found)
+            with _believed(found):
+                _tell_what_is_not_kept(config, about, job, warn)
+                tally = _tally(run, about, found.step, warn)
+                resumed_after = (*about["resumed_after"], found.step)
         except ValueError as error:
             errors.append(str(error))
             warn(f"{folder} cannot be used: {error}")
             continue
-        _tell_what_is_not_kept(config, about, job, warn)
-        return Resumed(
-            job,
-            folder,
-            _tally(run, about, found.step, warn),
-            about["started"],
-            (*about["resumed_after"], found.step),
-        )
+        return Resumed(job, folder, tally, about["started"], resumed_after)
     raise _none_is_whole(root, errors)
+
+
+@contextmanager
+def _believed(found: Checkpoint) -> Iterator[None]:
+    """What a checkpoint says of its run may be anybody's, and of any shape."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"what {found.folder} says of its run lacks something: {type(error).__name__} {error}"
+        ) from error
 
 
 class _Other(ValueError):
@@ -156,7 +166,11 @@ def _newest_first(root: Path) -> list[Path]:
 def _about(found: Checkpoint) -> dict[str, Any]:
     about = found.state.get("extra")
     wanted = {"started", "resumed_after", "settings", "data", "evaluations", "environment"}
-    if not isinstance(about, dict) or not wanted <= about.keys():
+    if (
+        not isinstance(about, dict)
+        or not wanted <= about.keys()
+        or not isinstance(about["settings"], dict)
+    ):
         raise ValueError(
             f"{found.folder} was not saved by `hotrow train`, but by a loop of somebody's own; "
             "hotrow.load_checkpoint reads it there"
