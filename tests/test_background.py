@@ -27,6 +27,7 @@ from hotrow.device_rows import DeviceRows
 from hotrow.disk import Disk
 from hotrow.run.job import same_bits
 from hotrow.snapshot import Snapshot
+from hotrow.store import Store
 
 Bag = hotrow.EmbeddingBagConfig
 on_gpu = [
@@ -408,3 +409,17 @@ def test_a_snapshot_is_not_changed_by_who_writes(most: int, some: bool) -> None:
     assert same_bits(found, before[ids])
     assert (snapshot.waits.seconds > 0) == (most < 1000)
     snapshot.keep(torch.arange(1000))  # nobody waits any more
+
+
+def test_a_snapshot_may_end_while_somebody_is_about_to_write() -> None:
+    class Ends(Store):
+        """Whoever asks a second time finds that nobody reads any more."""
+
+        asked = 0
+
+        @property
+        def snapshot(self) -> Snapshot | None:  # type: ignore[override]
+            self.asked += 1
+            return Snapshot(self.rows, most=2) if self.asked == 1 else None
+
+    Ends(torch.zeros(4, 2)).will_write(torch.tensor([1]))

@@ -226,6 +226,22 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_one_that_latest_cannot_name_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    training.save(tmp_path, 1)
+    real = Disk.open
+    monkeypatch.setattr(
+        Disk,
+        "open",
+        lambda disk, path: ShortWrite(path) if path.name.startswith("latest") else real(disk, path),
+    )
+    with pytest.raises(OSError, match="the disk is full"):
+        training.save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["00001-step-1"]
+
+
 def test_sums_of_blocks_do_not_depend_on_how_bytes_come() -> None:
     draw = random.Random(0)
     data = bytearray(draw.randbytes(3_000_000))

@@ -1,55 +1,34 @@
-"""Readers of what anybody may have written say ValueError, or read it; nothing else happens.
-
-HOTROW_FUZZ_EXAMPLES=100000 tries for longer.
-"""
+"""Readers of what anybody may have written say ValueError, or read it; nothing else happens."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hotrow
 import hotrow.checkpoint.saving as saving
+from fuzzing import changed, damaged, fuzzed, odd
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.manifest import read_manifest
+from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.checkpoint.tensors import read_head, read_tensors
 from hotrow.checkpoint.tree import unpack
 from hotrow.disk import BlockSums
 from hotrow.run import toml
 from hotrow.run.config import RunConfig
 
-EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "40"))
-fuzzed = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-odd = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**65), 2**65)
-    | st.sampled_from([0, 1, 7, 8, 2**31, 2**62, -1])
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from(["../x", "/etc/passwd", "rows", "F32", "00001-step-1", "a" * 5000, "\0"]),
-    lambda each: (
-        st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=6), each, max_size=4)
-    ),
-    max_leaves=8,
-)
 TABLES = (hotrow.EmbeddingBagConfig("item", 60, 4, ["item"]),)
 
 
@@ -70,53 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     patch.undo()
     one, other = saved_in(root)
     return one, other
-
-
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The places of all values in a tree."""
-    pairs = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
-    return [path, *(each for key, value in pairs for each in leaves(value, (*path, key)))]
-
-
-def changed(tree: Any, data: st.DataObject) -> Any:
-    """A tree of which one value, or a few, are others."""
-    tree = copy.deepcopy(tree)
-    for _ in range(data.draw(st.integers(1, 3))):
-        place = data.draw(st.sampled_from(leaves(tree)))
-        value = data.draw(odd)
-        if not place:
-            return value
-        inner = tree
-        for key in place[:-1]:
-            inner = inner[key]
-        if data.draw(st.booleans()):
-            inner[place[-1]] = value
-        else:
-            del inner[place[-1]]
-    return tree
-
-
-def damaged(whole: bytes, data: st.DataObject) -> bytes:
-    """Bytes of which some are others, more or fewer."""
-    part = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, max(0, len(part) - 1)))
-        kind = data.draw(st.sampled_from(["flip", "cut", "put", "end"]))
-        if kind == "flip" and part:
-            part[at] ^= data.draw(st.integers(1, 255))
-        elif kind == "cut":
-            del part[at : at + data.draw(st.integers(1, 64))]
-        elif kind == "put":
-            part[at:at] = data.draw(st.binary(max_size=32))
-        else:
-            del part[at:]
-    return bytes(part)
 
 
 def sealed(body: Any) -> str:
@@ -225,9 +157,30 @@ def test_states_whose_checksums_were_made_to_fit(
     def load() -> None:
         with suppress(ValueError):
             hotrow.load_checkpoint(folder, collection())
+        for draw in (torch.rand, np.random.rand):  # from whatever was loaded
+            draw(700)
 
     with_other(
         state,
+        text,
+        lambda: with_other(folder / "checkpoint.json", sealed(manifest).encode(), load),
+    )
+
+
+def test_a_part_without_a_name_is_refused(folders: tuple[Path, Path]) -> None:
+    folder = folders[0]
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    tree = json.loads((folder / "state.json").read_text())
+    next(each for each in tree["table"] if each[0] == "parts")[1] = {"table": [[None, 1]]}
+    text = json.dumps(tree).encode()
+    manifest["state"] |= {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+
+    def load() -> None:
+        with pytest.raises(ValueError, match="a part of it has no name"):
+            hotrow.load_checkpoint(folder, collection())
+
+    with_other(
+        folder / "state.json",
         text,
         lambda: with_other(folder / "checkpoint.json", sealed(manifest).encode(), load),
     )
@@ -258,3 +211,29 @@ def test_run_files(data: st.DataObject, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(data.draw(st.binary(max_size=60)))
     with suppress(ValueError):
         toml.read(tmp_path / "x.toml")
+
+
+@pytest.fixture(scope="module")
+def exported(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table in each of the forms that others read."""
+    root = tmp_path_factory.mktemp("exported")
+    for to in ("safetensors", "parquet", "npz"):
+        export_tables(folders[0], root / to, to=to)
+        (root / to / "dense.safetensors").unlink()
+    weights = np.ones((60, 4), np.float32)
+    np.savez_compressed(root / "compressed.npz", **{"embedding_bags.item.weight": weights})
+    return root
+
+
+@fuzzed
+@given(data=st.data(), which=st.integers(0, 3))
+def test_tables_of_others(
+    data: st.DataObject, which: int, exported: Path, limited: list[int]
+) -> None:
+    path = sorted(each for each in exported.rglob("*") if each.is_file())[which]
+
+    def read() -> None:
+        with suppress(ValueError):
+            import_tables(path, collection())
+
+    with_other(path, damaged(path.read_bytes(), data), read)

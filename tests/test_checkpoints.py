@@ -19,6 +19,7 @@ import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
+from hotrow.checkpoint.random import random_states, restore_random_states
 from hotrow.device_rows import DeviceRows
 from hotrow.masters import MasterWeights
 from hotrow.run.job import same_bits
@@ -290,6 +291,25 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert draw() == expected
     hotrow.load_checkpoint(tmp_path, loop.model, random=False, **loop.parts)
     assert draw() != expected
+
+
+def test_random_states_that_nobody_can_have_are_refused(tmp_path: Path) -> None:
+    """numpy would read far behind its own."""
+    kind, keys, _, *rest = np.random.get_state()
+    for place in (-1, 625, 1 << 30, 1.5):
+        states = {**random_states(), "numpy": [kind, keys, place, *rest]}
+        with pytest.raises(ValueError, match="numpy"):
+            restore_random_states(states)
+
+
+def test_the_row_that_is_no_number_is_named_in_an_incremental_one(tmp_path: Path) -> None:
+    model = Small()
+    hotrow.save_checkpoint(tmp_path, model, step=1, full_every=2)
+    model.embedding.load_weights("item", 3, torch.zeros(1, 8))
+    model.embedding.load_weights("item", 6, torch.full((1, 8), torch.nan))
+    path = hotrow.save_checkpoint(tmp_path, model, step=2, full_every=2)
+    with pytest.raises(ValueError, match="row 6 holds values that are no numbers"):
+        Checkpoint(path).verify()
 
 
 def test_a_grad_scaler_and_anything_else_with_a_state_go_along(tmp_path: Path) -> None:

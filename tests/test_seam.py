@@ -489,18 +489,19 @@ def test_an_iterator_starts_over_when_it_has_finished() -> None:
     assert len(list(stream)) == 5
 
 
-def test_the_position_is_that_of_the_last_batch_yielded() -> None:
+@pytest.mark.parametrize("copied", [True, False])
+def test_the_position_is_that_of_the_last_batch_yielded(copied: bool) -> None:
     class Loader:
         def __init__(self) -> None:
-            self.read = 0
+            self.state = {"read": 0}
 
         def __iter__(self) -> Iterator[Any]:
             for batch in CASE.batches(20):
-                self.read += 1
+                self.state["read"] += 1
                 yield batch
 
         def state_dict(self) -> dict[str, int]:
-            return {"read": self.read}
+            return dict(self.state) if copied else self.state
 
     loader = Loader()
     stream = hotrow.ahead(loader, tight())
@@ -510,7 +511,7 @@ def test_the_position_is_that_of_the_last_batch_yielded() -> None:
         next(stream)
         assert stream.position() == expected
         assert stream.state_dict() == {"read": expected}
-    assert loader.read > 8
+    assert loader.state["read"] > 8
     stream.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -377,7 +378,8 @@ class _Reader:
             self._end_with(error)
             return
         if hasattr(self._loader, "state_dict"):
-            read.loader_state = self._loader.state_dict()
+            # A copy: it may give what it goes on counting in.
+            read.loader_state = copy.deepcopy(self._loader.state_dict())
         self._known.append(read)
 
     def _end_with(self, error: Exception) -> None:

@@ -42,13 +42,15 @@ class Store:
     def will_write(self, ids: Tensor) -> None:
         """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
         self.note(ids)
-        if self.snapshot is not None:
-            self.snapshot.keep(ids)
+        snapshot = self.snapshot  # once: whoever reads may end meanwhile
+        if snapshot is not None:
+            snapshot.keep(ids)
 
     def note(self, ids: Tensor) -> None:
         """Rows get other bits, here or in slots."""
-        if self.touched is not None:
-            self.touched.note(ids)
+        touched = self.touched
+        if touched is not None:
+            touched.note(ids)
 
     @property
     def is_watched(self) -> bool:

@@ -171,6 +171,57 @@ def test_a_run_that_was_killed_behind_its_last_step_ends() -> None:
     assert same_end("small", "whole")
 
 
+@pytest.mark.parametrize("where", ["save_model", "_evaluate"])
+def test_a_run_that_was_killed_behind_its_first_record_ends(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is written before the model, which may fill the disk."""
+    train("run.toml", settings=("run.name=whole", "training.eval_every=99"))
+    finish, was_killed = RunWriter.finish, False
+
+    def kill(*_: Any, **__: Any) -> None:
+        nonlocal was_killed
+        was_killed = True
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hotrow.cli.train.{where}", kill)
+        patch.setattr(
+            RunWriter, "finish", lambda self, record: None if was_killed else finish(self, record)
+        )
+        with pytest.raises(Killed):
+            train("run.toml", settings=("training.eval_every=99",))
+    assert read_run("runs/small").outcome == "interrupted"
+    result = train("run.toml", "--resume", settings=("training.eval_every=99",))
+    assert result.exit_code == 0, result.output
+    assert same_end("small", "whole")
+    assert len(read_run("runs/small").evaluations) == 1
+
+
+def test_a_run_that_has_left_samples_out_stays_as_it_is() -> None:
+    settings = ("embedding.strategy=lookahead+random-drop", "checkpoint.resume=auto")
+    for _ in range(2):
+        assert train("run.toml", settings=settings).exit_code == 0
+    found = read_run("runs/small")
+    assert found.summary.steps < STEPS
+    assert found.resumed_after == ()
+
+
+def test_a_run_that_has_settled_stays_as_it_is() -> None:
+    settings = ("training.patience=1", "training.eval_every=2", "training.optimizer.lr=0")
+    settings += ("embedding.optimizer.lr=0",)
+    assert train("run.toml", settings=settings).exit_code == 0
+    before = read_run("runs/small")
+    assert before.summary.steps == 4
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert "nothing to go on" in result.stderr
+    assert read_run("runs/small").summary.steps == 4
+    result = train("run.toml", "--resume", settings=(*settings, "training.patience=2"))
+    assert result.exit_code == 0, result.output
+    assert read_run("runs/small").summary.steps == 6
+
+
 def test_it_goes_on_with_another_budget_and_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     train("run.toml", settings=("run.name=whole",))
     killed(monkeypatch, "run.toml", after=4)
@@ -234,7 +285,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert same_end("small", "whole")
     again = train("run.toml", "--resume", settings=settings)
     assert again.exit_code == 0
-    assert "has taken all of its 14 steps" in again.stderr
+    assert "small has ended, and there is nothing to go on with" in again.stderr
     longer = train("run.toml", "--resume", settings=(*settings, "training.epochs=3"))
     assert longer.exit_code == 0, longer.output
     assert read_run("runs/small").summary.steps == 21
@@ -333,6 +384,24 @@ def test_a_loss_that_is_no_number_replaces_no_checkpoint(monkeypatch: pytest.Mon
     assert result.exit_code == 0, result.output
 
 
+def test_weights_that_are_no_numbers_replace_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a step is that of the weights before it."""
+    real = Job.train
+
+    def train_badly(self: Job) -> Iterator[StepRecord]:
+        for record in real(self):
+            if record.step == 6 and self.done == 0:
+                with torch.no_grad():
+                    next(self.model.parameters())[0] = torch.inf
+            yield record
+
+    monkeypatch.setattr(Job, "train", train_badly)
+    result = train("run.toml")
+    assert result.exit_code == 3
+    assert [path.name for path in saved_in(Path("runs/small/checkpoints"))] == ["00001-step-3"]
+    assert "the checkpoint of step 6 was not saved: bottom" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
@@ -399,6 +468,23 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.Mo
     assert "00002-step-6 cannot be used" in result.stderr
     assert "goes on after step 3" in result.stdout
     assert same_end("small", "whole")
+
+
+def test_settings_come_from_the_newest_checkpoint_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed(monkeypatch, "run.toml", after=8)
+    state = Path("runs/small/checkpoints/00002-step-6/state.json")
+    state.write_text(state.read_text().replace("16", "17", 1))
+    result = train("runs/small", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "00002-step-6 cannot be used" in result.stderr
+    assert "goes on after step 3" in result.stdout
+    for each in Path("runs/small/checkpoints").glob("*/state.json"):
+        each.write_text("{}")
+    result = train("runs/small", "--resume")
+    assert result.exit_code == 2
+    assert "no checkpoint in runs/small/checkpoints can be used" in result.stderr
 
 
 def test_checkpoints_come_by_the_clock_too() -> None:

@@ -48,6 +48,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty": (lambda line: [], "an empty line instead of 40 columns"),
     "label": (changed(0, "2"), "the label is '2', neither 0 nor 1"),
     "negative label": (changed(0, "-1"), "the label is '-1', neither 0 nor 1"),
+    "large label": (changed(0, "2147483648"), "the label is '2147483648', neither 0 nor 1"),
     "no label": (changed(0, ""), "the label is '', neither 0 nor 1"),
     "number": (changed(3, "1x"), "I3 is '1x', not a whole number"),
     "float": (changed(13, "1.5"), "I13 is '1.5', not a whole number"),

@@ -117,6 +117,8 @@ class Checkpoint:
                 isinstance(found.get(key), dict) for key in ("rows", "parts", "random")
             ):
                 raise ValueError("it lacks something")
+            if not all(isinstance(key, str) for key in (*found["rows"], *found["parts"])):
+                raise ValueError("a part of it has no name")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}; {_REMEDY}") from None
         return found
@@ -222,16 +224,17 @@ class Checkpoint:
                 raise ValueError(f"{self.folder}: {key} holds values that are no numbers")
 
         def check(link: _Link, table: TableRecord, shard: Shard) -> None:
-            def finite(first: int, rows: Tensor) -> None:
+            def finite(ids: Tensor | range, rows: Tensor) -> None:
                 if not bool(rows.isfinite().all()):
-                    at = first + int((~rows.isfinite().all(1)).nonzero()[0])
+                    at = int(ids[int((~rows.isfinite().all(1)).nonzero()[0])])
                     raise ValueError(
                         f"{link.folder / shard.file}: row {at:,} holds values that are no numbers"
                     )
 
             link.read_rows(
-                table, shard, take=finite, take_some=lambda ids, rows: finite(int(ids[0]), rows)
-            )
+                table, shard, take_some=finite,
+                take=lambda first, rows: finite(range(first, first + len(rows)), rows),
+            )  # fmt: skip
 
         for link in self._chain[:-1]:
             for file in link.manifest.small_files:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_WORDS = 624  # of numpy's state
+
 
 def random_states() -> dict[str, Any]:
     version, words, gauss = random.getstate()
@@ -24,7 +26,10 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any]) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(tuple(states["numpy"]))
+    kind, keys, place, *rest = states["numpy"]
+    if type(place) is not int or not 0 <= place <= _WORDS:  # numpy would read what lies there
+        raise ValueError(f"the state of numpy's random numbers has {place!r} as their place")
+    np.random.set_state((kind, keys, place, *rest))
     torch.set_rng_state(states["torch"])
     devices = states["cuda"]
     if devices and torch.cuda.is_available():

@@ -99,6 +99,8 @@ class Prepared:
             manifest = self._write(disk, rows)
             put_in_place(disk, path)
         except BaseException:
+            with suppress(OSError):
+                path.rename(disk.folder)  # it had its name, and `latest` could not be replaced
             shutil.rmtree(disk.folder, ignore_errors=True)
             raise
         if self.is_parent:

@@ -10,12 +10,13 @@ Beside them lies dense.safetensors, everything but rows.
 
 from __future__ import annotations
 
+import io
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from hotrow.told import few
 
 TABLES = "tables.npz"
 MODEL = "model"  # the folder of a run's
+_HEADER_BYTES = 1 << 16  # of an array, more than any has
 Pieces = Iterator[tuple[int, Tensor]]  # (first row, [n, dim])
 
 
@@ -79,7 +81,8 @@ def _has_checkpoint(path: Path) -> bool:
 def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetensors") -> None:
     """Write the tables of a checkpoint, model or run as files that need no hotrow.
 
-    `to` is "safetensors", "parquet" or "npz". The folder must be empty or new.
+    `to` is "safetensors", "parquet" or "npz". The folder must be empty or new; a failure leaves
+    nothing in it.
     """
     if to not in _WRITERS:
         raise ValueError(f"tables are written as {', '.join(_WRITERS)}, not as {to!r}")
@@ -87,6 +90,15 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give another folder, or empty it")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _export(weights, folder, to)
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        raise
+
+
+def _export(weights: Weights, folder: Path, to: str) -> None:
     Disk(folder).write(DENSE, packed(weights.dense))
     total, done = sum(4 * each.rows * each.dim for each in weights.tables), 0
 
@@ -176,7 +188,7 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
     for path in paths:
         if path.suffix not in _READERS:
             continue
-        for name, shape, pieces in _READERS[path.suffix](path):
+        for name, shape, pieces in _readable(path, _READERS[path.suffix](path)):
             if (key := names.get(name)) is None:
                 continue
             table = mine[key]
@@ -185,7 +197,7 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
                     f"{path} has {list(shape)} as {name}, and the table is "
                     f"[{table.rows}, {table.dim}]"
                 )
-            _load(table, pieces)
+            _load(table, _readable(path, pieces))
             found.append(key)
     if not found:
         raise ValueError(f"{source} has no table of this model: {few(mine)}")
@@ -198,15 +210,20 @@ def _load(table: Table, pieces: Pieces) -> None:
 
 
 Read = Iterator[tuple[str, Sequence[int], Pieces]]
+Item = TypeVar("Item")
+
+
+def _readable(path: Path, items: Iterator[Item]) -> Iterator[Item]:
+    """What is read from a file. Each library has errors of its own for one that is damaged."""
+    try:
+        yield from items
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {what}") from error
 
 
 def _read_safetensors(path: Path) -> Read:
-    library = safetensors()
-    try:
-        opened = library.safe_open(path, framework="pt")
-    except library.SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from None
-    with opened as file:
+    with safetensors().safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
             shape = tensor.get_shape()
@@ -224,12 +241,9 @@ def _rows_at_once(dim: int) -> int:
 
 
 def _read_parquet(path: Path) -> Read:
-    arrow, parquet = _arrow()
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield _table_of(path, file)
-    except arrow.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+    _, parquet = _arrow()
+    with parquet.ParquetFile(path) as file:
+        yield _table_of(path, file)
 
 
 def _table_of(path: Path, file: Any) -> tuple[str, Sequence[int], Pieces]:
@@ -237,53 +251,49 @@ def _table_of(path: Path, file: Any) -> tuple[str, Sequence[int], Pieces]:
     name = (schema.metadata or {}).get(b"table", path.stem.encode()).decode()
     kind: Any = schema.field("weight").type if "weight" in schema.names else None
     if "row" not in schema.names or not hasattr(kind, "list_size"):
-        raise ValueError(f"{path} has no column row, or no weight that is a list of fixed size")
+        raise ValueError("it has no column row, or no weight that is a list of fixed size")
 
     def pieces() -> Pieces:
-        step = _rows_at_once(kind.list_size)
+        step, first = _rows_at_once(kind.list_size), 0
         for batch in file.iter_batches(batch_size=step, columns=["row", "weight"]):
             rows = batch.column(0).to_numpy(zero_copy_only=False)
-            if len(rows) and not np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
-                raise ValueError(f"{path}: rows are not in order")
+            if not np.array_equal(rows, np.arange(first, first + len(rows))):
+                raise ValueError("its rows are not all, in order")
             values = batch.column(1).flatten().to_numpy(zero_copy_only=False)
             weights = values.astype(np.float32).reshape(len(rows), kind.list_size)
-            if len(rows):
-                yield int(rows[0]), torch.from_numpy(weights)
+            yield first, torch.from_numpy(weights)
+            first += len(rows)
 
     return name, [file.metadata.num_rows, kind.list_size], pieces()
 
 
 def _read_npz(path: Path) -> Read:
-    try:
-        archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is no npz file: {error}") from None
-    with archive:
+    with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             with archive.open(name) as file:
-                shape, is_fortran, dtype = _npy_header(path, name, file)
+                shape, is_fortran, dtype = _npy_header(file)
                 if len(shape) != 2 or is_fortran or dtype.hasobject or dtype.kind != "f":
                     continue
-                yield name.removesuffix(".npy"), shape, _npy_pieces(path, file, shape, dtype)
+                yield name.removesuffix(".npy"), shape, _npy_pieces(file, shape, dtype)
 
 
-def _npy_header(path: Path, name: str, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     reading = np.lib.format
-    try:
-        version = reading.read_magic(file)
-        read = reading.read_array_header_1_0 if version == (1, 0) else reading.read_array_header_2_0
-        return read(file)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: {name} is no array: {error}") from None
+    begin = io.BytesIO(file.read(_HEADER_BYTES))  # numpy would believe how long it says it is
+    version = reading.read_magic(begin)
+    read = reading.read_array_header_1_0 if version == (1, 0) else reading.read_array_header_2_0
+    found = read(begin)
+    file.seek(begin.tell())
+    return found
 
 
-def _npy_pieces(path: Path, file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pieces:
+def _npy_pieces(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pieces:
     step = _rows_at_once(shape[1])
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
         data = file.read(count * shape[1] * dtype.itemsize)
         if len(data) < count * shape[1] * dtype.itemsize:
-            raise ValueError(f"{path} ends before its last row")
+            raise ValueError("it ends before its last row")
         rows = np.frombuffer(data, dtype).astype(np.float32).reshape(count, shape[1])
         yield first, torch.from_numpy(rows)
 

@@ -29,7 +29,7 @@ from hotrow.run.job import Job, all_fast, build, differences, open_data, total_s
 from hotrow.run.limits import limit_of
 from hotrow.run.named import find_named
 from hotrow.run.outcome import record_of, told_of
-from hotrow.run.resume import Resumed, find_run_to_resume, has_finished, settings_of
+from hotrow.run.resume import Resumed, find_run_to_resume, has_ended, settings_of
 from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving
 from hotrow.run.tally import Tally
@@ -149,10 +149,10 @@ def train(
         samples.split("test")  # refuses one that is empty, before anything was trained
         if config.training.eval_every is not None:
             samples.split("validation")
-        if folder is not None and has_finished(folder, steps):
+        if folder is not None and has_ended(folder, config, steps):
             show.warn(
-                f"{folder} has taken all of its {steps:,} steps, and there is nothing to go on "
-                "with; more training.epochs or training.steps make it longer"
+                f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
+                "training.steps or training.patience make it longer"
             )
             return
         if folder is None:
@@ -283,11 +283,12 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
         ended = "interrupted" if stop.asked else ended
         unsaved = _save_last(job, saving, stop)
         if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
-            outcome = ended
+            outcome = "interrupted"  # if nobody gets any further
             with contextlib.suppress(OSError):  # told at the end, when it is tried again
                 finish()  # before the disk may be full
+            outcome = "failed"
             model, unsaved_model = _save(job, telling.run.folder / MODEL_FOLDER)
-            unsaved, outcome = unsaved or unsaved_model, "failed"
+            unsaved = unsaved or unsaved_model
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
         outcome = ended

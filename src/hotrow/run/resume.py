@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import IN_RUN, latest_in, saved_in
+from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.manifest import NewerFormat
 from hotrow.records import EvalRecord
 from hotrow.run import toml
 from hotrow.run.config import RunConfig
-from hotrow.run.files import read_run, read_steps
+from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
 from hotrow.run.named import find_named
 from hotrow.run.saving import checkpoints_of, parts_of
@@ -61,26 +63,49 @@ def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def has_finished(run: Path, steps: int) -> bool:
-    """Whether a run has ended after so many steps."""
+def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
+    """Whether a run has ended by itself, and settings as they are now make it no longer."""
     try:
         record = read_run(run)
     except ValueError:
         return False
-    return record.outcome == "finished" and record.summary.steps >= steps
+    if record.outcome != "finished":
+        return False
+    if config.run.save and not (run / MODEL_FOLDER / MANIFEST).is_file():
+        return False  # there was no room for it
+    then, now = record.settings.get("training", {}), config.training
+    # It may have settled, or have left samples out, and so have taken fewer.
+    is_as_long = all(then.get(key) == getattr(now, key) for key in ("epochs", "steps", "patience"))
+    return is_as_long or record.summary.steps >= steps
 
 
 def settings_of(run: Path, overrides: Iterable[str]) -> RunConfig:
-    """The settings that a run's latest checkpoint was saved with."""
-    folder = latest_in(run / IN_RUN)
-    if folder is None:
-        raise ValueError(
-            f"{run} has no checkpoint to go on from; checkpoint.every_steps = 1000 saves some"
-        )
-    found = _plain(_about(Checkpoint(folder))["settings"])
+    """The settings that a run's newest whole checkpoint was saved with."""
+    found, folder = _settings_in(run)
     for text in overrides:
         toml.override(RunConfig, found, text)
     return toml.build(RunConfig, found, where=f"the settings of {folder}", section="")
+
+
+def _settings_in(run: Path) -> tuple[dict[str, Any], Path]:
+    """Of the newest checkpoint that has any; `resume` tells what is wrong with the others."""
+    errors = []
+    for folder in _newest_first(run / IN_RUN):
+        try:
+            return _plain(_about(Checkpoint(folder))["settings"]), folder
+        except NewerFormat:
+            raise
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise _none_is_whole(run / IN_RUN, errors)
+    raise ValueError(
+        f"{run} has no checkpoint to go on from; checkpoint.every_steps = 1000 saves some"
+    )
+
+
+def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
+    return ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
 
 
 def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
@@ -91,7 +116,8 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
         try:
             found = Checkpoint(folder)
             about = _about(found)
-            _refuse_other(about, found, config, samples)
+            with _believed(found):
+                _refuse_other(about, found, config, samples)
             job = build(config, samples, done=found.step)
             found.check(job.model, parts_of(job))
         except NewerFormat:
@@ -104,19 +130,27 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             continue
         try:
             _load(job, found)
+            with _believed(found):
+                _tell_what_is_not_kept(config, about, job, warn)
+                tally = _tally(run, about, found.step, warn)
+                resumed_after = (*about["resumed_after"], found.step)
         except ValueError as error:
             errors.append(str(error))
             warn(f"{folder} cannot be used: {error}")
             continue
-        _tell_what_is_not_kept(config, about, job, warn)
-        return Resumed(
-            job,
-            folder,
-            _tally(run, about, found.step, warn),
-            about["started"],
-            (*about["resumed_after"], found.step),
-        )
-    raise ValueError(f"no checkpoint in {root} can be used: {few(errors, most=2, between='; ')}")
+        return Resumed(job, folder, tally, about["started"], resumed_after)
+    raise _none_is_whole(root, errors)
+
+
+@contextmanager
+def _believed(found: Checkpoint) -> Iterator[None]:
+    """What a checkpoint says of its run may be anybody's, and of any shape."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"what {found.folder} says of its run lacks something: {type(error).__name__} {error}"
+        ) from error
 
 
 class _Other(ValueError):
@@ -132,7 +166,11 @@ def _newest_first(root: Path) -> list[Path]:
 def _about(found: Checkpoint) -> dict[str, Any]:
     about = found.state.get("extra")
     wanted = {"started", "resumed_after", "settings", "data", "evaluations", "environment"}
-    if not isinstance(about, dict) or not wanted <= about.keys():
+    if (
+        not isinstance(about, dict)
+        or not wanted <= about.keys()
+        or not isinstance(about["settings"], dict)
+    ):
         raise ValueError(
             f"{found.folder} was not saved by `hotrow train`, but by a loop of somebody's own; "
             "hotrow.load_checkpoint reads it there"

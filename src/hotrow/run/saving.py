@@ -14,6 +14,7 @@ import torch
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
+from hotrow.checkpoint.model import dense_state
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
@@ -110,6 +111,12 @@ class Saving:
         self._run.sync()
         self._tally.finish()
         if math.isnan(self._tally.loss):
+            return
+        if (name := _not_finite(self._job)) is not None:  # the loss of the next step will tell
+            self._warn(
+                f"the checkpoint of step {step:,} was not saved: {name} holds values that are no "
+                f"numbers; {self._kept()}"
+            )
             return
         section, options = self._section, self._options(step)
         if not background:
@@ -217,6 +224,14 @@ class Saving:
             "evaluations": [asdict(each) for each in self._tally.evaluations],
             "environment": environment(device=config.run.device, threads=torch.get_num_threads()),
         }
+
+
+def _not_finite(job: Job) -> str | None:
+    """A dense weight that is no number. The loss of a step is that of weights before it."""
+    for name, each in dense_state(job.model).items():
+        if each.is_floating_point() and not bool(each.isfinite().all()):
+            return name
+    return None
 
 
 def parts_of(job: Job) -> dict[str, Any]:

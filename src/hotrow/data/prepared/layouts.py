@@ -205,7 +205,7 @@ def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
     wrong = wrong | empty | ((values != 0) & (values != 1))
     judge.refuse(wrong, one(column), lambda _, found: no_label(found))
-    label: NDArray[np.uint8] = values[0].astype(np.uint8)
+    label: NDArray[np.uint8] = np.where(wrong[0], 0, values[0]).astype(np.uint8)
     return label
 
 
