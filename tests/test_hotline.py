@@ -277,6 +277,27 @@ def test_every_sample_may_be_popular(engine: str) -> None:
     assert_alike(model.numbers(), plain(batches + batches)[0])
 
 
+def test_parts_of_a_smaller_batch_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in any size, as the batches do that a skip makes of what it leaves."""
+    compiled: list[int] = []
+
+    def compile(function: Any, **options: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if isinstance(args[0], dict):
+                compiled.append(len(args[0]["label"]))
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    batches = batches_of(6, last=SIZE - 7)
+    model, system = Model("static", budget=budget_of("one-width", (200,))), hotline()
+    list(trainer_of(model, system, compile=True).run(batches))
+    assert sum(compiled) == 5 * SIZE
+    assert len(compiled) > 5
+    assert_alike(model.numbers(), plain(batches)[0])
+
+
 def test_settings_that_look_at_gradients_are_minded(engine: str) -> None:
     batches = batches_of(6)
     results = []

@@ -178,12 +178,7 @@ class GraphedStep:
 
     def _once(self, batch: Any) -> Tensor:
         with self._around():
-            labels = self.labels(batch)
-            forward, mean_loss = self._forward, self._mean_loss
-            if self._compiles and not self._is_full(labels):
-                forward, mean_loss = self._model, _mean_loss
-            with self._in_forward():
-                loss = mean_loss(self.loss_fn, forward(batch), labels)
+            loss = self._loss_of(batch)
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
             loss.backward()
@@ -194,11 +189,21 @@ class GraphedStep:
         """Batches may be of another size than those of the run before."""
         self._full = 0
 
-    def _is_full(self, labels: Any) -> bool:
-        """Others, such as an epoch's last batch, come in any size, and to compile each would take
-        longer than to train it. Parts of batches come in few."""
-        self._full = max(self._full, len(labels))
-        return len(labels) == self._full
+    def _is_full(self, size: int) -> bool:
+        """Whether a batch is as large as any of its run. Others, such as an epoch's last, come in
+        any size, and to compile each would take longer than to train it; parts of full ones come
+        in few."""
+        self._full = max(self._full, size)
+        return size == self._full
+
+    def _loss_of(self, batch: Any, whole: int | None = None) -> Tensor:
+        """Of a batch, or of a part of one of `whole` samples."""
+        labels = self.labels(batch)
+        forward, mean_loss = self._forward, self._mean_loss
+        if self._compiles and not self._is_full(len(labels) if whole is None else whole):
+            forward, mean_loss = self._model, _mean_loss
+        with self._in_forward():
+            return mean_loss(self.loss_fn, forward(batch), labels)
 
     def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
         """One step in two phases; before the second, rows may still have to arrive.
@@ -226,9 +231,7 @@ class GraphedStep:
         for embedding, arrival in arrivals:
             embedding.arrive(arrival)
         try:
-            with self._in_forward():
-                loss = self._mean_loss(self.loss_fn, self._forward(part), self.labels(part))
-                loss = loss * ((high - low) / split.size)
+            loss = self._loss_of(part, split.size) * ((high - low) / split.size)
             loss.backward()
         finally:
             for embedding, arrival in arrivals:
