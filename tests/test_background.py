@@ -244,12 +244,18 @@ def test_a_full_log_makes_training_wait_and_says_how_long(strategy: str, tmp_pat
     assert 0 < saves[0].waited < saves[0].seconds
 
 
-@pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "cpu"])
+@pytest.mark.parametrize(
+    ("device", "strategy"),
+    [
+        *[("cpu", each) for each in ("lookahead", "all-fast", "cpu")],
+        *[pytest.param("cuda", each, marks=on_gpu) for each in ("lookahead", "scratchpipe", "lru")],
+    ],
+)
 def test_incremental_ones_hold_what_had_changed_at_their_begin(
-    strategy: str, tmp_path: Path
+    device: str, strategy: str, tmp_path: Path
 ) -> None:
     def run(folder: Path, *, background: bool) -> None:
-        loop = Loop(strategy=strategy)
+        loop = Loop(strategy=strategy, device=device)
 
         def after(at: int) -> None:
             if at in (2, 5, 8) and background:

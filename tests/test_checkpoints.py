@@ -20,6 +20,7 @@ import hotrow.embedding
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.checkpoint.random import random_states, restore_random_states
+from hotrow.data import ClickBatch
 from hotrow.device_rows import DeviceRows
 from hotrow.masters import MasterWeights
 from hotrow.run.job import same_bits
@@ -231,6 +232,85 @@ def test_an_incremental_one_holds_what_has_changed(strategy: str, tmp_path: Path
     again = Loop("adam")
     again.load(last)
     assert same_bits(rows, torch.cat([r for _, r in again.model.embedding.rows("item")]))
+
+
+ON_A_DEVICE = ("lookahead", "all-fast", "lru", "static", "scratchpipe", "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy"),
+    [
+        *[pytest.param("cuda", each, marks=on_gpu) for each in ON_A_DEVICE],
+        *[("cpu", each) for each in ON_A_DEVICE[:2]],
+    ],
+)
+def test_an_incremental_one_holds_what_a_device_has_changed(
+    device: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+
+    def make(seed: int) -> hotrow.EmbeddingBagCollection:
+        return hotrow.EmbeddingBagCollection(
+            TABLES, RULES["adagrad"], strategy=strategy, budget="60%", device=device, seed=seed
+        )
+
+    one, other = make(0), make(1)
+    for step, ids in enumerate(hotrow.ahead([each[:12] for each in BATCHES], one), 1):
+        one(ids).values().sum().backward()
+        if step in (2, 5):  # others are planned by then, and some of their rows are there
+            last = Checkpoint(hotrow.save_checkpoint(tmp_path, one, step=step, full_every=9))
+            kept = rows_of(one)
+    touched = torch.cat([batch[:12, :2].flatten() for batch in BATCHES[2:5]]).unique()
+    assert last.manifest.parent is not None
+    assert sum(shard.rows for shard in last.tables[0].shards) == len(touched)
+    if strategy != "hybrid":
+        assert one.memory()["which rows changed"] == (4 * (29 + 1) if device == "cuda" else 0)
+    hotrow.load_checkpoint(tmp_path, other)
+    assert all(map(same_bits, rows_of(other), kept))
+    assert not all(map(same_bits, rows_of(one), kept))
+    other.check()
+
+
+def rows_of(embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:
+    return [torch.cat([r for _, r in embedding.rows(table.name)]) for table in TABLES]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_captured_steps_note_what_they_change(device: str, tmp_path: Path) -> None:
+    class Scores(Small):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(batch.sparse)
+
+    def make(seed: int) -> Scores:
+        options = {"strategy": "lookahead", "budget": "60%", "device": device, "seed": seed}
+        return Scores(RULES["adam"], **options).to(device)
+
+    draw = torch.Generator().manual_seed(0)
+    ids = [
+        torch.stack([torch.randint(n, (32,), generator=draw) for n in (900, 900, 30)], dim=1)
+        for _ in range(90)
+    ]
+    batches = [ClickBatch(torch.zeros(32, 1), each, torch.ones(32)) for each in ids]
+    model = make(0)
+    trainer = hotrow.Trainer(
+        model,
+        nn.functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch.sparse,
+        device=device,
+    )
+    for record in trainer.run(batches):
+        if record.step in (40, 50, 60):
+            saved = hotrow.save_checkpoint(tmp_path, model, step=record.step, full_every=9)
+            kept = rows_of(model.embedding)
+    last = Checkpoint(saved)
+    assert last.manifest.parent is not None
+    touched = torch.cat([each[:, :2].flatten() for each in ids[40:60]]).unique()
+    assert sum(shard.rows for shard in last.tables[0].shards) == len(touched)
+    other = make(1)
+    hotrow.load_checkpoint(tmp_path, other)
+    assert all(map(same_bits, rows_of(other.embedding), kept))
 
 
 def test_one_in_several_is_whole(tmp_path: Path) -> None:

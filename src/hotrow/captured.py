@@ -405,6 +405,7 @@ class CapturedStep:
         settings = (
             [group.scalars_alike for group in groups],
             [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
+            [None if group.changed is None else group.changed.there.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
         )
         engines, is_first = _engines(arrivals), not self._settings

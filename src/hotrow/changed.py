@@ -7,34 +7,54 @@ from torch import Tensor
 
 
 class ChangedRows:
-    """32 rows in a word of int32, as everywhere where rows have bits."""
+    """32 rows in a word of int32, as everywhere where rows have bits. Noted where the ids are."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, device: torch.device | None = None) -> None:
+        """`device`: from where rows may be written, too."""
         # Padding has an id, too.
         self.bits = torch.zeros(num_rows // 32 + 1, dtype=torch.int32)
+        # A captured step notes here by itself, wherever `clear` was called since.
+        self.there = self.bits
+        if device is not None and device.type != "cpu":
+            self.there = torch.zeros_like(self.bits, device=device)
+
+    def clear(self) -> None:
+        """As if none were written."""
+        for each in (self.bits, self.there):
+            each.zero_()
 
     def copy(self) -> ChangedRows:
-        """As they are now."""
+        """As they are now, on the host."""
         made = ChangedRows(0)
-        made.bits = self.bits.clone()
+        made.bits = made.there = self._on_host(slice(None)).clone()
         return made
 
     def note(self, ids: Tensor) -> None:
         """Rows, each given once, were written."""
-        ids = ids.to(self.bits.device)
+        bits = self.bits if ids.device.type == "cpu" else self.there
         words, place = torch.unique(ids >> 5, return_inverse=True)
         bit = torch.ones_like(ids).bitwise_left_shift_(ids & 31).int()
         # No two ids have the same bit of a word, so their sum has both.
-        more = torch.zeros(len(words), dtype=torch.int32).index_add_(0, place, bit)
-        self.bits[words] |= more
+        more = bits.new_zeros(len(words)).index_add_(0, place, bit)
+        bits[words] |= more
 
     def between(self, first: int, last: int) -> Tensor:
         """Those of the rows first..last-1 that were written, in order."""
         low = first >> 5
-        words = self.bits[low : -(-last // 32)]
+        words = self._on_host(slice(low, -(-last // 32)))
         is_set = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
         ids = is_set.flatten().nonzero().squeeze(1) + 32 * low
         return ids[(ids >= first) & (ids < last)]
+
+    def _on_host(self, words: slice) -> Tensor:
+        """All that was noted; waits for the device."""
+        if self.there is self.bits:
+            return self.bits[words]
+        return self.bits[words] | self.there[words].cpu()
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self.there is self.bits else self.there.nbytes
 
 
 class TouchedRows:

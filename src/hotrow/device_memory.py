@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotrow.budget import MOST_PACKED, Share, choose_map
+from hotrow.changed import ChangedRows
 from hotrow.device_planner import DevicePlan, DevicePlanner, DeviceScratchpad
 from hotrow.device_start import initialise_on_gpu, unwritten_rows
 from hotrow.device_work import DeviceWork
@@ -42,7 +43,6 @@ class DeviceMemory(RowGroup):
     """Slots on a GPU, the store on the host, and what plans and moving rows need beside them."""
 
     plans_later = can_be_captured = True
-    notes_changes = False
     zero_copy = True  # the device reads and writes the store by itself
     staged: Staged | None = None  # or the copy engine and the CPU move rows
     back: WriteBack | None = None  # or only those that leave
@@ -225,12 +225,16 @@ class DeviceMemory(RowGroup):
         bulk = not _why_not_bulk(strategy)
         return choose(self.store, self.device, self.lanes, bulk=bulk)
 
+    def _changed_rows(self) -> ChangedRows:
+        return ChangedRows(self.layout.num_rows, self.device)
+
     def made_rows(self) -> int:
         return 0 if self.unwritten is None else int(self.unwritten.made)
 
     def memory(self) -> dict[str, int]:
+        noted = {} if self.changed is None else {"which rows changed": self.changed.device_bytes}
         if self.everything:
-            return {"rows": self.slots.numel() * 4}
+            return {"rows": self.slots.numel() * 4, **noted}
         new = self.unwritten
         return {
             "slots": self.slots.numel() * 4,
@@ -243,6 +247,7 @@ class DeviceMemory(RowGroup):
             "buffer": self.buffer.numel() * 4,
             "rows on their way": sum(x.num_bytes for x in (self.staged, self.back) if x),
             "which rows were written": 0 if new is None else new.written.numel() * 4,
+            **noted,
         }
 
 

@@ -25,7 +25,7 @@ from hotrow.batch import (
 from hotrow.device_fill import DeviceFills
 from hotrow.device_planner import DevicePlan, Expected
 from hotrow.device_work import DevicePart, DeviceWork
-from hotrow.kernels.triton import lookup, update, words
+from hotrow.kernels.triton import lookup, start, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark
@@ -357,9 +357,11 @@ class DeviceRows(DeviceFills):
             return False
         assert work.plan is not None
         scalars, bases = self.device_scalars()
-        b = work.plan.buffers
+        b, segments = work.plan.buffers, work.plan.segments()
+        if self.changed is not None:
+            start.note_written(self.changed.there, segments.ids, segments.count)
         update.update_slots(
-            self.slots, b.row_slots[: work.plan.lookups], work.plan.segments(), grads, work.bag_of,
+            self.slots, b.row_slots[: work.plan.lookups], segments, grads, work.bag_of,
             x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
             self.frozen,
         )  # fmt: skip
@@ -443,6 +445,8 @@ class DeviceRows(DeviceFills):
 
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
         ids, rows = ids.to(self.device), rows.to(self.device)
+        if self.changed is not None:
+            self.changed.note(ids)
         if self.everything:
             self.lanes.join()
             self.store.write(ids, rows)

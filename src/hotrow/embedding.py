@@ -32,7 +32,6 @@ from hotrow.batch import (
     weights_of,
 )
 from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
-from hotrow.changed import ChangedRows
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
 from hotrow.interrupt import uninterrupted
@@ -898,7 +897,9 @@ class EmbeddingBagCollection(nn.Module):
         if not all(group.notes_changes for group in self.every_group):
             return False
         for group in self.groups:
-            group.changed = ChangedRows(group.layout.num_rows)
+            group.note_changes()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
         if self._aside is not None:
             for group, other in zip(self.groups, self._aside.groups, strict=True):
                 other.changed = group.changed

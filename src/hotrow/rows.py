@@ -358,6 +358,15 @@ class RowGroup:
         assert work.plan is not None
         return work.plan.moves.slots, work.plan.moves.leaving, work.plan.moves.entering
 
+    def note_changes(self) -> None:
+        """Remember which rows are written from now on."""
+        if self.changed is None:
+            self.changed = self._changed_rows()
+        self.changed.clear()  # where they are: captured steps note there
+
+    def _changed_rows(self) -> ChangedRows:
+        return ChangedRows(self.layout.num_rows)
+
     def gather(self, ids: Tensor, out: Tensor) -> Tensor:
         """Copy the newest bytes of rows, each given once, into `out`."""
         if self.everything:

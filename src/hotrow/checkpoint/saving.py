@@ -54,8 +54,10 @@ def save_checkpoint(
     A checkpoint has its name, and `latest` names it, when all of it is on the disk; a failure takes
     away what it has written, and leaves those before. Then all but the newest `keep` are removed.
     With `full_every=10`, one in ten holds all rows, and the others those that this process has
-    written since then, where the engine can tell (on a CPU). Beside the rows' own memory this takes
-    4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing otherwise.
+    written since then, where the strategy can tell (static-hybrid cannot): by a bit for each row,
+    on the host and in a device's memory beside the budget. Beside those and the rows' own memory a
+    save takes 4 MiB for each of 4 threads where rows are on a device or picked, and next to nothing
+    otherwise.
     """
     found = prepare(folder, model, parts, step=step, extra=extra, keep=keep, full_every=full_every)
     return found.write(found.write_rows)

@@ -152,9 +152,14 @@ class Unwritten:
 
     def note(self, ids: Tensor) -> None:
         """These rows, -1 for none, are written."""
-        if ids.numel():
-            grid = (triton.cdiv(ids.numel(), 1024),)
-            _note_written[grid](self.written, ids, ids.numel(), BLOCK=1024)
+        note_written(self.written, ids)
+
+
+def note_written(bits: Tensor, ids: Tensor, count: Tensor | None = None) -> None:
+    """Set the bits of rows, -1 for none; `count`: of the first so many alone."""
+    if ids.numel():
+        grid = (triton.cdiv(ids.numel(), 1024),)
+        _note_written[grid](bits, ids, ids.numel(), count, BLOCK=1024)
 
 
 def start_moves(
@@ -253,7 +258,9 @@ def _start_rows(
 
 
 @triton.jit
-def _note_written(written, ids, total, BLOCK: tl.constexpr):
+def _note_written(written, ids, total, count, BLOCK: tl.constexpr):
+    if count is not None:
+        total = tl.minimum(total, tl.load(count))
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + place, mask=place < total, other=-1).to(tl.int64)
     set_written(written, row, row >= 0)
