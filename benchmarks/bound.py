@@ -13,14 +13,17 @@ bound obeys, too.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
+from harness import RESULTS, results_for
 from numpy.typing import NDArray
 from real import write_ratings
 from skew import CATEGORIES, criteo_table
@@ -73,35 +76,63 @@ def opened(name: str, path: Path, scratch: Path) -> Log:
     return Log(name, num_rows, batches, reuse, np.cumsum(new))
 
 
-def lines(log: Log, part: float, depths: Sequence[int], most: int) -> Iterator[str]:
+Line = dict[str, Any]
+
+
+def counted(log: Log, part: float, depths: Sequence[int], most: int) -> Iterator[tuple[str, Line]]:
+    """Systems and their rows per batch, the bound first."""
     slots, last = int(part / 100 * log.num_rows), len(log.batches)
     first = min(int(np.searchsorted(log.read, PAST_FULL * slots)) + 1, last // 2)
-    counted = min(most, last - first)
+    count = min(most, last - first)
     uses = log.reuse.next_uses()
     assert uses is not None
-    least = float(belady(uses, [slots], first=first, counted=counted).per_batch[0])
-    where = f"| {log.name} | {part:g} % | {slots:,} |"
+    held = STRATEGIES["lookahead"].hold.past
+    least, with_hold = (
+        float(belady(uses, [slots], first=first, counted=count, past=past).per_batch[0])
+        for past in (0, held)
+    )
+    shared = {
+        "slots": slots,
+        "part": part / 100,
+        "batch": BATCH[log.name],
+        "warmup_batches": first,
+        "counted_batches": count,
+        "largest_batch": log.reuse.floor(1),
+    }
     if np.isnan(least):
-        yield f"{where} a batch has up to {log.reuse.floor(1):,} rows, which do not fit | | | |"
+        yield "belady", shared | {"depth": None, "missing_rows_per_batch": None}
         return
-    yield f"{where} belady | {least:,.0f} | 1.000 | useful {slots / least:,.0f} |"
-    ahead = STRATEGIES["lookahead"]
-    past = ahead.hold.past
-    held = belady(uses, [slots], first=first, counted=counted, past=past).per_batch[0]
-    yield f"| | | | belady, {past + 1} batches held | {held:,.0f} | {held / least:.3f} | |"
-    chosen = [replace(ahead, look_ahead=depth) for depth in depths]
+
+    def line(depth: int | None, rows: float, chunked: int = 0) -> Line:
+        found = {"depth": depth, "missing_rows_per_batch": rows, "over_belady": rows / least}
+        return shared | {"useful_depth": slots / least, "chunked_batches": chunked} | found
+
+    yield "belady", line(None, least)
+    yield f"belady, {held + 1} batches held", line(None, with_hold)
+    chosen = [replace(STRATEGIES["lookahead"], look_ahead=depth) for depth in depths]
     planned = simulate(
-        log.tensors(first + counted + max(depths)),
+        log.tensors(first + count + max(depths)),
         num_rows=log.num_rows,
         choices=[(each, slots) for each in (*chosen, STRATEGIES["lru"])],
         warm_up=first,
-        counted=counted,
+        counted=count,
     )
     for each in planned:
-        name = f"{each.strategy} {each.depth}" if each.depth else each.strategy
-        over = each.rows_per_batch / least
-        told = f"{each.chunked_batches} of {each.batches} chunked" if each.chunked_batches else ""
-        yield f"| | | | {name} | {each.rows_per_batch:,.0f} | {over:.3f} | {told} |"
+        name = f"{each.strategy}-{each.depth}" if each.depth else each.strategy
+        yield name, line(each.depth or None, each.rows_per_batch, each.chunked_batches)
+
+
+def told(log: Log, part: float, system: str, line: Line) -> str:
+    if line["missing_rows_per_batch"] is None:
+        said = f"a batch has up to {line['largest_batch']:,} rows, which do not fit | | |"
+        return f"| {log.name} | {part:g} % | {line['slots']:,} | {said} |"
+    where = "| | | |"
+    note = f"{line['chunked_batches']} chunked" if line["chunked_batches"] else ""
+    if system == "belady":
+        where = f"| {log.name} | {part:g} % | {line['slots']:,} |"
+        note = f"useful {line['useful_depth']:,.0f}"
+    rows, over = line["missing_rows_per_batch"], line["over_belady"]
+    return f"{where} {system} | {rows:,.0f} | {over:.3f} | {note} |"
 
 
 def main() -> None:
@@ -111,11 +142,14 @@ def main() -> None:
     made.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of all rows, in %%")
     made.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     made.add_argument("--counted", type=int, default=2000, help="batches at the most")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder for bound.jsonl")
+    made.add_argument("--commit", default=os.environ.get("COMMIT"), help="of the code measured")
     asked = made.parse_args()
     given = {name: getattr(asked, name) for name in BATCH if getattr(asked, name) is not None}
     if not given:
         made.error(f"give one at least of {', '.join(f'--{name}' for name in BATCH)}")
     torch.set_num_threads(1)
+    results = results_for("bound", asked)
     print(
         "| log | rows in slots | slots | | rows per batch | over the bound | |\n|---|" + "---|" * 6
     )
@@ -123,8 +157,9 @@ def main() -> None:
         for name, path in given.items():
             log = opened(name, path, Path(scratch))
             for part in asked.parts:
-                for line in lines(log, part, asked.depths, asked.counted):
-                    print(line, flush=True)
+                for system, line in counted(log, part, asked.depths, asked.counted):
+                    results.write(f"{name}-{part:g}", system, line)
+                    print(told(log, part, system, line), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from hotrow.device_planner import (
     DeviceScratchpad,
     Expected,
 )
-from hotrow.evict import EVICTIONS
+from hotrow.evict import EVICTIONS, SlotFacts
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps, ranking, window, words
 from hotrow.kernels.triton import plan as kernels
@@ -237,6 +237,25 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kernels, ranking):
         monkeypatch.setattr(module, "LANES", 8)
     monkeypatch.setattr(device_planner, "_SPARE", 16)
+
+
+def test_keys_order_slots_as_on_a_cpu() -> None:
+    uses = torch.cat([torch.arange(600), torch.tensor([1023, 1024, 20000, 32766, 32767])])
+    last = torch.randint(0, 3000, uses.shape, generator=torch.Generator().manual_seed(0))
+    facts = SlotFacts(last.int(), torch.full_like(uses, words.NEVER).int(), uses.int())
+    state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=DEVICE)
+    state[words.CLOCK] = 4000
+    for name in ("least-recent", "least-frequent", "farthest-next-use"):
+        if name == "least-frequent":  # which tells fewer uses apart on a device
+            facts = replace(facts, uses=facts.uses.clamp(max=511))
+        on_device = (facts.last_use, facts.next_use, facts.uses.short())
+        found = ranking.rank_keys(
+            tuple(each.to(DEVICE) for each in on_device), uses.to(DEVICE), state, 1, name,
+            words.FIRST_USE if name == "farthest-next-use" else words.NOTHING,
+        )  # fmt: skip
+        key = EVICTIONS[name].key(facts)
+        order = key.argsort(stable=True)
+        assert torch.equal(found.cpu().long().argsort(stable=True), order)
 
 
 # -- every plan ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 import hotrow
 from builders import CASES, build, outcome, readout, tight_budget, train, variant
 from hotrow import planner as planner_module
-from hotrow.evict import EVICTIONS, Eviction
+from hotrow.evict import DOUBLED, EVICTIONS, Eviction
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.planner import Hold, Pins, Plan, Planner
 from hotrow.scratchpad import FREE, Scratchpad
@@ -124,6 +124,8 @@ def play(run: Run) -> Iterator[Step]:
         patch.setattr(planner_module, "_BULK_PART", run.bulk_part)
         patch.setattr(planner_module, "_LAST_NUMBER", run.last_number)
         patch.setattr(planner_module, "_EARLY_RELEARN", (3, 5, 8))
+        patch.setattr(planner_module, "_LITTLE", 0)
+        patch.setattr(planner_module, "_PER_ROW", 0)
         yield from _play(run)
 
 
@@ -408,6 +410,9 @@ def key_of(order: str, step: Step, history: list[tuple[set[int], set[int]]], row
         return -last
     if order == "farthest-next-use" and upcoming:
         return (1, -upcoming[0])
+    if order == "farthest-next-use":
+        power = uses.bit_length() - 1
+        return (0, last + DOUBLED * power + DOUBLED * (uses - 2**power) // 2**power)
     return (0, uses, last)
 
 
@@ -452,6 +457,8 @@ def test_a_row_whose_use_became_known_since_does_not_leave_by_an_old_ranking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner_module, "_BULK_PART", 1)  # one ranking for all slots
+    monkeypatch.setattr(planner_module, "_LITTLE", 0)
+    monkeypatch.setattr(planner_module, "_PER_ROW", 0)
     pad = Scratchpad(8, 1, ROWS, torch.device("cpu"), dense_map=True)
     planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
     planner.plan(ids_of(*range(8)))
@@ -461,6 +468,35 @@ def test_a_row_whose_use_became_known_since_does_not_leave_by_an_old_ranking(
     plan = planner.plan(ids_of(9))
     assert plan is not None
     assert plan.moves.leaving.tolist() == [old[3]]
+
+
+@pytest.mark.parametrize(("per_row", "leaves_at_once"), [(16, True), (0, False)])
+def test_a_row_that_came_after_a_ranking_leaves_if_a_new_one_takes_little(
+    monkeypatch: pytest.MonkeyPatch, per_row: int, leaves_at_once: bool
+) -> None:
+    monkeypatch.setattr(planner_module, "_BULK_PART", 1)
+    monkeypatch.setattr(planner_module, "_LITTLE", 0)
+    monkeypatch.setattr(planner_module, "_PER_ROW", per_row)
+    pad = Scratchpad(8, 1, ROWS, torch.device("cpu"), dense_map=True)
+    planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
+    planner.plan(ids_of(*range(8)))
+    planner.plan(ids_of(*range(8)))
+    for row in (8, 9):  # used once each, where the others were used twice
+        planner.plan(ids_of(row))
+    assert (8 not in resident(pad).values()) is leaves_at_once
+
+
+def test_what_was_popular_once_leaves_in_the_end() -> None:
+    pad = Scratchpad(2, 1, ROWS, torch.device("cpu"), dense_map=True)
+    planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
+    for _ in range(8):
+        planner.plan(ids_of(0))
+    for number in range(3 * DOUBLED - 1):
+        planner.plan(ids_of(1 + number % 2))
+        assert 0 in resident(pad).values()
+    for number in range(2):
+        planner.plan(ids_of(3 + number))
+    assert 0 not in resident(pad).values()
 
 
 @cache

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import hotrow
 from builders import skewed
-from hotrow.evict import EVICTIONS
+from hotrow.evict import DOUBLED, EVICTIONS
 from hotrow.simulate import Simulated, simulate
 from hotrow.strategy import STRATEGIES
 
@@ -55,6 +55,17 @@ def test_knowing_ahead_and_pinning_save_fetches() -> None:
     assert uncached > lru > lookahead
     assert [each.batches for each in found] == [60, 60, 60]
     assert all(each.lookups_per_second > 0 for each in found)
+
+
+def test_look_ahead_learns_no_pins_and_static_does() -> None:
+    for name, pins in (("lookahead", False), ("static", True), ("lru", False)):
+        assert STRATEGIES[name].learns_pins is pins
+    unpinned = replace(STRATEGIES["lookahead"], pinned_part=0.0)
+    choices = [(STRATEGIES["lookahead"], 900), (unpinned, 900)]
+    usual, without = simulate(trace(120), num_rows=ROWS, choices=choices, depth=5)
+    assert usual.fetched_rows == without.fetched_rows
+    told = simulate(trace(120), num_rows=ROWS, choices=choices, depth=5, hottest=torch.arange)
+    assert told[0].loaded_rows > 0 == told[1].loaded_rows
 
 
 def test_deeper_look_ahead_approaches_the_best_choice() -> None:
@@ -124,6 +135,10 @@ def fetched_directly(rows: list[int], slots: int, order: str, depth: int) -> int
                         return (-last_use[other],)
                     if order == "farthest-next-use" and other in ahead:
                         return (1, -ahead.index(other))
+                    if order == "farthest-next-use":
+                        power = uses[other].bit_length() - 1
+                        over = DOUBLED * (uses[other] - 2**power) // 2**power
+                        return (0, last_use[other] + DOUBLED * power + over)
                     return (0, uses[other], last_use[other])
 
                 victim = min(last_use, key=key)

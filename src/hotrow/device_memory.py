@@ -142,7 +142,7 @@ class DeviceMemory(RowGroup):
             hold=self.strategy.hold,
             eviction=self.strategy.eviction,
             refetch=self.strategy.refetch,
-            pins=self._pins() if self.strategy.pinned_part else None,
+            pins=self._pins(),
             window_bytes=self.window_bytes,
         )
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 NEVER = 2**31 - 1  # next use of a row that no known batch uses
+DOUBLED = 512  # twice the uses are worth as many batches of recency
+MOST_USES = 2**15 - 1  # that are told apart
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class SlotFacts:
 
     last_use: Tensor  # [C] int32: number of the last batch that uses it
     next_use: Tensor  # [C] int32: number of the next known batch that uses it, or NEVER
-    uses: Tensor  # [C] int32: batches that used it, halved now and then
+    uses: Tensor  # [C] int32: batches that used it; halved now and then where pins are learned
 
 
 def least_recent(slots: SlotFacts) -> Tensor:
@@ -37,10 +39,20 @@ def least_frequent(slots: SlotFacts) -> Tensor:
     return (slots.uses.long() << 32) + slots.last_use.long()
 
 
+def least_worth(slots: SlotFacts) -> Tensor:
+    """Recency, with a bonus by uses. What was popular once leaves in the end, unlike by uses alone.
+
+    The logarithm is a straight line between powers of two, so that integers give the same.
+    """
+    fraction, exponent = torch.frexp(slots.uses.clamp(1, MOST_USES).float())
+    bonus = DOUBLED * (exponent - 1) + (DOUBLED * (2 * fraction - 1)).int()
+    return slots.last_use.long() + bonus
+
+
 def farthest_next_use(slots: SlotFacts) -> Tensor:
-    """Belady's choice where the next use is known; before those, the least frequent others."""
+    """Belady's choice where the next use is known; before those, the others by their worth."""
     known = slots.next_use != NEVER
-    return torch.where(known, (1 << 62) - slots.next_use.long(), least_frequent(slots))
+    return torch.where(known, (1 << 62) - slots.next_use.long(), least_worth(slots))
 
 
 def at_random(slots: SlotFacts) -> Tensor:

@@ -24,6 +24,8 @@ _LAST_NUMBER = 2**30  # batch numbers are 32-bit per slot; renumbered long befor
 _RELEARN = 512  # batches between two re-pins, once the counts have settled
 _EARLY_RELEARN = (16, 32, 64, 128, 256)
 _BULK_PART = 8  # one ranking picks victims for at least this part of the slots
+_LITTLE = 1 << 16  # slots and known rows that are ranked in no time
+_PER_ROW = 16  # and for every row planned since the last ranking so many more
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Planner:
         self._hottest_pinned = False
         self._mean_missing = 0.0
         self._queue = self._queue_use = self._queue_next = self.pinned_slots
+        self._planned_since = 0  # rows, since the last ranking
 
     def expect(self, ids: SortedIds) -> None:
         """A batch that will be planned after those already expected."""
@@ -120,6 +123,7 @@ class Planner:
         self._use(hits, self.number)
         for ahead, soon in enumerate(upcoming, start=1):
             self._use(soon, self.number + ahead)
+        self._planned_since += ids.ids.numel()
         victims = self._take_victims(missing.numel())
         # Also of those that do not fit: who looks far ahead gains nothing for them.
         self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
@@ -170,13 +174,21 @@ class Planner:
         return [each[each != FREE] for each in slots]
 
     def _take_victims(self, count: int) -> Tensor | None:
-        if not self.eviction.in_bulk:
+        if not self.eviction.in_bulk or self._is_cheap_to_rank():
             self._drop(self._queue.numel())
         victims = self._pop(count)
         if victims is None:
             self._rank(count)
             victims = self._pop(count)
         return victims
+
+    def _is_cheap_to_rank(self) -> bool:
+        """Whether a new ranking takes little beside what was planned since the last one, in which
+        rows that came later are not, however far their next use is."""
+        if not self.eviction.looks_ahead:
+            return False
+        looked_at = self.pad.num_slots + sum(ids.numel() for ids in self.window)
+        return looked_at <= _LITTLE + _PER_ROW * self._planned_since
 
     def _pop(self, count: int) -> Tensor | None:
         """The next victims of the last ranking that are still what they were then."""
@@ -197,6 +209,7 @@ class Planner:
 
     def _rank(self, count: int) -> None:
         """Order the slots that may leave, for this batch and, in bulk, for the next ones."""
+        self._planned_since = 0
         if self.eviction.looks_ahead:
             self._find_next_uses()
         keys = self.eviction.key(SlotFacts(self.last_use, self.next_use, self.uses))

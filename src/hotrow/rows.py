@@ -124,13 +124,15 @@ class RowGroup:
             hold=hold,
             eviction=self.strategy.eviction,
             refetch=self.strategy.refetch,
-            pins=self._pins() if self.strategy.pinned_part else None,
+            pins=self._pins(),
         )
 
-    def _pins(self) -> Pins:
+    def _pins(self) -> Pins | None:
         layout, profile, part = self.layout, self.profile, self.strategy.pinned_part
-        if profile is not None:
+        if part and profile is not None:
             return Pins(part, lambda count: hottest(profile, layout, count))
+        if not self.strategy.learns_pins:
+            return None
         return Pins(part, lambda count: small_tables(layout, count // 2), learned=True)
 
     # -- pinned rows -------------------------------------------------------------------
@@ -245,7 +247,7 @@ class RowGroup:
         if self.direct_batches:
             return
         advice = self.remedy("it")
-        if self.needed_slots <= self.pad.num_slots and self.strategy.pinned_part:
+        if self.needed_slots <= self.pad.num_slots and self.planner.pins is not None:
             advice = "Pinned rows give way to the next ones of its size"
         warn(
             f"a batch of {ids.numel():,} different rows does not fit the {self.pad.num_slots:,} "

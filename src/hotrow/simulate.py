@@ -71,7 +71,7 @@ def simulate(
     `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
     batches are not counted, and of the others only the next `counted` (by default all): those
     after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
-    that pin; without it they learn.
+    that pin; without it `static` learns them.
     """
     lanes = [_Lane(strategy, slots, num_rows, depth, hottest) for strategy, slots in choices]
     batches, end = 0, math.inf if counted is None else warm_up + counted
@@ -121,7 +121,7 @@ class _Lane:
             )
         pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=num_rows <= _DENSE_MAP_ROWS)
         pins = None
-        if strategy.pinned_part:
+        if strategy.learns_pins or (strategy.pinned_part and hottest is not None):
             nothing = torch.empty(0, dtype=torch.int64)
             pins = Pins(strategy.pinned_part, hottest or (lambda _: nothing), hottest is None)
         self._planner = Planner(

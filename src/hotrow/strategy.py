@@ -53,6 +53,12 @@ class Strategy:
         return self.everything or (self.needs_budget and (self.pinned_part > 0 or not self.refetch))
 
     @property
+    def learns_pins(self) -> bool:
+        """Whether uses decide what is pinned, where nobody says it. Where rows may stay without
+        pins, the order in which they leave heeds uses, and pins are in its way."""
+        return self.pinned_part > 0 and self.refetch
+
+    @property
     def timed_stages(self) -> tuple[Stage, ...]:
         return self.stages if self.overlapped else sequential(self.stages)
 

@@ -72,7 +72,26 @@ def folder(tmp_path: Path) -> Path:
             )
         ),
     )  # fmt: skip
+    shared = {"slots": 100, "useful_depth": 12.5, "missing_rows_per_batch": 8.0}
+    write(
+        tmp_path,
+        "bound",
+        {"run": "globo-2", "system": "belady", "slots": 9, "largest_batch": 12,
+         "missing_rows_per_batch": None},
+        *(
+            {"run": "globo-5", "system": system, "over_belady": over, **shared}
+            for system, over in (("belady", 1.0), ("lookahead-50", 1.0625), ("lru", 1.5))
+        ),
+    )  # fmt: skip
     return tmp_path
+
+
+def test_look_ahead_on_logs_has_a_line_for_each_number_of_slots(load, folder) -> None:
+    render = load("render")
+    lines = render.page(render.read(folder)).splitlines()
+    fits = next(line for line in lines if line.startswith("| globo-5 "))
+    assert fits == "| globo-5 | 100 | 12 | 8 | - | 1.062 | - | - | 1.500 |"
+    assert any(line.startswith("| globo-2 | 9 | - | a batch of 12 rows does not") for line in lines)
 
 
 def test_floors_and_shares_stand_beside_the_figures(load, folder) -> None:

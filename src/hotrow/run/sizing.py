@@ -393,7 +393,7 @@ def _option(
         budget_bytes=point.budget_bytes,
         slots=point.slots,
         slot_share=point.slots / sizing.profile.total.rows,
-        pinned_share=strategy.pinned_part,
+        pinned_share=strategy.pinned_part if strategy.learns_pins else 0.0,
         depth=depth,
         fill=point.time.form,
         moved_rows=2 * point.fetched_rows,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotrow.kernels.triton.maps import BLOCK as LANES
 from hotrow.kernels.triton.maps import DeviceMap, find_slots, first_place
-from hotrow.kernels.triton.words import NOTHING
+from hotrow.kernels.triton.words import DOUBLED, NOTHING
 
 BLOCK = 1024
 
@@ -65,7 +65,7 @@ def _hold(
 @triton.jit
 def _rank_keys(
     keys, last_use, next_use, uses, row_of_slot, state, num_slots, past, ORDER: tl.constexpr,
-    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
+    KNOWN_USE: tl.constexpr, DOUBLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The order in which slots leave, smallest first; the largest number: it may not."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,14 @@ def _rank_keys(
     else:
         fresh = (1 << 20) - 1 - tl.minimum(age, (1 << 20) - 1)
         used = tl.load(uses + slot, mask=mask, other=0).to(tl.int32)
-        key = tl.minimum(used, 511) * (1 << 20) + fresh
+        if ORDER == 2:  # least frequent
+            key = tl.minimum(used, 511) * (1 << 20) + fresh
+        else:  # least worth
+            bonus = tl.zeros(used.shape, tl.int32)
+            for power in tl.static_range(15):
+                over = tl.minimum(used, 2 << power) - (1 << power)
+                bonus += (DOUBLED * tl.maximum(over, 0)) >> power
+            key = fresh + bonus
         if KNOWN_USE == 1:  # farthest next use; those of which none is known leave first
             soon = tl.load(next_use + slot, mask=mask, other=0)
             key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
@@ -92,7 +99,7 @@ def _rank_keys(
     tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
 
 
-ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 2}
+ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 3}
 
 
 def expect(
@@ -142,6 +149,6 @@ def rank_keys(
     keys = torch.empty_like(last_use)
     _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
         keys, last_use, next_use, uses, row_of_slot, state, keys.numel(), past, ORDER=ORDERS[order],
-        KNOWN_USE=known_use, BLOCK=BLOCK,
+        KNOWN_USE=known_use, DOUBLED=DOUBLED, BLOCK=BLOCK,
     )  # fmt: skip
     return keys

@@ -2,6 +2,7 @@
 
 NEVER = 2**31 - 1
 PINNED = 2**31 - 1
+DOUBLED = 512  # twice the uses are worth as many batches of recency
 
 # Words of `state`, one set per scratchpad: what planning remembers from batch to batch.
 CLOCK, HALT, HEAD, END, FLOOR, KNOWN, TOMBSTONES, EXPECTED, ROW_IN, ROW_OUT, COME = range(11)
