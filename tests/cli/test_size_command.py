@@ -36,7 +36,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "sized.toml"
-    code, output = hotrow("size", run_file, *FEW, *H200, "--out", out)
+    code, output = hotrow("size", run_file, *FEW, *H200, "--reach", "0.9999", "--out", out)
     assert code == 0, output
     for words in (
         "20,310 rows, 3.7 MiB with their state",
@@ -44,7 +44,7 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
         "strategy", "lookahead", "waits for", "Take lookahead with a budget of", "settings written",
     ):  # fmt: skip
         assert words in output
-    assert out.read_text().startswith("# hotrow size --machine h200 --reach 0.95. Take lookahead")
+    assert out.read_text().startswith("# hotrow size --machine h200 --reach 0.9999. Take lookahead")
     found, before = load(out), load(run_file)
     assert (found.data, found.model, found.training) == (before.data, before.model, before.training)
     assert found.embedding.optimizer == before.embedding.optimizer
@@ -56,6 +56,15 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
     words = ["--set", "run.device=cpu", "--set", "training.steps=2", "--runs", tmp_path / "runs"]
     code, output = hotrow("train", out, *words)
     assert code == 0, output
+
+
+def test_the_file_looks_as_far_ahead_as_was_predicted(run_file: Path, tmp_path: Path) -> None:
+    few = ["--batches", "12", "--warm-up", "12", "--depths", "0", "--dense-ms", "0.41"]
+    words = ["--machine", "h200", "--reach", "0.9999", "--out", tmp_path / "sized.toml", "--json"]
+    code, output = hotrow("size", run_file, *few, *words)
+    assert code == 0, output
+    assert json.loads(output)["chosen"]["strategy"] == "lookahead"
+    assert load(tmp_path / "sized.toml").embedding.depth == 0
 
 
 def test_machines_get_all_that_was_tried(run_file: Path) -> None:

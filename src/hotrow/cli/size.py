@@ -154,7 +154,7 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
     section["strategy"] = best.strategy
     if best.strategy != "all-fast":
         section["budget"] = best.budget_bytes
-        section["depth"] = best.depth or "auto"
+        section["depth"] = best.depth if best.strategy == "lookahead" else "auto"
         section["fill"] = best.fill or "auto"
     if record.machine["device"] == "cuda" and record.machine["name"] != THIS:
         run = found.setdefault("run", {})
