@@ -151,6 +151,9 @@ def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
         (["--set", "model.embedding_dim=8"], "a simulation uses [data]"),
         ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
         (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
+        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
+        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
+        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
     ):
         code, output = hotrow("simulate", run_file, *words)
         assert code == 2

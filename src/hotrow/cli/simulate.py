@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
-from hotrow.cli._numbers import read_depths, read_slots
+from hotrow.cli._numbers import check_dense_ms, read_depths, read_slots
 from hotrow.cost import Work, step_time
 from hotrow.machine import THIS, Machine, machines
 from hotrow.report.simulated import page_of_simulation
@@ -70,7 +70,10 @@ def simulate(
     warm_up: Annotated[int, typer.Option(help="Batches before those, not counted.")] = 100,
     pin: Annotated[
         str,
-        typer.Option(help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use."),
+        typer.Option(
+            help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use, which "
+            "static does alone; lookahead pins none then."
+        ),
     ] = "learned",
     machine: Annotated[
         str | None,
@@ -125,6 +128,7 @@ def simulate(
         _refuse_unused(setting, is_timed=machine is not None)
     if dense_ms is not None and machine is None:
         raise ValueError("--dense-ms belongs to --machine; name one")
+    check_dense_ms(dense_ms)
     check_html(html)
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
@@ -146,6 +150,7 @@ def simulate(
     ]
     # What is known ahead of the last batch that counts must be there.
     total = warm_up + batches + max(each.look_ahead or 0 for each, _ in choices)
+    place = None if machine is None else machine_of(machine, config)
     bound = _Bound(trace.num_rows)
     bar = batches_bar()
     task = bar.add_task("planning", total=total)
@@ -161,8 +166,8 @@ def simulate(
         )
     least_rows = bound.rows_per_batch(sizes, warm_up, batches)
     timing = None
-    if machine is not None:
-        timing = _Timing(config, machine_of(machine, config), found[0], trace.num_rows, dense_ms)
+    if place is not None:
+        timing = _Timing(config, place, found[0], trace.num_rows, dense_ms)
     facts = list(_with_bound([_facts(each, timing) for each in found], least_rows))
     told = _told(found[0], trace.num_rows, timing)
     name = config.run.name if file is None else str(file)
