@@ -48,6 +48,7 @@ NEWEST = "aa9a180"
 # Measured when the machine's figures had been taken, in shapes that none of them comes from.
 LATER = ("scratchpipe", "published")
 COUNTED = 50  # steps
+DEPTHS = (50, 200, 400)  # of rows in the long run
 SETTLED = ("kaggle-2-settled", "kaggle-5-settled")
 # Where tables have as many rows and the model is the same, all-fast is.
 SAME_MODEL = {"budget-2": "target", "budget-10": "target"}
@@ -176,15 +177,14 @@ def add_settled(results: Results) -> None:
         HERE.parent / "configs" / "traffic-study.toml", overrides=["data.batch_size=2048"]
     )
     sizing = Sizing(
-        config, find_machine("h200"), batches=50, warm_up=100, depths=(50,), dense_ms=0.5
+        config, find_machine("h200"), batches=50, warm_up=100, depths=DEPTHS, dense_ms=0.5
     )
     slots = np.log(sizing.slots)
-    # About where a trace of 150 batches fills all slots.
-    settled = [each for each in sizing.slots if each <= sizing.settled_slots]
+    fair = [each for each in sizing.slots if each <= sizing.fair_slots]
     told = {"lru": sizing.least_recent()}
     told |= {
         f"lookahead-{each.depth}": each.fetched
-        for each in sizing.planned(settled[-5::2])
+        for each in sizing.planned(fair[-5::2])
         if each.strategy.name == "lookahead"
     }
     for line in read_results(HERE / "results" / "belady.jsonl"):
