@@ -163,6 +163,7 @@ def simulate(
             counted=batches,
             hottest=trace.hottest if pin == "ranks" else None,
             on_batch=lambda: bar.advance(task),
+            as_trained=place is not None and not place.is_gpu,
         )
     least_rows = bound.rows_per_batch(sizes, warm_up, batches)
     timing = None

@@ -312,6 +312,7 @@ class Sizing:
             warm_up=self._warm_up,
             counted=self._batches,
             on_batch=self._on_batch,
+            as_trained=not self.machine.is_gpu,
         )
         recent = dict(zip(self.slots, self._lru.tolist(), strict=True))
         for place, strategy in enumerate(strategies):
