@@ -146,6 +146,17 @@ def test_a_simulation_predicts_steps_on_a_machine(run_file: Path) -> None:
         assert word in " ".join(output.split())
 
 
+def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: Path) -> None:
+    """Lines of its page would go to and fro."""
+    few = ["--batches", "2", "--warm-up", "2", "--strategy", "lru,lookahead"]
+    words = ["--slots", "20%,2%,406", "--depths", "6,2,6", "--json"]
+    code, output = hotrow("simulate", run_file, *few, *words)
+    assert code == 0, output
+    found = [json.loads(line) for line in output.splitlines()]
+    told = [(each["slots"], each.get("depth")) for each in found if each["strategy"] != "lru"]
+    assert told == [(406, 2), (406, 6), (406, None), (4062, 2), (4062, 6), (4062, None)]
+
+
 def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
     for words, message in (
         (["--set", "model.embedding_dim=8"], "a simulation uses [data]"),

@@ -134,11 +134,11 @@ def simulate(
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     trace = Trace(config.data, steps=config.model.num_steps)
-    sizes = [read_slots(part, trace.num_rows) for part in slots.split(",")]
+    sizes = sorted({read_slots(part, trace.num_rows) for part in slots.split(",")})
     chosen = [_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
-    known = read_depths(depths)
+    known = sorted(set(read_depths(depths)))
     for name, value in (("--batches", batches), ("--warm-up", warm_up)):
         if value < (least := int(name == "--batches")):
             raise ValueError(f"{name} must be at least {least}, not {value}")
