@@ -67,6 +67,18 @@ def test_the_file_looks_as_far_ahead_as_was_predicted(run_file: Path, tmp_path: 
     assert load(tmp_path / "sized.toml").embedding.depth == 0
 
 
+def test_a_file_with_all_rows_in_fast_memory_has_no_budget(tmp_path: Path) -> None:
+    """Such as "auto", which needs a GPU or counts, and here is neither."""
+    text = RUN.replace("'30%'", "'auto'").replace("[20000, 300, 10]", "[30, 10]")
+    (tmp_path / "run.toml").write_text(text)
+    code, output = hotrow("size", tmp_path / "run.toml", *FEW, "--out", tmp_path / "sized.toml")
+    assert code == 0, output
+    assert "Take all-fast" in output
+    words = ["--set", "training.steps=2", "--runs", tmp_path / "runs"]
+    code, output = hotrow("train", tmp_path / "sized.toml", *words)
+    assert code == 0, output
+
+
 def test_machines_get_all_that_was_tried(run_file: Path) -> None:
     code, output = hotrow("size", run_file, *FEW, *H200, "--json", "--reach", "0.9")
     assert code == 0, output

@@ -150,6 +150,7 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
     found, best = read_settings(file, given), record.chosen
     section = found.setdefault("embedding", {})
     section["strategy"] = best.strategy
+    section.pop("budget", None)
     if best.strategy != "all-fast":
         section["budget"] = best.budget_bytes
         section["depth"] = best.depth if best.strategy == "lookahead" else "auto"
