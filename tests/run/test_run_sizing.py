@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,10 @@ def test_more_slots_never_fetch_more(skew: float) -> None:
     machine = machine_of("h200", config)
     sizing = Sizing(config, machine, batches=20, warm_up=60, depths=(1, 5, 40), dense_ms=0.0)
     fair = [each for each in sizing.slots if sizing.profile.floors[1] <= each]
-    for each in sizing.planned(fair[:5:2]):
+    planned = list(sizing.planned(fair[:5:2]))
+    for near, far in pairwise(planned[2:]):
+        assert not (far.fetched > near.fetched).any(), far.depth
+    for each in planned:
         fetched = each.fetched[~np.isnan(each.fetched)]
         assert (np.diff(fetched) <= 1e-9).all(), (each.strategy.name, each.depth)
         assert fetched[-1] == 0

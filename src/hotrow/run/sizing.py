@@ -315,14 +315,18 @@ class Sizing:
             as_trained=not self.machine.is_gpu,
         )
         recent = dict(zip(self.slots, self._lru.tolist(), strict=True))
+        nearer = np.full(len(self.slots), np.inf)
         for place, strategy in enumerate(strategies):
             mine = found[place * len(slots) : (place + 1) * len(slots)]
             over = [each.rows_per_batch / max(recent[each.slots], 1e-9) for each in mine]
             planning = median(planning_ms_of(each, self.machine) for each in mine)
+            fetched = self._over_recent(slots, over, strategy)
+            if strategy.overlapped:  # who sees more never fetches more
+                fetched = nearer = np.minimum(fetched, nearer)
             yield Planned(
                 strategy,
                 mine[0].depth,
-                self._over_recent(slots, over, strategy),
+                fetched,
                 None if self.machine.is_gpu else planning,
             )
 
