@@ -170,7 +170,7 @@ class Choice:
     name: str
     strategy: Strategy
     depth: int | None = None  # of look-ahead
-    profiled: bool = False  # is told which rows are hot; else look-ahead learns it
+    profiled: bool = False  # is told which rows are hot, and pins them
 
 
 def choices(case: Case, depths: Sequence[int]) -> list[Choice]:

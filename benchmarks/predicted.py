@@ -12,6 +12,7 @@ of terabyte.jsonl are among them (FITTED); they are left out here.
 `--rows` runs the planner over the same batches of ids, as `hotrow simulate` does, with the slots
 and the depth that the GPU had, and keeps how many rows it fetches in results/predicted.jsonl.
 `--settled` does so for rows in the long run, told from a short trace as `hotrow size` does.
+`--cpu` sizes small runs for the machine at hand, without a GPU, and trains what was found.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import multihot
@@ -33,8 +35,9 @@ from traces import Trace
 
 from hotrow.cost import Work, step_time
 from hotrow.machine import Machine, find_machine
-from hotrow.run.config import load
-from hotrow.run.sizing import Sizing
+from hotrow.run.config import RunConfig, load
+from hotrow.run.job import build
+from hotrow.run.sizing import Sizing, machine_of, size
 from hotrow.simulate import simulate
 from hotrow.strategy import STRATEGIES
 
@@ -48,7 +51,18 @@ NEWEST = "aa9a180"
 # Measured when the machine's figures had been taken, in shapes that none of them comes from.
 LATER = ("scratchpipe", "published")
 COUNTED = 50  # steps
+DEPTHS = (50, 200, 400)  # of rows in the long run
 SETTLED = ("kaggle-2-settled", "kaggle-5-settled")
+CLICKS = ["run.threads=1", "data.rows=[200000,3000,10]", "data.batch_size=512"]
+CPU = {
+    "clicks": CLICKS,
+    "adam": [*CLICKS, "embedding.optimizer.name=adam"],
+    "deepfm": [*CLICKS, "model.kind=deepfm"],
+    "multihot": [*CLICKS, "data.lookups=[20,5,1]", "model.embedding_dim=64"],
+    "sequences": ["run.threads=1", "model.kind=tbsm", "data.batch_size=64"],
+}
+CPU_REACH = 0.8
+CPU_WARM_UP, CPU_STEPS = 200, 60
 # Where tables have as many rows and the model is the same, all-fast is.
 SAME_MODEL = {"budget-2": "target", "budget-10": "target"}
 STATE = {"sgd": lambda dim: 0, "rowwise-adagrad": lambda dim: 1, "adam": lambda dim: 2 * dim}
@@ -176,15 +190,14 @@ def add_settled(results: Results) -> None:
         HERE.parent / "configs" / "traffic-study.toml", overrides=["data.batch_size=2048"]
     )
     sizing = Sizing(
-        config, find_machine("h200"), batches=50, warm_up=100, depths=(50,), dense_ms=0.5
+        config, find_machine("h200"), batches=50, warm_up=100, depths=DEPTHS, dense_ms=0.5
     )
     slots = np.log(sizing.slots)
-    # About where a trace of 150 batches fills all slots.
-    settled = [each for each in sizing.slots if each <= sizing.settled_slots]
+    fair = [each for each in sizing.slots if each <= sizing.fair_slots]
     told = {"lru": sizing.least_recent()}
     told |= {
         f"lookahead-{each.depth}": each.fetched
-        for each in sizing.planned(settled[-5::2])
+        for each in sizing.planned(fair[-5::2])
         if each.strategy.name == "lookahead"
     }
     for line in read_results(HERE / "results" / "belady.jsonl"):
@@ -197,6 +210,49 @@ def add_settled(results: Results) -> None:
                 "predicted": rows,
             }
             results.write(line["run"], line["system"], {"facts": facts})
+
+
+def add_cpu(results: Results) -> None:
+    """Steps with what `hotrow size` finds on this machine, and as long as they take."""
+    torch.set_num_threads(1)
+    for name, settings in CPU.items():
+        config = load(overrides=settings)
+        machine = machine_of("this", config)
+        sizing = Sizing(config, machine, batches=20, warm_up=40, depths=(2, 20))
+        for each in size(sizing, reach=CPU_REACH).best:
+            section = replace(
+                config.embedding,
+                strategy=each.strategy,
+                budget=each.budget_bytes,
+                depth=each.depth if each.strategy == "lookahead" else "auto",
+            )
+            facts = {
+                "slots": each.slots,
+                "predicted_ms": each.step_ms,
+                "measured_ms": trained_ms(replace(config, embedding=section)),
+            }
+            results.write(f"cpu, {name}", each.strategy, {"facts": facts})
+
+
+def trained_ms(config: RunConfig) -> float:
+    steps = CPU_WARM_UP + CPU_STEPS
+    job = build(replace(config, training=replace(config.training, steps=steps)))
+    marks = [perf_counter() for _ in job.train()]
+    return 1e3 * float(np.median(np.diff(marks[-CPU_STEPS:])))
+
+
+def cpu_table(found: Sequence[Judged]) -> str:
+    lines = ["| run | strategy | slots | predicted, ms | measured, ms | error |"]
+    lines.append("|---|---|---|---|---|---|")
+    for line in read_results(HERE / "results" / "predicted.jsonl"):
+        each = line["facts"]
+        if "measured_ms" in each:
+            error = each["predicted_ms"] / each["measured_ms"] - 1
+            lines.append(
+                f"| {line['run'].removeprefix('cpu, ')} | {line['system']} | {each['slots']:,} | "
+                f"{each['predicted_ms']:.2f} | {each['measured_ms']:.2f} | {error:+.0%} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def settled_table(found: Sequence[Judged]) -> str:
@@ -279,6 +335,7 @@ def filled(text: str, found: Sequence[Judged]) -> str:
         "summary": summary_table,
         "traffic": traffic_table,
         "settled": settled_table,
+        "cpu": cpu_table,
         "later": later_table,
         "laterrows": later_rows_table,
     }
@@ -314,11 +371,14 @@ def main() -> None:
     made = parser((__doc__ or "").split("\n")[0])
     made.add_argument("--rows", nargs="+", default=(), metavar="RUN", help="of the newest visit")
     made.add_argument("--settled", action="store_true", help="rows in the long run, too")
+    made.add_argument("--cpu", action="store_true", help="small runs on this machine, too")
     arguments = made.parse_args()
     results = results_for("predicted", arguments)
     add_rows(arguments.rows, results)
     if arguments.settled:
         add_settled(results)
+    if arguments.cpu:
+        add_cpu(results)
     found = judged(read(), find_machine("h200"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
     print(f"{PAGE}: {len(found)} lines, median error {median_error(found):.1%}")

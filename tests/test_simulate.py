@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import hotrow
 from builders import skewed
 from hotrow.evict import DOUBLED, EVICTIONS
+from hotrow.scratchpad import Scratchpad
 from hotrow.simulate import Simulated, simulate
 from hotrow.strategy import STRATEGIES
 
@@ -22,6 +24,27 @@ CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
 def trace(count: int = 60) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [skewed(generator, ROWS, 300) for _ in range(count)]
+
+
+def test_it_takes_as_long_as_in_training_where_rows_are_found_as_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the map that a budget for the slots would have; it decides nothing."""
+    made = []
+
+    class Seen(Scratchpad):
+        def __init__(self, slots: int, *rest: Any, dense_map: bool) -> None:
+            made.append((slots, dense_map))
+            super().__init__(slots, *rest, dense_map=dense_map)
+
+    monkeypatch.setattr("hotrow.simulate.Scratchpad", Seen)
+    choices = [(STRATEGIES["lru"], 500), (STRATEGIES["lru"], 3000)]
+    quick, real = (
+        simulate(trace(), num_rows=ROWS, choices=choices, as_trained=as_trained)
+        for as_trained in (False, True)
+    )
+    assert made == [(500, True), (3000, True), (500, False), (3000, True)]
+    assert [each.fetched_rows for each in quick] == [each.fetched_rows for each in real]
 
 
 @pytest.mark.parametrize("name", CACHING)

@@ -81,6 +81,15 @@ def test_no_more_is_taken_than_what_is_free_without_the_models_part() -> None:
     assert auto(None, 4 << 30) == auto({"item": zipf(0.5)})  # all rows, and not a byte more
 
 
+def test_where_memory_is_short_of_what_is_enough_all_that_may_be_is_taken() -> None:
+    """And not the least with which nothing is much slower than so."""
+    enough = auto({"item": zipf(1.05)})
+    for part in (0.5, 0.8, 0.95):
+        free = int(part * enough / 0.7)
+        assert auto({"item": zipf(1.05)}, free) == int(0.7 * free)
+    assert auto({"item": zipf(1.05)}, 4 << 30) == enough
+
+
 def test_too_little_that_is_free_is_an_error() -> None:
     with pytest.raises(ValueError, match=f"70% of the {show_bytes(9000)} that are free.*smallest"):
         auto({"item": zipf(1.0)}, 9000)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hotrow.budget import choose_map
 from hotrow.kernels import for_device
 from hotrow.kernels.reference import SortedIds
 from hotrow.planner import Pins, Planner
@@ -65,15 +66,27 @@ def simulate(
     counted: int | None = None,
     hottest: Callable[[int], Tensor] | None = None,
     on_batch: Callable[[], None] = lambda: None,
+    as_trained: bool = False,
 ) -> list[Simulated]:
     """Plan every batch of `trace`, ids in [0, num_rows), for each strategy and number of slots.
 
     `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
     batches are not counted, and of the others only the next `counted` (by default all): those
     after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
-    that pin; without it `static` learns them.
+    that pin; without it `static` learns them. `as_trained`: it takes as long as in training, where
+    a budget decides how rows are found.
     """
-    lanes = [_Lane(strategy, slots, num_rows, depth, hottest) for strategy, slots in choices]
+    lanes = [
+        _Lane(
+            strategy,
+            slots,
+            num_rows,
+            depth,
+            hottest,
+            dense_map=choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS,
+        )
+        for strategy, slots in choices
+    ]
     batches, end = 0, math.inf if counted is None else warm_up + counted
     for ids, seconds in _sorted(trace, num_rows):
         for lane in lanes:
@@ -106,6 +119,8 @@ class _Lane:
         num_rows: int,
         depth: int,
         hottest: Callable[[int], Tensor] | None,
+        *,
+        dense_map: bool,
     ) -> None:
         if strategy.everything:
             raise ValueError(f"{strategy.name} moves nothing: there is nothing to simulate")
@@ -119,7 +134,7 @@ class _Lane:
                 f"{strategy.name} has no slots: every row of a batch is read and written where it "
                 "is, as often as with uncached; there is nothing to simulate"
             )
-        pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=num_rows <= _DENSE_MAP_ROWS)
+        pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=dense_map)
         pins = None
         if strategy.learns_pins or (strategy.pinned_part and hottest is not None):
             nothing = torch.empty(0, dtype=torch.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from hotrow.tables import WidthGroup
 
 AUTO = "auto"
 REACH = 0.95
-_LEFT = 0.3  # of the free memory of a GPU, for the model, its optimizer and what they compute with
+LEFT = 0.3  # of the free memory of a GPU, for the model, its optimizer and what they compute with
 _SAMPLES = 8192  # of a batch, where nobody knows how many there will be
 _STEPS = 24  # budgets that are tried
 _PLAN_BYTES = 200  # of a lookup: what plans take on a GPU beside slots (benchmarks/results)
@@ -113,39 +114,27 @@ def auto_budget(
     most: float = math.inf
     if is_limited:
         free = _free_bytes(device) if free_bytes is None else free_bytes
-        most = int((1 - _LEFT) * free)
+        most = int((1 - LEFT) * free)
         if most < lowest:
             raise ValueError(
-                f"budget='{AUTO}' takes {1 - _LEFT:.0%} of the {show_bytes(free)} that are free on "
+                f"budget='{AUTO}' takes {1 - LEFT:.0%} of the {show_bytes(free)} that are free on "
                 f"{device}, which is too little: the smallest budget that works here is "
                 f"{show_bytes(lowest)}. Free memory, or give a budget in bytes"
             )
-        highest = int(min(highest, most))
-    found = highest
+    found = limited = int(min(highest, most))
     if profile is not None:
         # What the host needs for a step could hide any move of rows; larger batches hide less.
         machine = replace(machine or machine_at(device), host_ms=0.0)
         counted = [_Counted(group, profile) for group in groups]
-        found = _enough(
-            share, machine, strategy, counted, sizes, geometric(lowest, highest, _STEPS)
-        )
+        at_budget = partial(_point, machine, strategy, share, counted, sizes)
+        goal = at_budget(highest).time.ms / REACH
+        points = [at_budget(total) for total in geometric(lowest, limited, _STEPS)]
+        fitting = [each for each in points if _holds_two(share(each.budget_bytes), counted)]
+        enough = first_reaching(fitting, goal)
+        found = limited if enough is None else enough.budget_bytes
     features = sum(len(table.feature_names) for group in groups for table in group.tables)
     plans = plan_bytes_of(_SAMPLES * features) if device.type == "cuda" else 0
     return int(min(found + plans, most))
-
-
-def _enough(
-    share: Callable[[int], Budget],
-    machine: Machine,
-    strategy: Strategy,
-    counted: Sequence[_Counted],
-    sizes: Sequence[tuple[int, WidthGroup]],
-    budgets: Sequence[int],
-) -> int:
-    points = [_point(total, machine, strategy, share(total), counted, sizes) for total in budgets]
-    fitting = [each for each in points if _holds_two(share(each.budget_bytes), counted)]
-    found = first_reaching(fitting, points[-1].time.ms / REACH)
-    return points[-1].budget_bytes if found is None else found.budget_bytes
 
 
 def _has_all(shared: Budget, groups: Sequence[WidthGroup]) -> bool:
@@ -195,18 +184,19 @@ class _Counted:
 
 
 def _point(
-    total: int,
     machine: Machine,
     strategy: Strategy,
-    shared: Budget,
+    share: Callable[[int], Budget],
     counted: Sequence[_Counted],
     sizes: Sequence[tuple[int, WidthGroup]],
+    total: int,
 ) -> Point:
     """A step with nothing but rows: where a dense part takes time, too, more can hide in it."""
+    shared = share(total)
     pairs = list(zip(counted, shared.shares, sizes, strict=True))
     missing = [
-        0.0 if share.slots >= group.num_rows else each.missing(share.slots)
-        for each, share, (_, group) in pairs
+        0.0 if mine.slots >= group.num_rows else each.missing(mine.slots)
+        for each, mine, (_, group) in pairs
     ]
     unique = sum(each.unique for each in counted)
     bytes_read = sum(size * each.unique for each, (size, _) in zip(counted, sizes, strict=True))

@@ -36,7 +36,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "sized.toml"
-    code, output = hotrow("size", run_file, *FEW, *H200, "--out", out)
+    code, output = hotrow("size", run_file, *FEW, *H200, "--reach", "0.9999", "--out", out)
     assert code == 0, output
     for words in (
         "20,310 rows, 3.7 MiB with their state",
@@ -44,7 +44,7 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
         "strategy", "lookahead", "waits for", "Take lookahead with a budget of", "settings written",
     ):  # fmt: skip
         assert words in output
-    assert out.read_text().startswith("# hotrow size --machine h200 --reach 0.95. Take lookahead")
+    assert out.read_text().startswith("# hotrow size --machine h200 --reach 0.9999. Take lookahead")
     found, before = load(out), load(run_file)
     assert (found.data, found.model, found.training) == (before.data, before.model, before.training)
     assert found.embedding.optimizer == before.embedding.optimizer
@@ -55,6 +55,27 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
     assert [each.name for each in out.parent.iterdir()] == ["sized.toml"]
     words = ["--set", "run.device=cpu", "--set", "training.steps=2", "--runs", tmp_path / "runs"]
     code, output = hotrow("train", out, *words)
+    assert code == 0, output
+
+
+def test_the_file_looks_as_far_ahead_as_was_predicted(run_file: Path, tmp_path: Path) -> None:
+    few = ["--batches", "12", "--warm-up", "12", "--depths", "0", "--dense-ms", "0.41"]
+    words = ["--machine", "h200", "--reach", "0.9999", "--out", tmp_path / "sized.toml", "--json"]
+    code, output = hotrow("size", run_file, *few, *words)
+    assert code == 0, output
+    assert json.loads(output)["chosen"]["strategy"] == "lookahead"
+    assert load(tmp_path / "sized.toml").embedding.depth == 0
+
+
+def test_a_file_with_all_rows_in_fast_memory_has_no_budget(tmp_path: Path) -> None:
+    """Such as "auto", which needs a GPU or counts, and here is neither."""
+    text = RUN.replace("'30%'", "'auto'").replace("[20000, 300, 10]", "[30, 10]")
+    (tmp_path / "run.toml").write_text(text)
+    code, output = hotrow("size", tmp_path / "run.toml", *FEW, "--out", tmp_path / "sized.toml")
+    assert code == 0, output
+    assert "Take all-fast" in output
+    words = ["--set", "training.steps=2", "--runs", tmp_path / "runs"]
+    code, output = hotrow("train", tmp_path / "sized.toml", *words)
     assert code == 0, output
 
 
@@ -137,11 +158,25 @@ def test_a_simulation_predicts_steps_on_a_machine(run_file: Path) -> None:
         assert word in " ".join(output.split())
 
 
+def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: Path) -> None:
+    """Lines of its page would go to and fro."""
+    few = ["--batches", "2", "--warm-up", "2", "--strategy", "lru,lookahead"]
+    words = ["--slots", "20%,2%,406", "--depths", "6,2,6", "--json"]
+    code, output = hotrow("simulate", run_file, *few, *words)
+    assert code == 0, output
+    found = [json.loads(line) for line in output.splitlines()]
+    told = [(each["slots"], each.get("depth")) for each in found if each["strategy"] != "lru"]
+    assert told == [(406, 2), (406, 6), (406, None), (4062, 2), (4062, 6), (4062, None)]
+
+
 def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
     for words, message in (
         (["--set", "model.embedding_dim=8"], "a simulation uses [data]"),
         ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
         (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
+        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
+        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
+        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
     ):
         code, output = hotrow("simulate", run_file, *words)
         assert code == 2

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hotrow.cli import make_app
+from hotrow.cost import Work
+from hotrow.profile import save_profile
 from hotrow.records import SizeRecord
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
-from hotrow.run.sizing import Sizing, base_of, machine_of, size
+from hotrow.run.sizing import Sizing, _timed, base_of, machine_of, size
 from hotrow.sizing import budget_for
 from hotrow.strategy import STRATEGIES
 
@@ -47,10 +52,19 @@ def test_the_budget_of_each_strategy_is_the_smallest_that_reaches_it(found: Size
             assert best.step_ms <= 1.02 * min(each.step_ms for each in mine)
 
 
+@pytest.mark.parametrize("reach", [0.5, 0.9, 0.95, 0.99, 0.999])
+def test_no_smaller_budget_that_was_tried_reaches_it(sizing: Sizing, reach: float) -> None:
+    found = size(sizing, reach=reach)
+    tried = (*found.options, found.best[0])
+    reaching = [each for each in tried if each.of_all_fast >= reach]
+    least = min(each.budget_bytes for each in reaching)
+    assert found.chosen.budget_bytes == least
+    there = [each.step_ms for each in reaching if each.budget_bytes == least]
+    assert found.chosen.step_ms <= 1.01 * min(there)
+
+
 def test_the_chosen_one_reaches_what_was_asked_for(found: SizeRecord) -> None:
-    least = min(each.budget_bytes for each in found.best if each.reaches)
     assert found.chosen.reaches
-    assert found.chosen.budget_bytes <= 1.5 * least
     assert found.best[0].strategy == "all-fast"
     low, high = found.chosen.low_samples_per_second, found.chosen.high_samples_per_second
     assert low < found.chosen.samples_per_second == 64e3 / found.chosen.step_ms < high
@@ -89,14 +103,62 @@ def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
 def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> None:
     recent, slots = sizing.least_recent(), sizing.slots[-13:-7:2]
     planned = list(sizing.planned(slots))
-    assert [each.strategy.name for each in planned] == ["static", "lookahead", "lookahead"]
-    assert [each.depth for each in planned] == [0, 2, 12]
+    names = ["lru", "static", "lookahead", "lookahead"]
+    assert [each.strategy.name for each in planned] == names
+    assert [each.depth for each in planned] == [0, 0, 2, 12]
     place = sizing.slots.index(slots[0])
-    static, near, far = (each.fetched for each in planned)
+    lru, static, near, far = (each.fetched for each in planned)
+    np.testing.assert_allclose(lru, recent, rtol=0.01)  # the planner fetches what the curve tells
     assert 0 < far[place] < near[place] < recent[place]  # who sees more fetches less
     assert far[-1] == near[-1] == static[-1] == 0
     # With more slots than batches ahead can tell of, it is hardly better than lru.
     assert far[place] / recent[place] < far[-4] / recent[-4] <= 1
+
+
+@pytest.mark.parametrize("skew", [0.6, 1.05, 1.4])
+def test_more_slots_never_fetch_more(skew: float) -> None:
+    config = load(overrides=[*SMALL, f"data.skew={skew}"])
+    machine = machine_of("h200", config)
+    sizing = Sizing(config, machine, batches=20, warm_up=60, depths=(1, 5, 40), dense_ms=0.0)
+    fair = [each for each in sizing.slots if sizing.profile.floors[1] <= each]
+    planned = list(sizing.planned(fair[:5:2]))
+    for near, far in pairwise(planned[2:]):
+        assert not (far.fetched > near.fetched).any(), far.depth
+    for each in planned:
+        fetched = each.fetched[~np.isnan(each.fetched)]
+        assert (np.diff(fetched) <= 1e-9).all(), (each.strategy.name, each.depth)
+        assert fetched[-1] == 0
+
+
+def test_no_budget_is_larger_than_the_memory(config: RunConfig, sizing: Sizing) -> None:
+    """Of which the model has its part."""
+    wanted = size(sizing, reach=0.9999).chosen
+    assert wanted.strategy == "lookahead"
+    memory = wanted.budget_bytes / 0.7 - 1
+    few = replace(sizing.machine, memory_gib=memory / 2**30)
+    small = Sizing(config, few, batches=15, warm_up=30, depths=(2, 12), dense_ms=0.45)
+    record = size(small, reach=0.9999)
+    assert max(each.budget_bytes for each in record.options) <= 0.7 * memory
+    assert not record.chosen.reaches
+    assert "nearest is lookahead" in record.notes[0]
+    assert "all rows do not fit 70% of the" in record.notes[0]
+    small.machine = replace(few, memory_gib=8000 / 2**30)
+    with pytest.raises(ValueError, match=r"no budget leaves .* lower data.batch_size"):
+        size(small, reach=0.9)
+
+
+def test_what_a_plan_takes_on_a_cpu_is_measured_of_every_strategy(config: RunConfig) -> None:
+    machine = machine_of("this", config)
+    sizing = Sizing(config, machine, batches=4, warm_up=4, depths=(2,), dense_ms=1.0)
+    times = {each.strategy.name: each.planning_ms for each in sizing.planned(sizing.slots[-2:])}
+    assert set(times) == {"lru", "static", "lookahead"}
+    assert all(times.values())
+
+
+def test_who_orders_samples_is_told_that_this_is_not_predicted() -> None:
+    fae = load(overrides=[*SMALL, "embedding.strategy=fae", "training.check_equality=false"])
+    sizing = Sizing(fae, machine_of("h200", fae), batches=4, warm_up=4, depths=(2,), dense_ms=0.5)
+    assert "fae orders samples, or leaves some out" in size(sizing, reach=0.9).notes[0]
 
 
 def test_budgets_have_room_for_their_slots(sizing: Sizing, found: SizeRecord) -> None:
@@ -121,6 +183,26 @@ def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing:
     guessed = base_of(config, sizing.machine, work)
     assert (guessed.how, guessed.ms) == ("guessed", sizing.machine.host_ms)  # a small model
     assert base_of(config, sizing.machine, work, given_ms=2.0).ms > 2
+
+
+@pytest.mark.parametrize("setting", ["embedding.budget=auto", "embedding.profile={folder}"])
+def test_all_fast_is_timed_whatever_the_run_has_for_other_strategies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """With tables made smaller, counts are of others."""
+    monkeypatch.setattr("hotrow.run.sizing._TIMED_BYTES", 1 << 18)
+    save_profile(tmp_path / "p", {"cat_0": torch.arange(20_000)})
+    config = load(overrides=[*SMALL, setting.format(folder=tmp_path / "p")])
+    work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=23_050 * 68)
+    assert base_of(config, machine_of("this", config), work).how == "measured"
+
+
+def test_tables_of_a_folder_are_not_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where data are generated by its counts."""
+    data = replace(load().data, kind="counted", folder="anywhere")
+    config = replace(load(), data=data)
+    work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=5e9)
+    assert _timed(config, work) is None
 
 
 def test_models_of_sequences_have_a_size_too() -> None:

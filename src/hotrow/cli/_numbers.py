@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def read_slots(text: str, num_rows: int) -> int:
     """A number, or percent of all rows."""
@@ -10,7 +12,7 @@ def read_slots(text: str, num_rows: int) -> int:
             count = int(float(text.strip()[:-1]) / 100 * num_rows)
         else:
             count = int(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # inf% is a number, too
         raise ValueError(
             f"--slots: cannot read {text.strip()!r}; write numbers or percent, such as 1%,5%,100000"
         ) from None
@@ -24,6 +26,11 @@ def read_slots(text: str, num_rows: int) -> int:
 def read_depths(text: str) -> list[int]:
     """Numbers of batches, with commas between."""
     return [_depth(part) for part in text.split(",")]
+
+
+def check_dense_ms(value: float | None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"--dense-ms must be a number of at least 0, not {value:g}")
 
 
 def _depth(text: str) -> int:

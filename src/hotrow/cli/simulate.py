@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
-from hotrow.cli._numbers import read_depths, read_slots
+from hotrow.cli._numbers import check_dense_ms, read_depths, read_slots
 from hotrow.cost import Work, step_time
 from hotrow.machine import THIS, Machine, machines
 from hotrow.report.simulated import page_of_simulation
@@ -70,7 +70,10 @@ def simulate(
     warm_up: Annotated[int, typer.Option(help="Batches before those, not counted.")] = 100,
     pin: Annotated[
         str,
-        typer.Option(help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use."),
+        typer.Option(
+            help="Hot rows to pin: by the trace's true 'ranks', or as 'learned' by use, which "
+            "static does alone; lookahead pins none then."
+        ),
     ] = "learned",
     machine: Annotated[
         str | None,
@@ -125,16 +128,17 @@ def simulate(
         _refuse_unused(setting, is_timed=machine is not None)
     if dense_ms is not None and machine is None:
         raise ValueError("--dense-ms belongs to --machine; name one")
+    check_dense_ms(dense_ms)
     check_html(html)
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     trace = Trace(config.data, steps=config.model.num_steps)
-    sizes = [read_slots(part, trace.num_rows) for part in slots.split(",")]
+    sizes = sorted({read_slots(part, trace.num_rows) for part in slots.split(",")})
     chosen = [_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
         raise ValueError(f"--pin must be ranks or learned, not {pin!r}")
-    known = read_depths(depths)
+    known = sorted(set(read_depths(depths)))
     for name, value in (("--batches", batches), ("--warm-up", warm_up)):
         if value < (least := int(name == "--batches")):
             raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -146,6 +150,7 @@ def simulate(
     ]
     # What is known ahead of the last batch that counts must be there.
     total = warm_up + batches + max(each.look_ahead or 0 for each, _ in choices)
+    place = None if machine is None else machine_of(machine, config)
     bound = _Bound(trace.num_rows)
     bar = batches_bar()
     task = bar.add_task("planning", total=total)
@@ -158,11 +163,12 @@ def simulate(
             counted=batches,
             hottest=trace.hottest if pin == "ranks" else None,
             on_batch=lambda: bar.advance(task),
+            as_trained=place is not None and not place.is_gpu,
         )
     least_rows = bound.rows_per_batch(sizes, warm_up, batches)
     timing = None
-    if machine is not None:
-        timing = _Timing(config, machine_of(machine, config), found[0], trace.num_rows, dense_ms)
+    if place is not None:
+        timing = _Timing(config, place, found[0], trace.num_rows, dense_ms)
     facts = list(_with_bound([_facts(each, timing) for each in found], least_rows))
     told = _told(found[0], trace.num_rows, timing)
     name = config.run.name if file is None else str(file)

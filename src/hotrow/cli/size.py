@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.table import Table
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._declared import JsonFlag, RunFile, Settings
 from hotrow.cli._html import HtmlFile, check_html, write_html
-from hotrow.cli._numbers import read_depths
+from hotrow.cli._numbers import check_dense_ms, read_depths
 from hotrow.disk import Disk
 from hotrow.machine import THIS, machines
 from hotrow.records import SizeRecord
@@ -101,8 +100,7 @@ def size(
     """
     if not 0 < reach <= 1:
         raise ValueError(f"--reach must be above 0 and at most 1, such as 0.95, not {reach:g}")
-    if dense_ms is not None and not 0 <= dense_ms < math.inf:
-        raise ValueError(f"--dense-ms must be a number of at least 0, not {dense_ms:g}")
+    check_dense_ms(dense_ms)
     for name, value, least in (("--batches", batches, 1), ("--warm-up", warm_up, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -152,9 +150,10 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
     found, best = read_settings(file, given), record.chosen
     section = found.setdefault("embedding", {})
     section["strategy"] = best.strategy
+    section.pop("budget", None)
     if best.strategy != "all-fast":
         section["budget"] = best.budget_bytes
-        section["depth"] = best.depth or "auto"
+        section["depth"] = best.depth if best.strategy == "lookahead" else "auto"
         section["fill"] = best.fill or "auto"
     if record.machine["device"] == "cuda" and record.machine["name"] != THIS:
         run = found.setdefault("run", {})

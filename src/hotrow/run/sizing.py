@@ -25,13 +25,15 @@ from hotrow.machine import THIS, Machine, find_machine
 from hotrow.models import MODELS
 from hotrow.records import SizedOption, SizeRecord
 from hotrow.reuse import LONGEST_HOLD
-from hotrow.run.config import RunConfig
-from hotrow.run.job import all_fast, build, open_data, tables_of
+from hotrow.run.config import EmbeddingSection, RunConfig
+from hotrow.run.job import build, open_data, tables_of
 from hotrow.run.lookups import NO_ROW, OfRun
+from hotrow.run.named import find_named
 from hotrow.run.profiling import DataProfile, profile_lookups
 from hotrow.run.source import Samples
 from hotrow.simulate import Simulated, simulate
 from hotrow.sizing import (
+    LEFT,
     Point,
     budget_for,
     buffer_part_of,
@@ -48,7 +50,7 @@ _PLANNED = 3  # of them, for which look-ahead is planned
 _SAME = 1.01  # steps that differ by less are as fast
 _NEAR_BEST = 1.02
 _FALLING = 8  # times fewer slots than are settled: from there on it is told how misses fall
-_ABOUT = 1.5  # times a budget, where a faster strategy is worth it
+_FAIR = 4  # times fewer slots than are settled: rows that leave by their uses stay longer
 _TIMED = 12  # times that are taken of all-fast
 _TIMED_BYTES = 1 << 30  # generated tables with which all-fast is timed
 _NOT_MEASURED = 0.25  # more error where the dense part is guessed
@@ -99,7 +101,7 @@ def base_of(
 def _timed(config: RunConfig, work: Work) -> Base | None:
     """Some steps of the run itself; None: its tables are too large, and cannot be made smaller."""
     too_large = work.table_bytes / _TIMED_BYTES
-    if too_large > 1 and config.data.kind == "prepared":
+    if too_large > 1 and config.data.kind != "synthetic":
         return None
     if too_large > 1:
         data = replace(config.data, scale=config.data.scale / too_large)
@@ -109,7 +111,9 @@ def _timed(config: RunConfig, work: Work) -> Base | None:
     at_once, warm_up = (20, 40) if is_gpu else (1, 3)
     steps = warm_up + at_once * _TIMED
     training = replace(config.training, steps=steps, eval_every=None, patience=None)
-    job = build(replace(all_fast(config), training=training))
+    # Without its budget and counts, which may be for this run as it is.
+    rows = EmbeddingSection(strategy="all-fast", optimizer=config.embedding.optimizer)
+    job = build(replace(config, training=training, embedding=rows))
     marks = []
     for step, _ in enumerate(job.train(), start=1):
         if step >= warm_up and (step - warm_up) % at_once == 0:
@@ -214,6 +218,11 @@ class Sizing:
             vector_bytes=4 * self.config.model.row_width,
         )
 
+    @property
+    def most_bytes(self) -> float:
+        """The largest budget that leaves the model its part of the machine's memory."""
+        return (1 - LEFT) * self.machine.memory_gib * 2**30 or math.inf  # it may not be known
+
     def budget_bytes(self, slots: int, strategy: Strategy) -> int:
         device = torch.device(self.machine.device)
         return budget_for(
@@ -229,6 +238,12 @@ class Sizing:
         """Rows of the warm-up: up to so many slots a trace tells what lru fetches for good."""
         curve, distinct = self.profile.curve("lru"), self.profile.total.distinct.value
         return float(distinct - curve.per_batch[-1] * curve.batches)
+
+    @property
+    def fair_slots(self) -> float:
+        """Up to so many it tells what others fetch: with more, rows would have stayed that it reads
+        for the first time."""
+        return self.settled_slots / _FAIR
 
     def least_recent(self) -> NDArray[np.float64]:
         """Rows that a batch fetches with `lru` in the long run, by slots; NaN: it does not fit.
@@ -268,10 +283,10 @@ class Sizing:
         held = min(strategy.hold.batches + 1, LONGEST_HOLD)
         floor = min(self.profile.floors[held - 1], self._num_rows)
         for slots, rows in zip(self.slots, fetched.tolist(), strict=True):
-            if math.isnan(rows) or slots < floor:
+            budget = self.budget_bytes(slots, strategy)
+            if math.isnan(rows) or slots < floor or budget > self.most_bytes:
                 continue
-            time = self.time(strategy, rows, planning_ms)
-            yield Point(slots, self.budget_bytes(slots, strategy), rows, time)
+            yield Point(slots, budget, rows, self.time(strategy, rows, planning_ms))
 
     def time(
         self, strategy: Strategy, fetched: float, planning_ms: float | None = None
@@ -285,10 +300,11 @@ class Sizing:
         )
 
     def planned(self, slots: Sequence[int]) -> Iterator[Planned]:
-        """By the planner, with some numbers of slots: `static`, and look-ahead at each depth."""
+        """By the planner, with some numbers of slots: `lru`, `static`, and look-ahead at each
+        depth."""
         ahead = STRATEGIES["lookahead"]
-        strategies = [replace(ahead, look_ahead=depth) for depth in self._depths]
-        strategies.insert(0, STRATEGIES["static"])
+        strategies = [STRATEGIES["lru"], STRATEGIES["static"]]
+        strategies += [replace(ahead, look_ahead=depth) for depth in self._depths]
         found = simulate(
             self._trace(self._warm_up + self._batches + max(self._depths)),
             num_rows=self._num_rows,
@@ -296,37 +312,41 @@ class Sizing:
             warm_up=self._warm_up,
             counted=self._batches,
             on_batch=self._on_batch,
+            as_trained=not self.machine.is_gpu,
         )
         recent = dict(zip(self.slots, self._lru.tolist(), strict=True))
+        nearer = np.full(len(self.slots), np.inf)
         for place, strategy in enumerate(strategies):
             mine = found[place * len(slots) : (place + 1) * len(slots)]
             over = [each.rows_per_batch / max(recent[each.slots], 1e-9) for each in mine]
             planning = median(planning_ms_of(each, self.machine) for each in mine)
+            fetched = self._over_recent(slots, over, strategy)
+            if strategy.overlapped:  # who sees more never fetches more
+                fetched = nearer = np.minimum(fetched, nearer)
             yield Planned(
                 strategy,
                 mine[0].depth,
-                self._over_recent(slots, over, strategy.look_ahead or 0),
+                fetched,
                 None if self.machine.is_gpu else planning,
             )
 
     def _over_recent(
-        self, planned: Sequence[int], over: Sequence[float], depth: int
+        self, planned: Sequence[int], over: Sequence[float], strategy: Strategy
     ) -> NDArray[np.float64]:
         """Rows by slots, of those that lru fetches so many times at some of them.
 
-        Between them the factor is straight in the logarithm of slots. With more, look-ahead has
-        less to gain: all that it can if it sees half of the batches in which slots are replaced,
-        and in proportion if fewer (benchmarks/README.md, look-ahead over Belady's bound).
+        Between them the factor is straight in the logarithm of slots. With more, look-ahead gains
+        less: a third of what it can by heeding uses, and as much for all batches in which slots are
+        replaced that it sees (fitted: docs/size.md says to what). More slots never fetch more.
         """
         slots, recent = np.array(self.slots, dtype=np.float64), self.least_recent()
         factor = np.interp(np.log(slots), np.log(planned), over)
-        if depth:
-            seen = np.minimum(1.0, 2 * depth * recent / slots)
-            last = self.slots.index(planned[-1])
-            there = slots > planned[-1]
-            gained = (1 - factor[there]) * seen[there] / max(float(seen[last]), 1e-9)
-            factor[there] = 1 - gained
-        found: NDArray[np.float64] = factor * recent
+        if strategy.overlapped:
+            seen = (strategy.look_ahead or 0) * recent / slots
+            gained = np.minimum(1.0, (1 + seen) / 3)
+            last, there = self.slots.index(planned[-1]), slots > planned[-1]
+            factor[there] = 1 - (1 - factor[there]) * gained[there] / gained[last]
+        found: NDArray[np.float64] = np.fmin.accumulate(factor * recent)
         return found
 
 
@@ -342,9 +362,7 @@ def planning_ms_of(found: Simulated, machine: Machine) -> float:
 def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     """The smallest budget with `reach` of all-fast's speed, of any strategy."""
     wanted = sizing.base.ms / reach
-    lru = STRATEGIES["lru"]
-    points = sizing.points(lru, sizing.least_recent())
-    options = [_option(sizing, lru, 0, point, wanted) for point in points]
+    options = []
     for each in sizing.planned(_worth_planning(sizing, wanted)):
         points = sizing.points(each.strategy, each.fetched, planning_ms=each.planning_ms)
         options += [_option(sizing, each.strategy, each.depth, point, wanted) for point in points]
@@ -370,17 +388,25 @@ def size(sizing: Sizing, *, reach: float) -> SizeRecord:
         chosen=chosen,
         best=(everything, *best),
         options=tuple(options),
-        notes=(*notes, *sizing.profile.notes),
+        notes=(*notes, *_other_samples(sizing), *sizing.profile.notes),
     )
 
 
 def _worth_planning(sizing: Sizing, wanted: float) -> list[int]:
     """Slots about where the answer is, if look-ahead fetched what lru does, or the most that the
-    trace fills: with more, nobody has to leave."""
-    points = list(sizing.points(STRATEGIES["lookahead"], sizing.least_recent()))
+    trace is fair to."""
+    recent = sizing.least_recent()
+    points = list(sizing.points(STRATEGIES["lookahead"], recent))
+    points = points or list(sizing.points(STRATEGIES["lru"], recent))
+    if not points:
+        raise ValueError(
+            "no budget leaves the model its part of memory: slots for the rows of two batches, "
+            f"{sizing.profile.floors[1]:,} of {sizing.row_bytes:,} bytes, do not fit "
+            f"{_memory(sizing)}; lower data.batch_size"
+        )
     sizes, found = [each.slots for each in points], first_reaching(points, wanted)
-    filled = max(1, sum(each <= sizing.settled_slots for each in sizes))
-    last = filled if found is None else min(filled, sizes.index(found.slots) + 1)
+    fair = max(1, sum(each <= sizing.fair_slots for each in sizes))
+    last = fair if found is None else min(fair, sizes.index(found.slots) + 1)
     return sizes[:last][::-2][:_PLANNED][::-1]
 
 
@@ -431,20 +457,34 @@ def _best(options: Sequence[SizedOption]) -> SizedOption:
 def _choose(
     sizing: Sizing, best: Sequence[SizedOption], everything: SizedOption, reach: float
 ) -> tuple[SizedOption, list[str]]:
-    reaching = [each for each in (everything, *best) if each.reaches]
-    least_bytes = min(each.budget_bytes for each in reaching)
-    about = [each for each in reaching if each.budget_bytes <= _ABOUT * least_bytes]
-    chosen = min(about, key=lambda each: each.step_ms)
-    if chosen is not everything or any(each.reaches for each in best):
-        return chosen, []
+    fits = everything.budget_bytes <= sizing.most_bytes
+    reaching = [each for each in best if each.reaches] + [everything] * fits
+    if reaching:
+        chosen = min(reaching, key=lambda each: (each.budget_bytes, each.step_ms))
+        if chosen is not everything or len(reaching) > 1:
+            return chosen, []
     nearest = min(best, key=lambda each: each.step_ms)
     least = f"{math.floor(100 * nearest.of_all_fast) / 100:g}"
     told = (
         f"with fewer slots than rows no strategy has {reach:.0%} of all-fast's speed; nearest is "
         f"{nearest.strategy} with {nearest.of_all_fast:.0%} in {show_bytes(nearest.budget_bytes)}"
     )
-    memory = sizing.machine.memory_gib * 2**30
-    if sizing.machine.is_gpu and everything.budget_bytes > memory:
-        gpu = sizing.machine.gpu
-        return nearest, [f"{told}, and all rows do not fit the {show_bytes(memory)} of {gpu}"]
-    return chosen, [f"{told}: --reach {least} would take it"]
+    if not fits:
+        return nearest, [f"{told}, and all rows do not fit {_memory(sizing)}"]
+    return everything, [f"{told}: --reach {least} would take it"]
+
+
+def _memory(sizing: Sizing) -> str:
+    machine = sizing.machine
+    memory = show_bytes(machine.memory_gib * 2**30)
+    return f"{1 - LEFT:.0%} of the {memory} of {machine.gpu or 'this machine'}"
+
+
+def _other_samples(sizing: Sizing) -> list[str]:
+    named = find_named(sizing.config.embedding.strategy)
+    if named.system is None and named.skip is None:
+        return []
+    return [
+        f"{named.name} orders samples, or leaves some out; predicted is a run that trains all of "
+        "them in their order"
+    ]
