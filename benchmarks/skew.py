@@ -151,6 +151,7 @@ def show_speed(num_batches: int, memory: str) -> None:
         tracemalloc.start()
         found = profile_lookups(lookups, memory_bytes=parse_bytes(memory), first=num_batches // 2)
         peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
         wall, cpu = time.perf_counter() - started, time.process_time() - spent
     profile = found.profile
     print(

@@ -63,7 +63,8 @@ full_every = 4
 keep = 2
 resume = "auto"
 """
-_GROWS = 24 << 20  # bytes: records of steps, first uses of slots, a log, what an allocator holds
+_GROWS = 24 << 20  # bytes: records of steps, first uses of slots, what an allocator holds
+_SAVES = 24 << 20  # bytes: a piece of rows, the log and bits, which the first save brings along
 _SETTLING, _LEAST_THIRD = 20, 10  # seconds
 
 
@@ -74,10 +75,9 @@ class Process:
     seconds: float = 0.0
     resident: list[int] = field(default_factory=list)
 
-    @property
-    def growth(self) -> int | None:
+    def growth(self, settling: float) -> int | None:
         """Bytes, from the first third of its time to the last; None: it was too short to tell."""
-        settled = self.resident[_SETTLING:]
+        settled = self.resident[int(settling) :]
         third = len(settled) // 3
         if third < _LEAST_THIRD:
             return None
@@ -118,11 +118,13 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
     write_run("alone", options, f"every_steps = {last.step}", steps=last.step)
     alone = run("alone", None, None)
     unlike = differences(last)
-    grown = [each.growth for each in processes if each.growth is not None]
+    # From behind the first save on.
+    growths = [each.growth(_SETTLING + options.save_seconds) for each in processes]
+    grown = [each for each in growths if each is not None]
     growth = max(grown, default=0)
     most, most_alone = max(max(each.resident, default=0) for each in processes), max(alone.resident)
     return {
-        "passed": not unlike and growth <= _GROWS and most <= most_alone + _GROWS,
+        "passed": not unlike and growth <= _GROWS and most <= most_alone + _GROWS + _SAVES,
         "unlike": unlike,
         "steps": last.step,
         "minutes": sum(each.seconds for each in processes) / 60,
@@ -130,7 +132,7 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         "kills": sum(each.killed for each in processes),
         "kills_while_saving": sum(each.was_saving for each in processes),
         "most_growth_MiB": growth / 2**20,
-        "growth_alone_MiB": (alone.growth or 0) / 2**20,
+        "growth_alone_MiB": (alone.growth(_SETTLING) or 0) / 2**20,
         "processes_long_enough_to_grow": len(grown),
         "most_resident_MiB": most >> 20,
         "most_resident_alone_MiB": most_alone >> 20,
