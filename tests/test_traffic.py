@@ -51,8 +51,8 @@ def test_rows_that_no_lookup_asked_for_are_no_misses(
     came = sum(g.moved[2] * g.moved_floats + g.loaded_rows * g.width for g in groups)
     assert traffic.bytes_fetched == 4 * came
     assert traffic.loaded_rows == sum(group.loaded_rows for group in groups)
-    # Without a profile a small table is what is known to be hot.
-    if STRATEGIES[strategy].pinned_part:
+    # Without a profile a small table is what is known to be hot; look-ahead then pins nothing.
+    if STRATEGIES[strategy].pinned_part and (strategy != "lookahead" or profile is not None):
         assert traffic.per_table["small"].loaded_rows > 250
         assert (traffic.per_table["large"].loaded_rows > 1000) is (profile is not None)
     else:
