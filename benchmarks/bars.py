@@ -93,7 +93,13 @@ def bound(system: str, over: str, lines: Mapping[str, Line]) -> float | None:
         if hot is None or not {"all-fast", "hybrid"} <= lines.keys():
             return None
         return bar / (hot * ms(lines["all-fast"]) + (1 - hot) * ms(lines["hybrid"]))
-    if system.startswith("slipstream-") or system == "random-drop":
+    if over == "fae" and "dropped_share" in facts and facts["dropped_share"]:
+        # Hot samples alone are left out, and those take what they would by all-fast.
+        if "all-fast" not in lines:
+            return None
+        below = beside(lines[system]) or bar
+        return below / (below - facts["dropped_share"] * ms(lines["all-fast"]))
+    if system == "slipstream-hotline":
         return 1 / (1 - facts["dropped_share"]) if facts["dropped_share"] < 1 else None
     if system == "scratchpipe":
         floor = facts.get("bound_ms")

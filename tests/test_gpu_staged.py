@@ -172,7 +172,7 @@ def test_a_batch_that_does_not_fit_passes_through_among_staged_ones() -> None:
             yield batch
 
     for fill in ("bulk", "staged"):
-        run = Run("lookahead", slots(1900), fill=fill).train(source())
+        run = Run("lookahead", slots(1000), fill=fill).train(source())
         assert run.embedding.traffic().chunked_batches > 0
         assert same_bits(run.found(), Run().train(source()).found())
 

@@ -632,6 +632,14 @@ def test_slipstream_evaluates_on_its_own_samples_and_stops_when_the_loss_rises()
     assert skip.record.stopped
 
 
+def test_popular_samples_that_are_left_out_are_no_drift() -> None:
+    skip = slipstream(target=0.9, tolerance=0.2)
+    system = hotline(skip=skip, floor=0.9, window=160, relearn=None)
+    list(trainer_of(Model("static"), system).run(batches_of(80)))
+    assert skip.record.share > 0.2
+    assert [each.why for each in system.record.learned] == ["learned"]
+
+
 def test_slipstream_without_samples_to_evaluate_on_says_so() -> None:
     skip = slipstream(validate_every=None)
     with pytest.warns(UserWarning, match="no test= batches"):

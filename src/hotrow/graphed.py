@@ -158,6 +158,8 @@ class GraphedStep:
 
     def run(self, batch: Any) -> Tensor:
         """One step; the loss lasts until the next."""
+        if self._compiles:  # captured steps, which call nothing, count as well
+            self._full = max(self._full, len(self.labels(batch)))
         if self._split is not None:
             return self._run_split(batch)
         return self._once(batch) if self.landing is None else self.landing.run(batch)
@@ -189,18 +191,13 @@ class GraphedStep:
         """Batches may be of another size than those of the run before."""
         self._full = 0
 
-    def _is_full(self, size: int) -> bool:
-        """Whether a batch is as large as any of its run. Others, such as an epoch's last, come in
-        any size, and to compile each would take longer than to train it; parts of full ones come
-        in few."""
-        self._full = max(self._full, size)
-        return size == self._full
-
     def _loss_of(self, batch: Any, whole: int | None = None) -> Tensor:
         """Of a batch, or of a part of one of `whole` samples."""
         labels = self.labels(batch)
         forward, mean_loss = self._forward, self._mean_loss
-        if self._compiles and not self._is_full(len(labels) if whole is None else whole):
+        # Batches smaller than others of their run, such as an epoch's last, come in any size, and
+        # to compile each would take longer than to train it; parts of full ones come in few.
+        if self._compiles and (len(labels) if whole is None else whole) < self._full:
             forward, mean_loss = self._model, _mean_loss
         with self._in_forward():
             return mean_loss(self.loss_fn, forward(batch), labels)

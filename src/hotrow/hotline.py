@@ -156,6 +156,7 @@ class Hotline:
         self._members: list[_Member] = []
         self._told_of_none = False
         self._classified = self._popular = 0  # samples since rows were pinned
+        self._skipped = 0  # popular samples left out that learning knows of
         self._enough = 0  # of them, to be told of if none is popular
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
@@ -220,7 +221,7 @@ class Hotline:
             )
         self._trainer, self._named, self._ids = trainer, named, trainer.ids
         self._members, self._bound = [], None
-        self._left = 0
+        self._left = self._skipped = 0
         self._parts.clear()
         self._record = HotlineRecord()
         self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
@@ -368,9 +369,12 @@ class Hotline:
     def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
         """A batch that was sorted by hot rows of some versions, and what it tells."""
         found = outcome()
+        # What was left out was popular: without it, popularity would seem to have drifted.
+        skipped, self._skipped = self._skipped, self._skipped_by_now
+        more = self._skipped - skipped
         for member, version in zip(self._members, versions, strict=True):
             popular = found.by_collection[member.name]
-            member.learning.told(popular, found.samples, version=version)
+            member.learning.told(popular + more, found.samples + more, version=version)
         first, r = found.parted.first, self._record
         self._parts[first] += 1
         self._record = replace(
@@ -384,6 +388,10 @@ class Hotline:
         self._popular += found.popular
         self._tell_if_none(self._enough)
         return found.parted
+
+    @property
+    def _skipped_by_now(self) -> int:
+        return 0 if self._bound is None else self._bound.record.dropped_hot
 
     def _tell_if_none(self, enough: int) -> None:
         """Where that many samples were classified, and none of them is popular."""

@@ -148,6 +148,11 @@ class SkipRecord:
     def share(self) -> float:
         return self.dropped / self.offered if self.offered else 0.0
 
+    @property
+    def dropped_hot(self) -> int:
+        """Samples dropped because their rows, which are all hot, are stale."""
+        return self.dropped if self.mode == "samples" else 0
+
 
 class Skip(Protocol):
     """Chooses what is trained."""

@@ -38,11 +38,16 @@ def test_ratios_stand_beside_what_was_published_and_what_is_possible(load) -> No
     assert found["scratchpipe", "static-hybrid"].value == 2
     assert found["scratchpipe", "static-hybrid"].bound == 6
     assert found["slipstream-fae", "fae"].value == pytest.approx(1.25)
-    assert found["slipstream-fae", "fae"].bound == pytest.approx(1.25)
+    # What is left out is hot, and takes no longer than by all-fast.
+    assert found["slipstream-fae", "fae"].bound == pytest.approx(4 / (4 - 0.2 * 1))
     assert found["static-hybrid", "hybrid"].bound == 4  # as fast as all-fast at the most
     lines["slipstream-fae"]["facts"]["below_ms"] = [3.6, 3.84]  # in turns with it
     found = {(each.system, each.over): each for each in bars.ratios(lines)}
     assert found["slipstream-fae", "fae"].value == pytest.approx(1.125)
+    assert found["slipstream-fae", "fae"].bound == pytest.approx(3.6 / 3.4)
+    lines |= {"hotline": line(2.0), "slipstream-hotline": line(1.8, dropped_share=0.2)}
+    found = {(each.system, each.over): each for each in bars.ratios(lines)}
+    assert found["slipstream-hotline", "hotline"].bound == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.8, 1.05])
