@@ -46,7 +46,7 @@ from builders import (
 from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
 from hotrow.fills import choose, measure
-from hotrow.forms import CLEARLY, FillChoice, by_rates
+from hotrow.forms import CLEARLY, NEARLY, FillChoice, by_rates
 from hotrow.kernels.triton import fill as kernels
 from hotrow.lanes import lanes_of
 from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
@@ -546,20 +546,20 @@ def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
 # -- the choice ----------------------------------------------------------------------------
 
 
-def test_bulk_has_to_be_as_fast_as_zero_copy_and_staged_clearly_faster() -> None:
-    clearly = CLEARLY * 10e6
-    rates = {"zero-copy": 10e6, "bulk": 10e6 - 1, "staged": clearly - 1}
+def test_bulk_has_to_be_nearly_as_fast_as_zero_copy_and_staged_clearly_faster() -> None:
+    clearly, nearly = CLEARLY * 10e6, NEARLY * 10e6
+    rates = {"zero-copy": 10e6, "bulk": nearly - 1, "staged": clearly - 1}
     assert by_rates(rates).form == "zero-copy"
-    assert by_rates({**rates, "bulk": 10e6}).form == "bulk"
-    assert by_rates({**rates, "bulk": 10e6, "staged": clearly}).form == "bulk"
+    assert by_rates({**rates, "bulk": nearly}).form == "bulk"
+    assert by_rates({**rates, "bulk": nearly, "staged": clearly}).form == "bulk"
     chosen = by_rates({**rates, "staged": clearly})
     assert chosen.form == "staged"
     assert str(chosen) == (
-        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, bulk 10.0, "
+        "staged (2.5 times as fast, or more; million moves per second: zero-copy 10.0, bulk 8.5, "
         "staged 25.0)"
     )
     assert by_rates(rates).why == "bulk is slower, staged is not 2.5 times as fast"
-    assert by_rates({"zero-copy": 10e6, "bulk": 9e6}).why == "bulk is slower"
+    assert by_rates({"zero-copy": 10e6, "bulk": 8e6}).why == "bulk is slower"
 
 
 @pytest.mark.parametrize(

@@ -402,9 +402,9 @@ class _Reader:
                 f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "
                 "are a part of it, say which: hotrow.ahead(loader, model, ids=lambda b: ...))"
             ) from None
-        if self.lanes.device.type == "cuda" and any(each.is_cuda for each in tensors_in(batch)):
-            # Whoever made it may still be at it, in the lane of training if nobody says otherwise.
-            made = (None if parted is None else parted.made) or self.lanes.mark("train")
+        there = [each for each in tensors_in(batch) if each.is_cuda]
+        if there and self.lanes.device.type == "cuda":  # whoever made it may still be at it
+            made = (None if parted is None else parted.made) or self.lanes.made_by(there)
             for lane in ("plan", self.lane):
                 self.lanes.after(lane, made)
         with uninterrupted():

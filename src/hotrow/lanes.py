@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 Name = Literal["plan", "rows", "back", "train"]
 
@@ -99,6 +100,7 @@ class Lanes:
         self._has_turn = False
         self._newest: dict[Name, Mark] = {}
         self._trained_on: torch.cuda.Stream | None = None  # training's stream at the last turn
+        self._makers = WeakIdKeyDictionary()  # tensor -> the lane that made it, where that is known
         if device.type == "cuda":
             self._streams = {
                 name: torch.cuda.Stream(device, priority=PRIORITIES[name])
@@ -177,12 +179,27 @@ class Lanes:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream(name))
 
-    def hand_over(self, tensors: list[Tensor]) -> None:
+    def hand_over(self, tensors: list[Tensor], made_in: Name | None = None) -> None:
         """Tensors made in another lane are used by training: their memory lives that long."""
         if self._streams:
             stream = torch.cuda.current_stream(self.device.index)
             for tensor in tensors:
                 tensor.record_stream(stream)
+                if made_in is not None:
+                    self._makers[tensor] = made_in
+
+    def made_by(self, tensors: Sequence[Tensor]) -> Mark:
+        """When tensors on the device are there: what made them is training, unless another lane has
+        handed them over."""
+        makers = {self._makers.get(tensor, "train") for tensor in tensors}
+        return self.mark(makers.pop() if len(makers) == 1 else "train")
+
+    def read_in(self, name: Name, tensors: Sequence[Tensor]) -> None:
+        """Tensors are read in a lane, when whoever made them has."""
+        there = [each for each in tensors if each.is_cuda]
+        if there:
+            self.after(name, self.made_by(there))
+            self.keep_for(name, there)
 
 
 @cache

@@ -666,16 +666,13 @@ class _Sifter:
 
     def beside_training(self, batches: Iterator[Any], of: Any) -> list[Any]:
         """What is made of sifted ones, or `of` another; training waits for it."""
-        there = [each for each in tensors_in(of) if each.is_cuda]
-        if there:  # whoever made it may still be at it
-            self._lanes.after("plan", self._lanes.mark("train"))
-            self._lanes.keep_for("plan", there)
+        self._lanes.read_in("plan", tensors_in(of))
         with self._lanes.on("plan"):
             made = list(batches)
             mark = self._lanes.mark("plan")
         self._lanes.after("train", mark)
         there = [each for batch in made for each in tensors_in(batch) if each.is_cuda]
-        self._lanes.hand_over(there)
+        self._lanes.hand_over(there, made_in="plan")
         return made
 
 

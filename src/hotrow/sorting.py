@@ -70,10 +70,7 @@ class Sorter:
         """By a rule, always the same one; no device is waited for, but for ids in an order of
         features not seen before."""
         lanes = self._lanes
-        there = [each for each in tensors_in(batch) if each.is_cuda]
-        if there:  # whoever made it may still be at it
-            lanes.after("plan", lanes.mark("train"))
-            lanes.keep_for("plan", there)
+        lanes.read_in("plan", tensors_in(batch))
         with lanes.on("plan"):
             taken, told = self._captured(batch, rule)
             if told is None:
