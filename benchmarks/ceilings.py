@@ -227,12 +227,12 @@ class Ceilings:
     ) -> tuple[float, dict[str, Any]]:
         count, num_rows = self.sizes.rows, self.sizes.usual // (4 * dim)
         host = memory.tensor((num_rows, dim), torch.float32)
-        index, rows = torch.randint(num_rows, (count,)), torch.zeros(count, dim)
-        rates = {}
+        rows, rates = torch.zeros(count, dim), {}
         for threads in (each for each in THREADS if each <= cores):
             writer, taken = Writer(threads), []
             move = writer.read if reads else writer.write
             for _ in range(REPEATS):
+                index = torch.randint(num_rows, (count,))  # others each time: caches hold the last
                 started = time.perf_counter()
                 writer.wait(move(host, index, rows))
                 taken.append(time.perf_counter() - started)

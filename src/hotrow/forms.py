@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 # from training; staged takes cores from whoever loads data and launches. What was 2.2 times as fast
 # alone, on all cores, was slower beside training (benchmarks/LOG.md).
 CLEARLY = 2.5
-# How fast bulk has to be, of zero-copy alone, to be taken: it disturbs training's kernels less. In a
-# step that waits for rows as much as it computes, bulk at 0.97 of zero-copy's rate took 0.69 ms and
-# zero-copy 0.87 (benchmarks/LOG.md).
+# How fast bulk has to be, of zero-copy alone, to be taken: it disturbs training's kernels less.
+# Where it had 0.97 of zero-copy's rate, a step took 0.69 ms by it and 0.87 by zero-copy
+# (benchmarks/LOG.md).
 NEARLY = 0.85
 
 
@@ -30,7 +30,7 @@ class FillChoice:
 
 
 def by_rates(moves_per_second: Mapping[str, float]) -> FillChoice:
-    """Bulk, if it is nearly as fast as zero-copy; otherwise that, unless staged is clearly faster."""
+    """Bulk, if nearly as fast as zero-copy; otherwise that, unless staged is clearly faster."""
     rates, needed = moves_per_second, moves_per_second["zero-copy"]
     if rates.get("bulk", 0.0) >= NEARLY * needed:
         return FillChoice("bulk", "about as fast as zero-copy, and training is faster", rates)
