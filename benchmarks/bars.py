@@ -103,5 +103,6 @@ def bound(system: str, over: str, lines: Mapping[str, Line]) -> float | None:
         return 1 / (1 - facts["dropped_share"]) if facts["dropped_share"] < 1 else None
     if system == "scratchpipe":
         floor = facts.get("bound_ms")
-        return None if not floor else bar / floor
+        trained = ms(lines["all-fast"]) if "all-fast" in lines else 0.0
+        return None if not floor else bar / max(floor, trained)
     return bar / ms(lines["all-fast"]) if "all-fast" in lines else None

@@ -7,7 +7,8 @@ Every line of results/terabyte.jsonl and results/multihot.jsonl with rows that m
 every visit to the machine. Given are the line's own counts of rows, and what all-fast took in the
 same visit and setting: how long the model's own part takes, nobody can tell but who measures it.
 The machine's ceilings come from other measurements, which src/hotrow/machines.toml names. Two lines
-of terabyte.jsonl are among them (FITTED); they are left out here.
+of terabyte.jsonl are among them (FITTED); they are left out here, and so are those of scratchpipe
+that were measured when threads of Python moved its rows (BY_PYTHON).
 
 `--rows` runs the planner over the same batches of ids, as `hotrow simulate` does, with the slots
 and the depth that the GPU had, and keeps how many rows it fetches in results/predicted.jsonl.
@@ -47,6 +48,7 @@ FITTED = {
     ("3510a81", "target", "hotrow-lookahead-written"),
     ("c9ec046", "target", "hotrow-lookahead"),
 }
+BY_PYTHON = {(commit, "target", "hotrow-scratchpipe") for commit in ("3510a81", "aa9a180")}
 NEWEST = "aa9a180"
 # Measured when the machine's figures had been taken, in shapes that none of them comes from.
 LATER = ("scratchpipe", "published")
@@ -101,8 +103,9 @@ def judged(lines: Iterable[dict[str, Any]], machine: Machine) -> list[Judged]:
         fast = base.get((suite, commit, SAME_MODEL.get(run, run)))
         if fast is None and suite == "scratchpipe":  # whose all-fast has no budget
             fast = base.get((suite, commit, run.rpartition("-")[0]))
-        is_used = strategy is None or strategy.everything or (commit, run, system) in FITTED
-        if is_used or fast is None:
+        if strategy is None or strategy.everything or fast is None:
+            continue
+        if (commit, run, system) in FITTED | BY_PYTHON:
             continue
         work = work_of(each)
         time = step_time(machine, strategy, work, all_fast_ms=fast, form=form_of(each))

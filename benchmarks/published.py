@@ -212,7 +212,7 @@ def measure_whole(context: Context, name: str) -> dict[str, Any]:
     if below is not None:
         trainers[below] = built.trainer_with(system=WHOLE[below](context))
     timed: dict[str, list[WholeRun]] = {each: [] for each in trainers}
-    for repeat in range(1 + context.repeats * (1 if below is None else 2)):  # a small difference
+    for repeat in range(1 + context.repeats):
         if repeat > 2 and context.deadline.minutes_left <= 0:
             break
         context.deadline.check()
@@ -378,8 +378,7 @@ class Run:
         store = STORE_SECONDS * s.total_bytes / GIB * (self.system != "all-fast")
         steps = {"hybrid-plain": 23 * 0.13, "cpu": 23 * 0.4, "hybrid": 600 * 0.006}
         cached = (s.warmup + 500) * 0.003 if self.system in BY_STEPS else 0.0
-        times = 2 * (1 + 2 * REPEATS) if self.system in BELOW else 1 + REPEATS
-        whole = times * batches * 0.005 + 15
+        whole = (1 + REPEATS) * batches * 0.005 * (1 + (self.system in BELOW)) + 15
         return 12 + store + steps.get(self.system, cached or whole)
 
 
@@ -413,7 +412,7 @@ def run_all(runs: Sequence[Run], arguments: argparse.Namespace) -> int:
                 SMOKE_BATCHES if arguments.smoke else arguments.batches,
                 {} if arguments.smoke else rates(arguments.results, 4 * run.setting.dim),
                 session.deadline,
-                repeats=1 if arguments.smoke else REPEATS,
+                repeats=1 if arguments.smoke else arguments.repeats,
             )
             if not arguments.smoke:
                 context.lines |= before(run.setting.name, session.results)
@@ -466,6 +465,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made_parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     made_parser.add_argument("--list", action="store_true", help="say what would run, and end")
     made_parser.add_argument("--batches", type=int, default=400, help="of a whole run")
+    made_parser.add_argument("--repeats", type=int, default=REPEATS, help="timed whole runs")
     add_bench_options(made_parser)
     arguments = made_parser.parse_args(argv)
     runs = runs_of(arguments.only)

@@ -41,6 +41,8 @@ def test_lines_that_ceilings_come_from_are_not_judged(load: Load) -> None:
 def test_the_machine_has_the_figures_of_the_results() -> None:
     machine = find_machine("h200")
     lines = [json.loads(line) for line in (RESULTS / "ceilings.jsonl").read_text().splitlines()]
+    # As rows are moved on the host by threads of Python; later lines are of threads of C.
+    lines = [line for line in lines if line["run"][:3] != "CPU" or line["commit"] == "3510a81"]
     value = {line["run"]: line["value"] for line in lines}
     assert machine.link_gb == pytest.approx(value["copy host to device"], rel=0.01)
     inside = value["copy inside the device, read + written"]
