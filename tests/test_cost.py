@@ -85,8 +85,10 @@ def test_the_host_is_the_limit_where_the_rest_is_short() -> None:
 
 
 def test_a_fill_has_the_form_that_a_collection_would_choose() -> None:
-    forms = {size: form_of(H200, STRATEGIES["lookahead"], size) for size in (256, 1536)}
-    assert forms == {256: "bulk", 1536: "zero-copy"}
+    lookahead = STRATEGIES["lookahead"]
+    assert form_of(H200, lookahead, 256) == "bulk"
+    slow = replace(H200, forms={**H200.forms, "bulk": [(256, 5.0)]})
+    assert form_of(slow, lookahead, 256) == "zero-copy"
     assert form_of(H200, STRATEGIES["lru"], 256) == "zero-copy"
     assert form_of(H200, STRATEGIES["scratchpipe"], 256) == "staged"
     assert form_of(H200, STRATEGIES["hybrid"], 256) == ""
