@@ -17,6 +17,7 @@ import hotrow
 import hotrow.checkpoint.saving as saving
 import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding
+from hotrow.changed import ChangedRows
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.checkpoint.random import random_states, restore_random_states
@@ -270,6 +271,36 @@ def test_an_incremental_one_holds_what_a_device_has_changed(
     assert all(map(same_bits, rows_of(other), kept))
     assert not all(map(same_bits, rows_of(one), kept))
     other.check()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_an_incremental_one_after_one_saved_while_the_host_trains(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(group: DeviceRows) -> ChangedRows:  # bits of their own, as on a device
+        made = ChangedRows(group.layout.num_rows)
+        made.there = made.bits.clone()
+        return made
+
+    if device == "cpu":
+        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(DeviceRows, "_changed_rows", apart)
+    options: dict[str, Any] = {"strategy": "static", "budget": "60%", "device": device}
+    one = hotrow.EmbeddingBagCollection(TABLES, RULES["adagrad"], **options)
+    batches = [each[:12] for each in BATCHES[:4]]
+    for place, batch in enumerate(batches):
+        (one.train_on_host if place % 2 else one.train_in_slots)()
+        for ids in hotrow.ahead([batch], one):
+            one(ids).values().sum().backward()
+        if place in (1, 3):
+            last = Checkpoint(hotrow.save_checkpoint(tmp_path, one, step=place, full_every=9))
+    for group in one.every_group:  # the slots' engine notes where it trains
+        assert group.changed is not None
+        assert group.changed.there is not group.changed.bits
+        assert group.changed.there.device.type == device
+    touched = torch.cat([batch[:, :2].flatten() for batch in batches[2:]]).unique()
+    assert last.manifest.parent is not None
+    assert sum(shard.rows for shard in last.tables[0].shards) == len(touched)
 
 
 def rows_of(embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:

@@ -896,12 +896,14 @@ class EmbeddingBagCollection(nn.Module):
         remembered; False: this engine cannot."""
         if not all(group.notes_changes for group in self.every_group):
             return False
-        for group in self.groups:
+        slots = self._slot_groups  # of two engines, the one that may write from a device
+        for group in slots:
             group.note_changes()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
         if self._aside is not None:
-            for group, other in zip(self.groups, self._aside.groups, strict=True):
+            others = self.groups if self.is_on_host else self._aside.groups
+            for group, other in zip(slots, others, strict=True):
                 other.changed = group.changed
         return True
 
