@@ -31,9 +31,10 @@ from hotrow.device_rows import DeviceRows
 from hotrow.graphed import GraphedStep
 from hotrow.hotline import Hotline
 from hotrow.lanes import Lanes, lanes_of
-from hotrow.loggers import SrripLog
+from hotrow.loggers import Learning, SrripLog
 from hotrow.parts import Split
 from hotrow.rows import RowGroup
+from hotrow.skip import KeepAll, SkipRecord
 from hotrow.step import PendingStep
 from hotrow.trainer import Trainer
 
@@ -638,6 +639,16 @@ def test_popular_samples_that_are_left_out_are_no_drift() -> None:
     list(trainer_of(Model("static"), system).run(batches_of(80)))
     assert skip.record.share > 0.2
     assert [each.why for each in system.record.learned] == ["learned"]
+
+
+def test_what_a_skip_has_left_out_before_is_no_popularity(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Used(KeepAll):
+        record = SkipRecord("samples", offered=9000, dropped=5000)
+
+    told: list[int] = []
+    monkeypatch.setattr(Learning, "told", lambda self, popular, samples, **_: told.append(samples))
+    list(trainer_of(Model("static"), hotline(skip=Used())).run(batches_of()))
+    assert set(told) == {SIZE}
 
 
 def test_slipstream_without_samples_to_evaluate_on_says_so() -> None:

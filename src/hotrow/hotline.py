@@ -32,7 +32,7 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, Validating, batches_per_epoch, begun
+from hotrow.skip import Bindable, Skip, SkipRecord, Validating, batches_per_epoch, begun
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -294,6 +294,7 @@ class Hotline:
             if self._is_over:
                 return
             self._bound = self._bind(self.skip)
+            self._skipped = self._skipped_by_now  # by whoever had it before
         for segment in self._bound.segments(counted):
             skip = self.skip
             for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
@@ -384,14 +385,16 @@ class Hotline:
             samples=r.samples + found.samples,
             popular=r.popular + found.popular,
         )
-        self._classified += found.samples
-        self._popular += found.popular
+        self._classified += found.samples + more
+        self._popular += found.popular + more
         self._tell_if_none(self._enough)
         return found.parted
 
     @property
     def _skipped_by_now(self) -> int:
-        return 0 if self._bound is None else self._bound.record.dropped_hot
+        """As far as it is told: a user's own skip need not."""
+        record = getattr(self._bound, "record", None)
+        return record.dropped_hot if isinstance(record, SkipRecord) else 0
 
     def _tell_if_none(self, enough: int) -> None:
         """Where that many samples were classified, and none of them is popular."""
