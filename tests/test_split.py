@@ -319,6 +319,33 @@ def test_a_size_less_is_taken_rather_than_one_that_did_not_come_yet() -> None:
     assert [other._first_of(popular, 40) for popular in (3, 12, 25)] == [0, 10, 10]  # none is none
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ids", "is_computed"),
+    [
+        (torch.int64, lambda batch: batch, False),
+        (torch.int64, lambda batch: batch[:4], False),  # the same memory
+        (torch.int64, lambda batch: batch.clone(), True),
+        (torch.int32, lambda batch: batch, True),  # plans read int64
+    ],
+)
+def test_plans_wait_for_ids_computed_of_a_batch_that_another_lane_has_made(
+    dtype: torch.dtype, ids: Any, is_computed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = static(CASES["one-hot"])
+    batch = CASES["one-hot"].batches(1)[0].to(dtype)
+    source = iter(Ahead([batch], embedding, ids, depth=None))
+    reader, waits = source._reader, list[tuple[str, str]]()
+    assert reader is not None
+    made: Any = "sorted"
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.lanes, "mark", lambda name: name)
+        patch.setattr(reader.lanes, "after", lambda lane, mark: waits.append((lane, mark)))
+        reader._wait_for(batch, [(embedding, embedding.prepare(ids(batch)))], made)
+    expected = [("plan", "sorted"), (reader.lane, "sorted")]
+    assert waits == [*expected, *([("plan", "train")] if is_computed else [])]
+    source.close()
+
+
 def test_a_grain_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="grain"):
         Splitter({"": static(CASES["one-hot"])}, None, grain=0)

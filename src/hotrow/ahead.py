@@ -402,17 +402,28 @@ class _Reader:
                 f"{error} (the whole batch, a {type(batch).__name__}, was taken as ids; if they "
                 "are a part of it, say which: hotrow.ahead(loader, model, ids=lambda b: ...))"
             ) from None
-        there = [each for each in tensors_in(batch) if each.is_cuda]
-        if there and self.lanes.device.type == "cuda":  # whoever made it may still be at it
-            made = (None if parted is None else parted.made) or self.lanes.made_by(there)
-            for lane in ("plan", self.lane):
-                self.lanes.after(lane, made)
+        if self.lanes.device.type == "cuda":
+            self._wait_for(batch, arrivals, None if parted is None else parted.made)
         with uninterrupted():
             for collection, arrival in arrivals:
                 collection.expect(arrival)
         read = _Read(batch, arrivals, names)
         read.parted = parted if self._can_split else None
         return read
+
+    def _wait_for(self, batch: Any, arrivals: Arrivals, made: Mark | None) -> None:
+        """Whoever made what is on the device may still be at it."""
+        lanes, device = self.lanes, self.lanes.device.type
+        there = [each for each in tensors_in(batch) if each.device.type == device]
+        if there:
+            made = made or lanes.made_by(there)
+            for lane in ("plan", self.lane):
+                lanes.after(lane, made)
+        memory = {each.untyped_storage().data_ptr() for each in there}
+        ids = [x.batch.values for _, x in arrivals if x.batch.values.device.type == device]
+        if any(each.untyped_storage().data_ptr() not in memory for each in ids):
+            # What ids= has computed just now, or int64 of int32, is training's, whoever made those.
+            lanes.after("plan", lanes.mark("train"))
 
 
 def features_of(features: Any, name: str, collections: Mapping[str, EmbeddingBagCollection]) -> Any:
