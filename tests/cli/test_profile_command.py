@@ -126,7 +126,10 @@ def test_a_parquet_file_needs_its_columns(tmp_path: Path) -> None:
         (["--warm-up", "20"], "--warm-up must leave batches to count, of 20; not 20"),
         (["--slots", "many"], "--slots: cannot read 'many'"),
         (["--categories", "a"], "--columns, --categories and --time are for Parquet files"),
-        (["--memory", "lots"], "cannot read 'lots' as a number of bytes"),
+        (["--split", "test"], "--split is for prepared folders"),
+        (["--out", "/proc/counts"], "--out /proc/counts cannot be written"),
+        (["--html", "/proc/page.html"], "--html /proc/page.html cannot be written"),
+        (["--memory", "lots"], "--memory: cannot read 'lots' as a number of bytes"),
         (["--set", "data.rovs=3"], "did you mean 'rows'"),
     ],
 )
@@ -138,10 +141,13 @@ def test_a_mistake_is_told_in_one_sentence(run_file: Path, words: list[str], mes
 
 def test_what_is_no_data_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "manifest.json").write_text("{")
     for name, message in (
         ("nothing", "there is no such file or folder"),
         ("log.txt", "is no prepared folder, no .parquet and no .toml"),
         (".", "has no manifest.json"),
+        ("made/manifest.json", "manifest.json is not valid JSON"),  # which stands for its folder
     ):
         code, output = run(tmp_path / name)
         assert code == 2

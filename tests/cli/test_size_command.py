@@ -112,6 +112,8 @@ def test_this_machine_can_be_asked(run_file: Path) -> None:
         (["--batches", "0"], "--batches must be at least 1"),
         (["--depths", "few"], "--depths: cannot read 'few'"),
         (["--set", "embedding.budget=5%"], "that is what `hotrow size` finds; leave it out"),
+        (["--out", "."], "--out . is a folder; name a file in it: sized.toml"),
+        (["--out", "/proc/sized.toml"], "--out /proc/sized.toml cannot be written"),
         (["--html", "."], "--html . is a folder; name a file in it"),
     ],
 )

@@ -300,13 +300,18 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def settings_table(runs: Sequence[Seen]) -> tuple[list[list[str]], list[list[str]]]:
-    """The settings in which runs differ, and those that all share; a row each."""
+    """The settings in which runs differ, with a value for each run, and those that all share, with
+    one; those of a run that has not ended are not known, and differ from nobody's."""
     every = [settings_of(run.record) for run in runs]
     differing: list[list[str]] = []
     shared: list[list[str]] = []
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, NONE) for each in every]
-        (shared if len(set(values)) == 1 else differing).append([name, *values])
+        known = {value for each, value in zip(every, values, strict=True) if each}
+        if len(known) == 1:
+            shared.append([name, *known])
+        else:
+            differing.append([name, *values])
     return differing, shared
 
 
@@ -323,8 +328,7 @@ def _settings(runs: Sequence[Seen]) -> str:
             else paragraph(told)
         )
     title = f"{len(shared)} settings" + (" that all share" if len(runs) > 1 else "")
-    alike = [[name, value] for name, value, *_ in shared]
-    parts.append(details(title, table(["setting", "value"], alike, words=["value"])))
+    parts.append(details(title, table(["setting", "value"], shared, words=["value"])))
     return "".join(parts)
 
 
