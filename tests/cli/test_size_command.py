@@ -173,7 +173,7 @@ def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: P
 
 def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
     for words, message in (
-        (["--set", "model.embedding_dim=8"], "a simulation uses [data]"),
+        (["--set", "model.top=[8]"], "a simulation uses [data]"),
         ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
         (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
         (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
