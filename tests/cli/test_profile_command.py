@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import hotrow
 from hotrow.cli import make_app
+from hotrow.report.profiled import coverage
 from hotrow.run.config import load
 from hotrow.run.job import build
 
@@ -68,6 +70,16 @@ def test_machines_get_the_same_facts(run_file: Path, tmp_path: Path) -> None:
     # NaN is no JSON: slots in which no batch fits have no figure.
     assert facts["curves"][0]["misses"][0] is None
     assert json.loads((tmp_path / "p" / "profile.json").read_text())["facts"] == facts
+
+
+def test_of_tables_read_as_often_the_largest_are_drawn() -> None:
+    def table(name: str, rows: int) -> dict[str, Any]:
+        curve = {"num_rows": rows, "rows": [1], "share": [1.0], "error": [0.0]}
+        return {"name": name, "accesses": 5, "rows": rows, "coverage": curve}
+
+    tables = [table(f"cat_{rows}", rows) for rows in range(1, 13)]
+    drawn = coverage({"tables": tables, "total": table("all tables", 78)}).series
+    assert [each.name for each in drawn][:3] == ["all tables", "cat_12", "cat_11"]
 
 
 def test_the_counts_pin_rows(run_file: Path, tmp_path: Path) -> None:

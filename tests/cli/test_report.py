@@ -79,7 +79,9 @@ def test_one_run_is_drawn_beside_its_records() -> None:
     assert loss["x"] == [step.step for step in steps]
     assert loss["y"] == pytest.approx([step.loss for step in steps], rel=1e-5)
     (auc,) = found["AUC"]
-    assert auc["x"] == [10, 20, 30, 40]
+    # No line leads from validation samples to the test's.
+    assert auc["x"] == [10, 20, 30, 40, 40]
+    assert [value is None for value in auc["y"]] == [False, False, False, True, False]
     tables = read_run("runs/first").tables
     (hits,) = found["Hit rate by table"]
     assert dict(zip(hits["y"], hits["x"], strict=True)) == pytest.approx(

@@ -108,9 +108,12 @@ def aucs(runs: Sequence[Seen]) -> Chart:
     for colour, run in enumerate(runs):
         found = [each for each in run.record.evaluations if math.isfinite(each.auc)]
         x, y = [each.step for each in found], [each.auc for each in found]
+        if len(found) > 1 and x[-1] == run.record.summary.steps:  # other samples: no line to it
+            x.insert(-1, x[-1])
+            y.insert(-1, math.nan)
         if found:
             lines.append(Line(run.name, x, y, colour=colour, has_dots=True, is_dashed=colour > 0))
-    note = "On the way on validation samples, at the end on test samples."
+    note = "On validation samples; the point at the end, which stands apart, on test samples."
     return Chart("AUC", "step", "AUC", tuple(lines), note)
 
 
