@@ -51,6 +51,13 @@ def test_people_get_tables(run_file: Path) -> None:
         assert words in output
 
 
+def test_a_file_keeps_no_trace_of_progress(run_file: Path) -> None:
+    for command in ("profile", "simulate"):
+        words = [command, str(run_file), "--batches", "4", "--warm-up", "2"]
+        result = CliRunner().invoke(make_app(), words)
+        assert (result.exit_code, result.stderr) == (0, "")
+
+
 def test_slots_that_hold_any_batch_need_no_advice(run_file: Path) -> None:
     code, output = run(run_file, "--slots", "1000")
     assert code == 0, output

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
-from hotrow.cli._bars import batches_bar
+from hotrow.cli._bars import batches_bar, busy_with
 from hotrow.cli._declared import JsonFlag
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import read_slots
@@ -128,9 +128,10 @@ def profile(
     for name, given in (("--batches", batches), ("--batch-size", batch_size)):
         if given is not None and given < 1:
             raise ValueError(f"{name} must be at least 1, not {given}")
-    lookups = _opened(
-        data, columns, categories, time, period, split, batch_size, batches, settings or ()
-    )
+    with busy_with(f"opening {escape(str(data))}"):  # a Parquet file is read to number its values
+        lookups = _opened(
+            data, columns, categories, time, period, split, batch_size, batches, settings or ()
+        )
     num_rows = sum(lookups.rows.values())
     first = lookups.num_batches // 2 if warm_up is None else warm_up
     if not 0 <= first < lookups.num_batches:
