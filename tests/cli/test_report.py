@@ -283,7 +283,8 @@ def test_a_trace_begins_and_ends_where_it_is_told(
     trace: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train("traced", options=("--trace", trace))
+    told = train("traced", options=("--trace", trace)).stdout
+    assert "trace in runs/traced/trace.json.gz; https://ui.perfetto.dev" in told
     spans = read_trace(Path("runs/traced/trace.json.gz"))
     assert sum(span.name == "train" for span in spans) == count
 
