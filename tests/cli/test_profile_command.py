@@ -114,6 +114,17 @@ def test_little_memory_gives_estimates_and_their_errors(run_file: Path) -> None:
     assert "±" in output
 
 
+def test_a_bound_that_a_sample_does_not_tell_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text("[data]\nrows = [40000, 9000]\nbatch_size = 512\nsamples = 10240\n")
+    code, output = run(path, "--memory", "512KiB", "--slots", "100,700")
+    assert code == 0, output
+    few, enough = (line.split() for line in output.splitlines() if line[:4] in ("100 ", "700 "))
+    assert few[1:] == ["does", "not", "fit"] * 3
+    assert "±" in enough[2]
+    assert enough[-2:] == ["not", "known"]
+
+
 def test_a_parquet_file_needs_its_columns(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     columns = {"item": draw.integers(0, 40, 500), "when": np.arange(500), "label": [0] * 500}

@@ -359,11 +359,13 @@ def _curves(found: DataProfile) -> Table:
     shown = _table("slots", *(each.policy for each in found.curves))
     for place, slots in enumerate(found.curves[0].slots.tolist()):
         cells = []
+        # The bound of a sample needs room for its largest batch, which a sample may overestimate.
+        unknown = "does not fit" if slots < found.floors[0] else "not known"
         for each in found.curves:
             rows = each.per_batch[place]
             spread = (each.high[place] - each.low[place]) / 2 / max(1, each.batches)
             error = f" ±{spread:,.0f}" if spread and not found.is_exact else ""
-            cells.append("does not fit" if rows != rows else f"{rows:,.0f}{error}")
+            cells.append(unknown if rows != rows else f"{rows:,.0f}{error}")
         shown.add_row(f"{slots:,}", *cells)
     return shown
 

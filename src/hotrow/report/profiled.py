@@ -109,7 +109,8 @@ def misses(facts: Mapping[str, Any]) -> Chart:
         lines.append(Line(name, curve["slots"], rows, colour=colour, has_dots=True, **band))
     return Chart(
         "Rows fetched for a batch", "slots", "rows", tuple(lines),
-        f"Of {facts['total']['unique_rows']:,.0f} different ones. What has no point does not fit.",
+        f"Of {facts['total']['unique_rows']:,.0f} different ones. What has no point does not fit, "
+        "or is not known of a sample.",
         from_zero=True, x_log=True,
     )  # fmt: skip
 
