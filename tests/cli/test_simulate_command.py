@@ -91,6 +91,14 @@ def test_other_orders_of_leaving_stand_beside_lru() -> None:
     assert code == 0
 
 
+def test_tables_too_large_to_follow_have_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.cli.simulate._MOST_ROWS", 1000)
+    code, output = run(*SMALL, "--strategy", "lru", "--slots", "5%", "--json")
+    assert code == 0
+    (line,) = map(json.loads, output.splitlines())
+    assert (line["strategy"], line["fits_from_slots"]) == ("lru", None)
+
+
 def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
     words = [*SMALL, "--strategy", "lru,scratchpipe,lookahead", "--slots", "2%"]
     sizes = {}

@@ -181,13 +181,13 @@ def simulate(
     timing = None
     if place is not None:
         timing = _Timing(config, place, found[0], trace.num_rows, dense_ms)
-    floors = {each.name: bound.floor(each.hold.batches) for each in chosen}
+    floors = bound.floors(chosen)
     row_bytes = row_bytes_of(config)
     facts = list(
         _with_bound([_facts(each, timing, row_bytes, floors) for each in found], least_rows)
     )
     told = _told(found[0], trace.num_rows, timing)
-    if bound.is_known:
+    if floors:
         told += f". {_fitting(floors)}"
     name = config.run.name if file is None else str(file)
     write_html(html, page_of_simulation(facts, name=name, told=told) if html is not None else "")
@@ -294,13 +294,11 @@ class _Bound:
         if num_rows <= _MOST_ROWS:
             self._last_use = np.full(num_rows, NEVER, dtype=np.int32)
 
-    @property
-    def is_known(self) -> bool:
-        return self._last_use is not None
-
-    def floor(self, batches: int) -> int:
-        """Slots in which the rows of so many consecutive batches fit together."""
-        return self._reuse.floor(batches)
+    def floors(self, strategies: Iterable[Strategy]) -> dict[str, int]:
+        """Slots in which batches fit together of which none may leave yet; empty: not known."""
+        if self._last_use is None:
+            return {}
+        return {each.name: self._reuse.floor(each.hold.batches) for each in strategies}
 
     def watched(self, trace: Iterable[Tensor]) -> Iterator[Tensor]:
         for ids in trace:
@@ -361,7 +359,7 @@ def _facts(
         "hit_rate": found.hit_rate,
         "rows_per_batch": found.rows_per_batch,
         "bytes_per_batch": moved * row_bytes / max(1, found.batches),
-        "fits_from_slots": floors[found.strategy],
+        "fits_from_slots": floors.get(found.strategy),
         "lookups_per_second": found.lookups_per_second,
         # Chunks take turns with computing, which no prediction knows: it would call them free.
         **({} if timing is None or found.chunked_batches else timing.facts(found)),
