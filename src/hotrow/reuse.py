@@ -148,11 +148,12 @@ class Reuse:
             return
         self._pairs.append(kept)
 
-    def least_recent(self) -> MissCurve:
-        """Misses if the least recent rows leave first."""
+    def least_recent(self, *, largest: int | None = None) -> MissCurve:
+        """Misses if the least recent rows leave first. `largest`: rows of the largest batch, where
+        they are counted and not sampled."""
         sizes = np.array(self._sizes)
         unique = float(sizes[self.first :].sum())
-        fits = self.slots >= sizes.max(initial=0.0)
+        fits = self.slots >= (sizes.max(initial=0.0) if largest is None else largest)
         expected, high, low = np.where(fits, unique - self._hits[:, :-1], np.nan)
         counted = max(0, self.batches - self.first)
         return MissCurve("lru", self.slots, expected, low, high, counted, unique)

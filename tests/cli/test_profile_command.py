@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import hotrow
 from hotrow.cli import make_app
+from hotrow.report.profiled import coverage
 from hotrow.run.config import load
 from hotrow.run.job import build
 
@@ -49,6 +51,13 @@ def test_people_get_tables(run_file: Path) -> None:
         assert words in output
 
 
+def test_a_file_keeps_no_trace_of_progress(run_file: Path) -> None:
+    for command in ("profile", "simulate"):
+        words = [command, str(run_file), "--batches", "4", "--warm-up", "2"]
+        result = CliRunner().invoke(make_app(), words)
+        assert (result.exit_code, result.stderr) == (0, "")
+
+
 def test_slots_that_hold_any_batch_need_no_advice(run_file: Path) -> None:
     code, output = run(run_file, "--slots", "1000")
     assert code == 0, output
@@ -68,6 +77,16 @@ def test_machines_get_the_same_facts(run_file: Path, tmp_path: Path) -> None:
     # NaN is no JSON: slots in which no batch fits have no figure.
     assert facts["curves"][0]["misses"][0] is None
     assert json.loads((tmp_path / "p" / "profile.json").read_text())["facts"] == facts
+
+
+def test_of_tables_read_as_often_the_largest_are_drawn() -> None:
+    def table(name: str, rows: int) -> dict[str, Any]:
+        curve = {"num_rows": rows, "rows": [1], "share": [1.0], "error": [0.0]}
+        return {"name": name, "accesses": 5, "rows": rows, "coverage": curve}
+
+    tables = [table(f"cat_{rows}", rows) for rows in range(1, 13)]
+    drawn = coverage({"tables": tables, "total": table("all tables", 78)}).series
+    assert [each.name for each in drawn][:3] == ["all tables", "cat_12", "cat_11"]
 
 
 def test_the_counts_pin_rows(run_file: Path, tmp_path: Path) -> None:
@@ -93,6 +112,17 @@ def test_little_memory_gives_estimates_and_their_errors(run_file: Path) -> None:
     assert code == 0, output
     assert "Estimated from 2,734 rows" in output
     assert "±" in output
+
+
+def test_a_bound_that_a_sample_does_not_tell_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text("[data]\nrows = [40000, 9000]\nbatch_size = 512\nsamples = 10240\n")
+    code, output = run(path, "--memory", "512KiB", "--slots", "100,700")
+    assert code == 0, output
+    few, enough = (line.split() for line in output.splitlines() if line[:4] in ("100 ", "700 "))
+    assert few[1:] == ["does", "not", "fit"] * 3
+    assert "±" in enough[2]
+    assert enough[-2:] == ["not", "known"]
 
 
 def test_a_parquet_file_needs_its_columns(tmp_path: Path) -> None:
@@ -126,7 +156,10 @@ def test_a_parquet_file_needs_its_columns(tmp_path: Path) -> None:
         (["--warm-up", "20"], "--warm-up must leave batches to count, of 20; not 20"),
         (["--slots", "many"], "--slots: cannot read 'many'"),
         (["--categories", "a"], "--columns, --categories and --time are for Parquet files"),
-        (["--memory", "lots"], "cannot read 'lots' as a number of bytes"),
+        (["--split", "test"], "--split is for prepared folders"),
+        (["--out", "/proc/counts"], "--out /proc/counts cannot be written"),
+        (["--html", "/proc/page.html"], "--html /proc/page.html cannot be written"),
+        (["--memory", "lots"], "--memory: cannot read 'lots' as a number of bytes"),
         (["--set", "data.rovs=3"], "did you mean 'rows'"),
     ],
 )
@@ -138,10 +171,13 @@ def test_a_mistake_is_told_in_one_sentence(run_file: Path, words: list[str], mes
 
 def test_what_is_no_data_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "manifest.json").write_text("{")
     for name, message in (
         ("nothing", "there is no such file or folder"),
         ("log.txt", "is no prepared folder, no .parquet and no .toml"),
         (".", "has no manifest.json"),
+        ("made/manifest.json", "manifest.json is not valid JSON"),  # which stands for its folder
     ):
         code, output = run(tmp_path / name)
         assert code == 2

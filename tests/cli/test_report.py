@@ -79,7 +79,9 @@ def test_one_run_is_drawn_beside_its_records() -> None:
     assert loss["x"] == [step.step for step in steps]
     assert loss["y"] == pytest.approx([step.loss for step in steps], rel=1e-5)
     (auc,) = found["AUC"]
-    assert auc["x"] == [10, 20, 30, 40]
+    # No line leads from validation samples to the test's.
+    assert auc["x"] == [10, 20, 30, 40, 40]
+    assert [value is None for value in auc["y"]] == [False, False, False, True, False]
     tables = read_run("runs/first").tables
     (hits,) = found["Hit rate by table"]
     assert dict(zip(hits["y"], hits["x"], strict=True)) == pytest.approx(
@@ -160,13 +162,60 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
         (["first", "runs/first"], "run runs/first is named twice"),
         (["first", "--text", "--json"], "--text or --json, not both"),
         (["."], "has neither run.json nor steps.jsonl"),
-        (["first", "--out", "runs"], "--out runs is a folder; name a page in it: runs/report.html"),
+        (["first", "--out", "runs"], "--out runs is a folder; name a file in it: runs/report.html"),
     ],
 )
 def test_mistakes_end_in_a_sentence(words: list[str], said: str) -> None:
     result = invoke("report", *words)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_place_for_the_page_is_tried_before_runs_are_read() -> None:
+    Path("taken").write_text("")
+    for place in ("taken/page.html", "taken/new/page.html"):
+        result = invoke("report", "first", "--out", place)
+        assert result.exit_code == 2
+        assert f"--out {place}: taken is no folder" in result.stderr
+    result = invoke("report", "first", "--out", "/proc/nowhere/page.html")
+    assert result.exit_code == 2
+    assert "--out /proc/nowhere/page.html cannot be written" in result.stderr
+
+
+def test_many_runs_are_told_a_few_at_a_time(trained: Path, tmp_path: Path) -> None:
+    for number in range(12):
+        shutil.copytree(trained / "runs" / "second", tmp_path / f"run-{number}")
+    (tmp_path / "run-3" / "run.json").unlink()  # it has not ended, and nobody knows its settings
+    result = invoke("report", str(tmp_path), "--text")
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    assert all(f"run-{number}" in result.stdout for number in range(12))
+    assert "data.rows" not in result.stdout
+
+
+def test_damaged_records_are_named_and_hide_no_other_run(trained: Path, tmp_path: Path) -> None:
+    for name in ("good", "half", "bad", "cut"):
+        shutil.copytree(trained / "runs" / "first", tmp_path / name)
+    (tmp_path / "half" / "run.json").write_text("{half")
+    lines = (tmp_path / "bad" / "steps.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "bad" / "steps.jsonl").write_text("".join([*lines[:2], "{half\n", *lines[3:]]))
+    trace = tmp_path / "cut" / "trace.json.gz"
+    trace.write_bytes(trace.read_bytes()[:500])
+    for name, said in (
+        ("half", "run.json is not valid JSON"),
+        ("bad", "steps.jsonl is damaged: line 3 is no step"),
+        ("cut", "trace.json.gz is damaged"),
+    ):
+        result = invoke("report", str(tmp_path / name), "--json")
+        assert result.exit_code == 2
+        assert said in result.stderr
+    result = invoke("report", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    assert [run["name"] for run in json.loads(result.stdout)["runs"]] == ["good"]
+    assert result.stderr.count("is left out") == 3
+    shutil.rmtree(tmp_path / "good")
+    result = invoke("report", str(tmp_path), "--json")
+    assert result.exit_code == 2  # nothing is left to draw
 
 
 def test_without_plotly_texts_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +283,8 @@ def test_a_trace_begins_and_ends_where_it_is_told(
     trace: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train("traced", options=("--trace", trace))
+    told = train("traced", options=("--trace", trace)).stdout
+    assert "trace in runs/traced/trace.json.gz; https://ui.perfetto.dev" in told
     spans = read_trace(Path("runs/traced/trace.json.gz"))
     assert sum(span.name == "train" for span in spans) == count
 

@@ -56,7 +56,7 @@ def test_no_step_is_predicted_where_batches_are_chunked() -> None:
     assert code == 0
     assert "6 of 6" in output
     assert "No step is predicted where batches are chunked" in output
-    few_line, enough_line = (line for line in output.splitlines() if " lru " in line)
+    few_line, enough_line = (line for line in output.splitlines() if "│ lru " in line)
     assert "%" in enough_line.split("0 of 6")[1]
     assert "%" not in few_line.split("6 of 6")[1]
 
@@ -72,6 +72,55 @@ def test_machines_get_one_object_per_line() -> None:
     # Pinned rows are there before the batches that count, whether a batch has read them or not.
     assert rows[5] <= min(rows[0], rows[2], rows[3])
     assert all(line["batches"] == 6 and 0 < line["hit_rate"] < 1 for line in lines)
+
+
+def test_other_orders_of_leaving_stand_beside_lru() -> None:
+    orders = "lru,least-frequent,random,most-recent"
+    words = [*SMALL, "--strategy", orders, "--slots", "800", "--warm-up", "20", "--json"]
+    code, output = run(*words)
+    assert code == 0
+    found = {line["strategy"]: line for line in map(json.loads, output.splitlines())}
+    assert list(found) == [*orders.split(","), "belady"]
+    rows = {name: line["rows_per_batch"] for name, line in found.items()}
+    assert len(set(rows.values())) == 5
+    assert max(rows, key=rows.__getitem__) == "most-recent"
+    assert min(rows, key=rows.__getitem__) == "belady"
+    again = {line["strategy"]: line for line in map(json.loads, run(*words)[1].splitlines())}
+    assert again["random"]["fetched_rows"] == found["random"]["fetched_rows"]
+    code, output = run(*SMALL, "--strategy", orders, "--slots", "800", "--machine", "h200")
+    assert code == 0
+
+
+def test_tables_too_large_to_follow_have_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.cli.simulate._MOST_ROWS", 1000)
+    code, output = run(*SMALL, "--strategy", "lru", "--slots", "5%", "--json")
+    assert code == 0
+    (line,) = map(json.loads, output.splitlines())
+    assert (line["strategy"], line["fits_from_slots"]) == ("lru", None)
+
+
+def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
+    words = [*SMALL, "--strategy", "lru,scratchpipe,lookahead", "--slots", "2%"]
+    sizes = {}
+    for dim in (16, 32):
+        code, output = run(*words, "--set", f"model.embedding_dim={dim}", "--json")
+        assert code == 0
+        *planned, _ = map(json.loads, output.splitlines())
+        for each in planned:
+            moved = (each["fetched_rows"] + each["evicted_rows"]) / each["batches"]
+            # Row-wise Adagrad keeps one number beside a row's.
+            assert each["bytes_per_batch"] == pytest.approx(moved * 4 * (dim + 1))
+        sizes[dim] = {each["strategy"]: each["fits_from_slots"] for each in planned}
+    lru, scratchpipe, lookahead = sizes[16].values()
+    assert sizes[32] == sizes[16]
+    assert lru < lookahead < scratchpipe
+    for slots, chunked in ((lru, False), (lru - 1, True)):
+        code, output = run(*SMALL, "--strategy", "lru", "--slots", str(slots), "--json")
+        assert (json.loads(output.splitlines()[0])["chunked_batches"] > 0) == chunked
+    code, output = run(*words)
+    told = " ".join(output.split())
+    assert f"{lru:,} for lru; {lookahead:,} for lookahead; {scratchpipe:,} for scr" in told
+    assert "KiB" in output
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ def test_this_machine_can_be_asked(run_file: Path) -> None:
         (["--batches", "0"], "--batches must be at least 1"),
         (["--depths", "few"], "--depths: cannot read 'few'"),
         (["--set", "embedding.budget=5%"], "that is what `hotrow size` finds; leave it out"),
+        (["--out", "."], "--out . is a folder; name a file in it: sized.toml"),
+        (["--out", "/proc/sized.toml"], "--out /proc/sized.toml cannot be written"),
         (["--html", "."], "--html . is a folder; name a file in it"),
     ],
 )
@@ -171,7 +173,7 @@ def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: P
 
 def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
     for words, message in (
-        (["--set", "model.embedding_dim=8"], "a simulation uses [data]"),
+        (["--set", "model.top=[8]"], "a simulation uses [data]"),
         ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
         (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
         (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),

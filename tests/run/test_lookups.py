@@ -100,6 +100,15 @@ def test_times_make_periods(tmp_path: Path) -> None:
         list(unsorted.batches())
 
 
+def test_times_must_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    for times in ([1, None, 3], [1.0, float("nan"), 3.0]):
+        pq.write_table(pa.table({"time": times, "item": [0] * 3}), path)
+        lookups = OfParquet(path, categories=["item"], batch_size=4, time="time")
+        with pytest.raises(ValueError, match=r"a.parquet: column 'time'.* has 1 empty value"):
+            list(lookups.batches())
+
+
 def test_columns_that_cannot_be_ids_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"price": [0.5], "item": [1]}), tmp_path / "a.parquet")
     for name, message in (

@@ -228,6 +228,22 @@ def large() -> tuple[InMemory, DataProfile]:
     return trace, profile_lookups(trace, first=8).profile
 
 
+def test_whether_a_batch_fits_is_known_where_rows_are_sampled(
+    large: tuple[InMemory, DataProfile],
+) -> None:
+    trace, exact = large
+    floor = exact.floors[0]
+    slots = [floor - 1, floor, floor + 200]
+    theirs = profile_lookups(trace, first=8, slots=slots).profile.curve("lru")
+    found = profile_lookups(trace, memory_bytes=1 << 18, first=8, slots=slots).profile
+    assert found.floors[0] == floor
+    for policy in ("lru", "static"):
+        assert np.isnan(found.curve(policy).misses).tolist() == [True, False, False]
+    mine = found.curve("lru")
+    assert (mine.low[1:] <= theirs.misses[1:]).all()
+    assert (theirs.misses[1:] <= mine.high[1:]).all()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_sampled_is_within_its_error(
     large: tuple[InMemory, DataProfile], seed: int

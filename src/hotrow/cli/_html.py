@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hotrow.cli._places import check_file
 from hotrow.disk import Disk
 from hotrow.report.charts import library
 
@@ -27,8 +28,7 @@ def check_html(page: Path | None) -> None:
         raise ValueError(
             "--html needs plotly, which is not installed; pip install plotly, or leave --html out"
         )
-    if page.is_dir():
-        raise ValueError(f"--html {page} is a folder; name a file in it, such as {page}/page.html")
+    check_file("--html", page, such_as="page.html")
 
 
 def write_html(page: Path | None, text: str) -> None:

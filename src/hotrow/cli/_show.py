@@ -25,6 +25,7 @@ from hotrow.run.job import Job
 from hotrow.run.named import find_named
 from hotrow.run.saving import Saved
 from hotrow.run.tally import Tally
+from hotrow.run.tracing import TRACE_FILE
 from hotrow.told import few, many
 
 Advance = Callable[[Tally], None]
@@ -164,6 +165,9 @@ class Screen:
         if self._quiet:
             return
         self._console.print(f"written to {folder}; hotrow report {folder} draws it", soft_wrap=True)
+        if (trace := folder / TRACE_FILE).is_file():
+            told = f"trace in {trace}; https://ui.perfetto.dev and chrome://tracing open it"
+            self._console.print(told, soft_wrap=True)
         if model is not None:
             told = f"model saved to {model}; hotrow evaluate {folder} reads it"
             self._console.print(told, soft_wrap=True)

@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from hotrow.budget import parse_bytes, show_bytes
-from hotrow.cli._bars import batches_bar
+from hotrow.cli._bars import batches_bar, busy_with
 from hotrow.cli._declared import JsonFlag
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import read_slots
+from hotrow.cli._places import check_folder
 from hotrow.data.prepared.columns import read_columns
 from hotrow.data.prepared.format import MANIFEST
 from hotrow.profile import save_profile
@@ -57,7 +58,9 @@ def profile(
     hot: Annotated[
         str, typer.Option(help="Rows of the hot set whose drift is followed, in percent.")
     ] = "1%",
-    split: Annotated[str, typer.Option(help="Which split of a prepared folder.")] = "train",
+    split: Annotated[
+        str | None, typer.Option(help="Which split of a prepared folder.", show_default="train")
+    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -125,9 +128,10 @@ def profile(
     for name, given in (("--batches", batches), ("--batch-size", batch_size)):
         if given is not None and given < 1:
             raise ValueError(f"{name} must be at least 1, not {given}")
-    lookups = _opened(
-        data, columns, categories, time, period, split, batch_size, batches, settings or ()
-    )
+    with busy_with(f"opening {escape(str(data))}"):  # a Parquet file is read to number its values
+        lookups = _opened(
+            data, columns, categories, time, period, split, batch_size, batches, settings or ()
+        )
     num_rows = sum(lookups.rows.values())
     first = lookups.num_batches // 2 if warm_up is None else warm_up
     if not 0 <= first < lookups.num_batches:
@@ -135,15 +139,17 @@ def profile(
             f"--warm-up must leave batches to count, of {lookups.num_batches:,}; not {warm_up:,}"
         )
     wanted = slots and [read_slots(part, num_rows) for part in slots.split(",")]
+    hot_part, memory_bytes = _percent(hot), _bytes(memory)
+    check_folder("--out", out)
     bar = batches_bar()
     task = bar.add_task("counting", total=2 * lookups.num_batches)
     with nullcontext() if as_json else bar:
         found = profile_lookups(
             lookups,
-            memory_bytes=parse_bytes(memory),
+            memory_bytes=memory_bytes,
             slots=wanted or None,
             first=first,
-            hot_part=_percent(hot),
+            hot_part=hot_part,
             periods=periods,
             seed=seed,
             advance=lambda count: bar.advance(task, count),
@@ -171,11 +177,13 @@ def _opened(
     categories: str | None,
     time: str | None,
     period: int,
-    split: str,
+    split: str | None,
     batch_size: int | None,
     batches: int | None,
     settings: Sequence[str],
 ) -> Lookups:
+    if data.name == MANIFEST:
+        data = data.parent
     if data.suffix != ".parquet" and (columns or categories or time):
         raise ValueError(f"--columns, --categories and --time are for Parquet files, not {data}")
     if data.suffix != ".toml" and settings:
@@ -183,9 +191,12 @@ def _opened(
     if data.is_dir():
         if not (data / MANIFEST).is_file():
             raise ValueError(f"{data} has no {MANIFEST}: `hotrow prepare` has not made it")
+        split = split or "train"
         return OfFolder(data, split=split, batch_size=batch_size or _BATCH_SIZE, batches=batches)
     if not data.is_file():
         raise ValueError(f"{data}: there is no such file or folder")
+    if split is not None:
+        raise ValueError(f"--split is for prepared folders, and {data} is none")
     if data.suffix == ".parquet":
         if (columns is None) == (categories is None):
             raise ValueError("give one of --columns and --categories: which columns are ids?")
@@ -209,6 +220,13 @@ def _opened(
     config = load(data, overrides=[*settings, *sized])
     steps = config.model.num_steps
     return OfRun(config.data, steps=steps, name=str(data), batches=batches)
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"--memory: {error}") from None
 
 
 def _percent(text: str) -> float:
@@ -341,11 +359,13 @@ def _curves(found: DataProfile) -> Table:
     shown = _table("slots", *(each.policy for each in found.curves))
     for place, slots in enumerate(found.curves[0].slots.tolist()):
         cells = []
+        # The bound of a sample needs room for its largest batch, which a sample may overestimate.
+        unknown = "does not fit" if slots < found.floors[0] else "not known"
         for each in found.curves:
             rows = each.per_batch[place]
             spread = (each.high[place] - each.low[place]) / 2 / max(1, each.batches)
             error = f" ±{spread:,.0f}" if spread and not found.is_exact else ""
-            cells.append("does not fit" if rows != rows else f"{rows:,.0f}{error}")
+            cells.append(unknown if rows != rows else f"{rows:,.0f}{error}")
         shown.add_row(f"{slots:,}", *cells)
     return shown
 

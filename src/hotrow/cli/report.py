@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotrow.cli._declared import Runs
+from hotrow.cli._places import check_file
 from hotrow.disk import Disk
 from hotrow.records import RunRecord, Summary
 from hotrow.report.charts import library
@@ -29,6 +30,7 @@ from hotrow.run.tracing import TRACE_FILE, read_trace
 from hotrow.run.trained import find_run, runs_in
 
 REPORT_PAGE = "report.html"
+_BESIDE = 5  # runs that a narrow screen has room for
 
 
 def report(
@@ -82,25 +84,25 @@ def report(
         raise ValueError("--text or --json, not both")
     if not (as_text or as_json) and library() is None:
         raise ValueError(NEEDS_PLOTLY)
-    folders = [folder for name in names for folder in _find(name, runs)]
-    seen = [_see(folder, name) for folder, name in zip(folders, _told_apart(folders), strict=True)]
+    named = [find_run(name, runs) for name in names]
+    folders = [folder for each in named for folder in _runs_of(each)]
+    told_apart = _told_apart(folders)
+    page = out or (folders[0] if len(folders) == 1 else runs) / REPORT_PAGE
+    if not (as_text or as_json):
+        check_file("--out", page, such_as=REPORT_PAGE)
+    seen = list(_seen(folders, told_apart, set(folders) - set(named)))
     if as_json:
         typer.echo(to_json({"runs": [_values(run) for run in seen]}))
         return
     if as_text:
         _print(seen)
         return
-    page = out or (folders[0] if len(folders) == 1 else runs) / REPORT_PAGE
-    if page.is_dir():
-        raise ValueError(f"--out {page} is a folder; name a page in it: {page / REPORT_PAGE}")
-    page.parent.mkdir(parents=True, exist_ok=True)
     Disk(page.parent).write(page.name, [page_of_runs(seen).encode()])
     typer.echo(f"written to {page}")
 
 
-def _find(name: str, runs: Path) -> list[Path]:
+def _runs_of(folder: Path) -> list[Path]:
     """A run, or all of those in a folder."""
-    folder = find_run(name, runs)
     is_run = (folder / RUN_FILE).is_file() or (folder / STEPS_FILE).is_file()
     return [folder] if is_run else runs_in(folder) or [folder]
 
@@ -116,6 +118,19 @@ def _told_apart(folders: Sequence[Path]) -> list[str]:
         if found.count(name) > 1:
             raise ValueError(f"run {name} is named twice")
     return found
+
+
+def _seen(folders: Sequence[Path], names: Sequence[str], found: Set[Path]) -> Iterator[Seen]:
+    """Of runs that nobody named, `found` in a folder, a damaged one does not hide the others."""
+    damaged = 0
+    for folder, name in zip(folders, names, strict=True):
+        try:
+            yield _see(folder, name)
+        except ValueError as error:
+            damaged += 1
+            if folder not in found or damaged == len(folders):
+                raise
+            typer.echo(f"warning: {folder} is left out: {error}", err=True)
 
 
 def _see(folder: Path, name: str) -> Seen:
@@ -153,6 +168,18 @@ def _values(run: Seen) -> dict[str, Any]:
 
 def _print(seen: Sequence[Seen]) -> None:
     console = Console(highlight=False)
+    differing = settings_table(seen)[0] if len(seen) > 1 else []
+    for first in range(0, len(seen), _BESIDE):
+        last = first + _BESIDE
+        _print_some(
+            console, seen[first:last], [[row[0], *row[1:][first:last]] for row in differing]
+        )
+    for run in seen:
+        if run.record.limit is not None:
+            console.print(f"{run.name}: {run.record.limit.message}", soft_wrap=True, markup=False)
+
+
+def _print_some(console: Console, seen: Sequence[Seen], settings: Sequence[Sequence[str]]) -> None:
     # A column for each run: more facts than fit beside each other are told of each.
     table = _table([SUMMARY[0], *(run.name for run in seen)])
     facts = zip(SUMMARY, *(summary_cells(run) for run in seen), strict=True)
@@ -165,15 +192,11 @@ def _print(seen: Sequence[Seen]) -> None:
         by_table.add_row(name, *("-" if each is None else f"{each.hit_rate:.1%}" for each in found))
     if by_table.row_count:
         console.print(by_table)
-    differing, _ = settings_table(seen)
-    if len(seen) > 1 and differing:
+    if settings:
         table = _table(["setting", *(run.name for run in seen)])
-        for row in differing:
+        for row in settings:
             table.add_row(*row)
         console.print(table)
-    for run in seen:
-        if run.record.limit is not None:
-            console.print(f"{run.name}: {run.record.limit.message}", soft_wrap=True, markup=False)
 
 
 def _table(heads: Sequence[str]) -> Table:

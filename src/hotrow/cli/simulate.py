@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hotrow.budget import show_bytes
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths, read_slots
 from hotrow.cost import Work, step_time
+from hotrow.evict import EVICTIONS
 from hotrow.machine import THIS, Machine, machines
 from hotrow.report.simulated import page_of_simulation
 from hotrow.reuse import NEVER, Reuse, belady
@@ -34,6 +36,12 @@ from hotrow.strategy import STRATEGIES, Strategy
 
 _MOST_ROWS = 1 << 28  # up to here their last uses, 4 bytes each, are affordable
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
+# lru, but that others leave first. What looks ahead is lookahead's.
+ORDERS = {
+    name: replace(STRATEGIES["lru"], name=name, eviction=each)
+    for name, each in EVICTIONS.items()
+    if not each.looks_ahead and each != STRATEGIES["lru"].eviction
+}
 
 
 def simulate(
@@ -54,8 +62,9 @@ def simulate(
         typer.Option(
             "--strategy",
             help=f"With commas between, of {', '.join(CACHING)}; with the others no row enters or "
-            "leaves a slot.",
-            show_default="all of them",
+            f"leaves a slot. Orders of leaving other than lru's, to compare with: "
+            f"{', '.join(ORDERS)}.",
+            show_default=",".join(CACHING),
         ),
     ] = ",".join(CACHING),
     depths: Annotated[
@@ -101,9 +110,9 @@ def simulate(
     """Print hit rates and traffic of every strategy with slots, without a single row.
 
     The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
-    and no memory for tables. Of a run's file only `[data]` matters, `run.threads`, and whether its
-    model reads sequences; with `--machine`, also how wide rows are and what the model has to
-    compute.
+    and no memory for tables. Of a run's file only `[data]` matters, `run.threads`, how wide rows
+    are with their optimizer's state, and whether the model reads sequences; with `--machine`, also
+    what the model has to compute.
 
     The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
     cause one at most, so `uncached` has hits, too, and rows that are pinned before any lookup asks
@@ -111,6 +120,8 @@ def simulate(
     are chunked: their rows pass through one part after another, and none stays; no step is
     predicted where there are such batches. `belady` is the least that anyone could fetch who knows
     all batches; only rows that `--pin ranks` puts there before the first one may save more.
+
+    Moved are the bytes of a batch's rows that come and of those that leave, which are written back.
 
     **Examples**
 
@@ -133,6 +144,7 @@ def simulate(
     config = load(file, overrides=settings or ())
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
+    torch.manual_seed(config.run.seed)  # of rows that leave at random
     trace = Trace(config.data, steps=config.model.num_steps)
     sizes = sorted({read_slots(part, trace.num_rows) for part in slots.split(",")})
     chosen = [_simulated(name.strip()) for name in strategies.split(",")]
@@ -169,8 +181,14 @@ def simulate(
     timing = None
     if place is not None:
         timing = _Timing(config, place, found[0], trace.num_rows, dense_ms)
-    facts = list(_with_bound([_facts(each, timing) for each in found], least_rows))
+    floors = bound.floors(chosen)
+    row_bytes = row_bytes_of(config)
+    facts = list(
+        _with_bound([_facts(each, timing, row_bytes, floors) for each in found], least_rows)
+    )
     told = _told(found[0], trace.num_rows, timing)
+    if floors:
+        told += f". {_fitting(floors)}"
     name = config.run.name if file is None else str(file)
     write_html(html, page_of_simulation(facts, name=name, told=told) if html is not None else "")
     if as_json:
@@ -178,7 +196,7 @@ def simulate(
             typer.echo(to_json(each))
         return
     console = Console()
-    if timing is not None and not console.is_terminal:
+    if not console.is_terminal:
         console.width = 120  # a file has room for whole numbers
     console.print(_table(facts, told, is_timed=timing is not None))
     if timing is not None and any(each.chunked_batches for each in found):
@@ -222,7 +240,7 @@ class _Timing:
         planning = None if self.machine.is_gpu else planning_ms_of(found, self.machine)
         time = step_time(
             self.machine,
-            STRATEGIES[found.strategy],
+            _simulated(found.strategy),
             self._work(found),
             all_fast_ms=self.base.ms,
             planning_ms=planning,
@@ -251,6 +269,15 @@ def _told(found: Simulated, num_rows: int, timing: _Timing | None) -> str:
     return f"{said}; on {where} all-fast takes {timing.base.ms:.3g} ms, {how}"
 
 
+def _fitting(floors: Mapping[str, int]) -> str:
+    """In how many slots batches fit, with those that must stay beside them."""
+    named: dict[int, list[str]] = {}
+    for name, slots in floors.items():
+        named.setdefault(slots, []).append(name)
+    parts = (f"{slots:,} for {', '.join(names)}" for slots, names in sorted(named.items()))
+    return f"Batches fit, with those in flight, from so many slots on: {'; '.join(parts)}"
+
+
 def _at_depths(strategy: Strategy, depths: Sequence[int]) -> list[Strategy]:
     """Where a strategy does not say itself how many batches it knows ahead."""
     if strategy.look_ahead is not None:
@@ -266,6 +293,12 @@ class _Bound:
         self._last_use = None
         if num_rows <= _MOST_ROWS:
             self._last_use = np.full(num_rows, NEVER, dtype=np.int32)
+
+    def floors(self, strategies: Iterable[Strategy]) -> dict[str, int]:
+        """Slots in which batches fit together of which none may leave yet; empty: not known."""
+        if self._last_use is None:
+            return {}
+        return {each.name: self._reuse.floor(each.hold.batches) for each in strategies}
 
     def watched(self, trace: Iterable[Tensor]) -> Iterator[Tensor]:
         for ids in trace:
@@ -291,22 +324,23 @@ _INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depths"}
 def _refuse_unused(setting: str, *, is_timed: bool) -> None:
     """Settings of a file may be there for training; one given by hand is meant."""
     section, _, key = setting.partition("=")[0].strip().partition(".")
-    if is_timed and (section == "model" or key.startswith("optimizer.")):
+    is_wide = key.startswith("optimizer.") or key in ("kind", "embedding_dim")
+    if (section, is_wide) == ("embedding", True) or (section == "model" and (is_timed or is_wide)):
         return
     if section in ("embedding", "model", "training"):
         option = _INSTEAD.get(key) if section == "embedding" else None
         if option == "--strategy":
             _simulated(setting.partition("=")[2].strip())
         raise ValueError(
-            f"--set {setting}: a simulation uses [data] and run.threads alone"
+            f"--set {setting}: a simulation uses [data] and run.threads, and how wide rows are"
             + (f"; give {option} instead" if option else "")
         )
 
 
 def _simulated(name: str) -> Strategy:
     """A strategy of rows: what orders samples, or leaves some out, is decided by training."""
-    if name in STRATEGIES:
-        return STRATEGIES[name]
+    if found := STRATEGIES.get(name) or ORDERS.get(name):
+        return found
     named = find_named(name)
     rows = named.rows.name
     told = f"; its rows follow {rows}: give --strategy {rows}" if named.rows.has_slots else ""
@@ -316,11 +350,16 @@ def _simulated(name: str) -> Strategy:
     )
 
 
-def _facts(found: Simulated, timing: _Timing | None) -> dict[str, Any]:
+def _facts(
+    found: Simulated, timing: _Timing | None, row_bytes: int, floors: Mapping[str, int]
+) -> dict[str, Any]:
+    moved = found.fetched_rows + found.loaded_rows + found.evicted_rows
     return {
         **asdict(found),
         "hit_rate": found.hit_rate,
         "rows_per_batch": found.rows_per_batch,
+        "bytes_per_batch": moved * row_bytes / max(1, found.batches),
+        "fits_from_slots": floors.get(found.strategy),
         "lookups_per_second": found.lookups_per_second,
         # Chunks take turns with computing, which no prediction knows: it would call them free.
         **({} if timing is None or found.chunked_batches else timing.facts(found)),
@@ -350,8 +389,8 @@ def _with_bound(
 
 def _table(facts: Sequence[Mapping[str, Any]], told: str, *, is_timed: bool) -> Table:
     table = Table(title=told, title_justify="left")
-    heads = ["slots", "strategy", "ahead", "hit rate", "rows/batch"]
-    heads += ["chunked", "ms/step", "speed", "waits for"] if is_timed else ["planned/s", "chunked"]
+    heads = ["slots", "strategy", "ahead", "hit rate", "rows/batch", "moved", "chunked"]
+    heads += ["ms/step", "speed", "waits for"] if is_timed else []
     for name in heads:
         justify: Any = "left" if name in ("strategy", "waits for") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
@@ -368,9 +407,8 @@ def _table(facts: Sequence[Mapping[str, Any]], told: str, *, is_timed: bool) -> 
             f"{each['hit_rate']:.2%}",
             f"{each['rows_per_batch']:,.0f}",
         ]
-        if is_planned and not is_timed:
-            cells.append(f"{each['lookups_per_second'] / 1e6:.1f} M")
         if is_planned:
+            cells.append(show_bytes(each["bytes_per_batch"]))
             cells.append(f"{each['chunked_batches']} of {each['batches']}")
         if "step_ms" in each:
             cells += [f"{each['step_ms']:.3f}", f"{each['of_all_fast']:.0%}", each["limit"]]

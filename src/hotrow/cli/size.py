@@ -16,6 +16,7 @@ from hotrow.cli._bars import batches_bar
 from hotrow.cli._declared import JsonFlag, RunFile, Settings
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths
+from hotrow.cli._places import check_file
 from hotrow.disk import Disk
 from hotrow.machine import THIS, machines
 from hotrow.records import SizeRecord
@@ -109,6 +110,7 @@ def size(
     known = read_depths(depths)
     check_html(html)
     config = load(file, overrides=settings or ())
+    check_file("--out", out, such_as="sized.toml")
     torch.set_num_threads(config.run.threads or 1)
     place = machine_of(machine, config)
     # The trace is read twice for its curves, and once for the planner.

@@ -63,8 +63,9 @@ def _how(facts: Mapping[str, Any]) -> str:
 
 
 def coverage(facts: Mapping[str, Any]) -> Chart:
-    """Of all tables, and of those with most accesses."""
-    tables = sorted(facts["tables"], key=lambda each: -each["accesses"])[:_TABLES_DRAWN]
+    """Of all tables, and of those with most accesses; of as many, with most rows."""
+    tables = sorted(facts["tables"], key=lambda each: (-each["accesses"], -each["rows"]))
+    tables = tables[:_TABLES_DRAWN]
     lines = []
     for colour, each in enumerate((facts["total"], *(tables if len(facts["tables"]) > 1 else ()))):
         found = each["coverage"]
@@ -78,7 +79,7 @@ def coverage(facts: Mapping[str, Any]) -> Chart:
     left = len(facts["tables"]) - len(lines) + 1
     note = "How much of the accesses go to how many rows, the hottest first."
     if left > 0 and len(lines) > 1:
-        note += f" The tables with fewest accesses, {left} of them, are left out."
+        note += f" The tables with fewest accesses and rows, {left} of them, are left out."
     return Chart(
         "Coverage", "% of the rows", "share of accesses", tuple(lines), note,
         y_format=".0%", from_zero=True, x_log=True,
@@ -108,7 +109,8 @@ def misses(facts: Mapping[str, Any]) -> Chart:
         lines.append(Line(name, curve["slots"], rows, colour=colour, has_dots=True, **band))
     return Chart(
         "Rows fetched for a batch", "slots", "rows", tuple(lines),
-        f"Of {facts['total']['unique_rows']:,.0f} different ones. What has no point does not fit.",
+        f"Of {facts['total']['unique_rows']:,.0f} different ones. What has no point does not fit, "
+        "or is not known of a sample.",
         from_zero=True, x_log=True,
     )  # fmt: skip
 

@@ -108,9 +108,12 @@ def aucs(runs: Sequence[Seen]) -> Chart:
     for colour, run in enumerate(runs):
         found = [each for each in run.record.evaluations if math.isfinite(each.auc)]
         x, y = [each.step for each in found], [each.auc for each in found]
+        if len(found) > 1 and x[-1] == run.record.summary.steps:  # other samples: no line to it
+            x.insert(-1, x[-1])
+            y.insert(-1, math.nan)
         if found:
             lines.append(Line(run.name, x, y, colour=colour, has_dots=True, is_dashed=colour > 0))
-    note = "On the way on validation samples, at the end on test samples."
+    note = "On validation samples; the point at the end, which stands apart, on test samples."
     return Chart("AUC", "step", "AUC", tuple(lines), note)
 
 
@@ -300,13 +303,18 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def settings_table(runs: Sequence[Seen]) -> tuple[list[list[str]], list[list[str]]]:
-    """The settings in which runs differ, and those that all share; a row each."""
+    """The settings in which runs differ, with a value for each run, and those that all share, with
+    one; those of a run that has not ended are not known, and differ from nobody's."""
     every = [settings_of(run.record) for run in runs]
     differing: list[list[str]] = []
     shared: list[list[str]] = []
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, NONE) for each in every]
-        (shared if len(set(values)) == 1 else differing).append([name, *values])
+        known = {value for each, value in zip(every, values, strict=True) if each}
+        if len(known) == 1:
+            shared.append([name, *known])
+        else:
+            differing.append([name, *values])
     return differing, shared
 
 
@@ -323,8 +331,7 @@ def _settings(runs: Sequence[Seen]) -> str:
             else paragraph(told)
         )
     title = f"{len(shared)} settings" + (" that all share" if len(runs) > 1 else "")
-    alike = [[name, value] for name, value, *_ in shared]
-    parts.append(details(title, table(["setting", "value"], alike, words=["value"])))
+    parts.append(details(title, table(["setting", "value"], shared, words=["value"])))
     return "".join(parts)
 
 

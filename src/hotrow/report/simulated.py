@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hotrow.budget import show_bytes
 from hotrow.report.cells import NONE
 from hotrow.report.charts import Chart, Line
 from hotrow.report.page import charts, heading, page, paragraph, table
 
-_HEADS = ("strategy", "slots", "ahead", "hit rate", "rows/batch", "chunked")
+_HEADS = ("strategy", "slots", "ahead", "hit rate", "rows/batch", "moved/batch", "chunked")
 _PREDICTED = ("ms/step", "speed", "samples/s", "waits for")
 
 
@@ -41,6 +42,7 @@ def hits(facts: Sequence[Mapping[str, Any]]) -> Chart:
     return Chart(
         "Hit rate", "slots", "share of lookups", _lines(facts, "hit_rate"),
         "Lookups that cause no fetch.", y_format=".0%", x_log=True,
+        from_zero=len({each["slots"] for each in facts}) == 1,  # a point alone has no scale
     )  # fmt: skip
 
 
@@ -75,6 +77,7 @@ def _cells(each: Mapping[str, Any], is_timed: bool) -> list[str]:
         str(each["depth"]) if is_planned else "all",
         f"{each['hit_rate']:.2%}",
         f"{each['rows_per_batch']:,.0f}",
+        show_bytes(each["bytes_per_batch"]) if is_planned else NONE,
         f"{each['chunked_batches']} of {each['batches']}" if is_planned else NONE,
     ]
     if not is_timed:

@@ -223,10 +223,16 @@ def _end_of(file: Any, step: int) -> int:
 
 def read_steps(folder: str | Path) -> Iterator[StepRecord]:
     """The steps of the run in `folder`, also while it is under way."""
-    with (Path(folder) / STEPS_FILE).open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # a killed run may leave half a line behind
-                yield _from_dict(StepRecord, json.loads(line))
+    path = Path(folder) / STEPS_FILE
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):  # a killed run may leave half a line behind
+                return
+            try:
+                step = _from_dict(StepRecord, json.loads(line))
+            except (ValueError, TypeError, AttributeError, KeyError):
+                raise ValueError(f"{path} is damaged: line {number:,} is no step") from None
+            yield step
 
 
 def to_dict(record: Any) -> dict[str, Any]:

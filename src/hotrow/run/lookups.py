@@ -23,7 +23,7 @@ from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
 from hotrow.profile import Profile
 from hotrow.run.config import DataSection
 from hotrow.run.source import open_samples
-from hotrow.told import few
+from hotrow.told import few, many
 
 NO_ROW = -1  # where a sequence is padded
 _READ_TOGETHER = 1 << 16
@@ -283,8 +283,21 @@ class OfParquet:
                 keys, many = _keys_of(batch.column(name))
                 ids.append(self._vocabularies[table].rows_of(keys) - 1 + self._bases[table])
                 lengths.append(many)
-            times = None if self._time is None else _seconds(batch.column(self._time))
+            times = None if self._time is None else self._seconds(batch.column(self._time))
             yield _Piece(len(batch), ids, lengths, times)
+
+    def _seconds(self, column: Any) -> NDArray[np.int64]:
+        arrow, where = pyarrow(), f"{self._file}: column {self._time!r}, the time,"
+        is_missing = pyarrow("compute").is_null(column, nan_is_null=True)
+        if missing := is_missing.true_count:
+            raise ValueError(f"{where} has {many(missing, 'empty value')}; leave such samples out")
+        if arrow.types.is_timestamp(column.type):
+            column = column.cast(arrow.timestamp("s", column.type.tz), safe=False)
+        try:
+            found: NDArray[np.int64] = column.cast(arrow.int64(), safe=False).to_numpy()
+        except ValueError as error:
+            raise ValueError(f"{where} cannot be read as seconds: {error}") from None
+        return found
 
     def batches(self) -> Iterator[LookupBatch]:
         rest: _Piece | None = None
@@ -317,14 +330,3 @@ def _keys_of(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
         return column_keys(column), np.ones(len(column), np.int64)
     lengths = pyarrow("compute").list_value_length(column).fill_null(0)
     return column_keys(column.flatten()), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _seconds(column: Any) -> NDArray[np.int64]:
-    arrow = pyarrow()
-    if arrow.types.is_timestamp(column.type):
-        column = column.cast(arrow.timestamp("s", column.type.tz), safe=False)
-    try:
-        found: NDArray[np.int64] = column.cast(arrow.int64(), safe=False).to_numpy()
-    except ValueError as error:  # empty values, or no numbers
-        raise ValueError(f"the column of times cannot be read as seconds: {error}") from None
-    return found

@@ -317,7 +317,8 @@ class _Counting:
         return (self._largest_batch, *found[1:])
 
     def _curves(self, hottest: NDArray[np.int64]) -> tuple[list[MissCurve], list[str]]:
-        found, notes = [_mean_curve([each.least_recent() for each in self._reuse])], []
+        recent = [each.least_recent(largest=self._largest_batch) for each in self._reuse]
+        found, notes = [_mean_curve(recent)], []
         found.append(self._static(hottest, found[0]))
         uses = [each.next_uses() for each in self._reuse]
         known = [each for each in uses if each is not None]

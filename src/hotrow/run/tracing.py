@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -117,8 +118,13 @@ class ChromeTrace:
 
 def read_trace(path: Path) -> list[Span]:
     """The named stages of a trace, in order of time."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Without this file the run can be drawn"
+        ) from error
     places = {"user_annotation": "host", "gpu_user_annotation": "GPU"}
     found = [
         Span(
