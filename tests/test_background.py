@@ -340,6 +340,18 @@ def test_one_comes_after_the_other_and_before_rows_are_loaded(tmp_path: Path) ->
     assert [path.name for path in saved_in(tmp_path)] == ["00001-step-1", "00002-step-2"]
 
 
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_two_models_take_turns_in_a_folder(has_rows: bool, tmp_path: Path) -> None:
+    """The second would take away what the first has not finished."""
+    first = Loop().begin(tmp_path, 1)
+    threading.Timer(0.05, let_all).start()
+    other = Loop().model if has_rows else torch.nn.Linear(2, 2)
+    second = hotrow.begin_checkpoint(tmp_path, other, step=2)
+    assert first.done
+    assert hotrow.load_checkpoint(tmp_path, other).step == 2
+    assert [first.wait(), second.wait()] == saved_in(tmp_path)
+
+
 def test_one_that_is_abandoned_leaves_nothing(tmp_path: Path) -> None:
     loop = Loop()
     save = loop.begin(tmp_path, 1)

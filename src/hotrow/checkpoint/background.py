@@ -22,7 +22,9 @@ from hotrow.checkpoint.model import collections_of, tables_of
 from hotrow.checkpoint.saving import (
     Piece,
     Prepared,
+    being_saved,
     end_save_before,
+    end_save_in,
     pieces_in,
     prepare,
     records_of,
@@ -65,6 +67,7 @@ def begin_checkpoint(
     """
     for each in collections_of(model).values():
         end_save_before(each)
+    end_save_in(Path(folder))
     begun = perf_counter()
     collections = list(collections_of(model).values())
     log_bytes = parse_bytes(log, total=max(10_000, sum(each.bytes_total for each in collections)))
@@ -152,6 +155,7 @@ class Save:
             self._end_snapshots()
             raise
         self._thread = thread
+        being_saved[prepared.root.resolve()] = self
         for each in prepared.collections:
             each.being_saved = self
         atexit.register(self.join)
