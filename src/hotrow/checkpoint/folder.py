@@ -21,8 +21,13 @@ IN_RUN = "checkpoints"  # the folder of a run's
 
 def saved_in(root: Path) -> list[Path]:
     """Whole checkpoints of a folder, oldest first."""
+    return [path for path in named_in(root) if (path / MANIFEST).is_file()]
+
+
+def named_in(root: Path) -> list[Path]:
+    """What has the name of a checkpoint, oldest first: it was whole, unless somebody took of it."""
     there = root.iterdir() if root.is_dir() else ()
-    found = [path for path in there if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    found = [path for path in there if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: number_of(path.name))
 
 
