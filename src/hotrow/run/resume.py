@@ -139,6 +139,11 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             warn(f"{folder} cannot be used: {error}")
             continue
         return Resumed(job, folder, tally, about["started"], resumed_after)
+    if not errors:
+        raise ValueError(
+            f"{run} has checkpoints in {run / IN_RUN}, and none in {root}, where "
+            "checkpoint.folder looks for them: leave that out, or move them there"
+        )
     raise _none_is_whole(root, errors)
 
 
