@@ -447,6 +447,8 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_with() -> None:
     assert result.exit_code == 2
     assert "there is no checkpoint of a run 'small' in runs to go on from" in result.stderr
     train("run.toml", settings=("checkpoint.every_steps=100", "run.save=false"))
+    for place in ("runs/small/checkpoints", "runs/small/checkpoints/00001-step-14"):
+        assert f"{place} is no run: give the folder" in train(place, "--resume").stderr
     Path("runs/other").mkdir()
     result = train("other", "--resume")
     assert "runs/other has no checkpoint to go on from" in result.stderr

@@ -15,6 +15,7 @@ import typer
 
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import save_model
+from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
@@ -333,10 +334,13 @@ def _save_last(job: Job, saving: Saving, stop: StopAfterStep) -> OSError | None:
 
 def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
     if isinstance(error, CorruptRows) and saved.step > error.since:
+        said = f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows"
+        before = go_back(saved.folder.parent, error.since)
+        if before is None:
+            return f"{said}, and there is none of step {error.since:,} or before: train anew"
         return (
-            f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows. If an "
-            f"older one lies beside it, of step {error.since:,} or before, write its name to "
-            f"{saved.folder.parent / 'latest'}; `hotrow train {folder} --resume` goes on from it"
+            f"{said}: `latest` beside it names {before.name} again, from which "
+            f"`hotrow train {folder} --resume` goes on"
         )
     said = _whole(folder, saved)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
