@@ -135,10 +135,12 @@ def make_durable(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """A folder, with those above it that are missing; names are on the disk when it returns."""
-    if not path.is_dir():
+    if path.is_dir():
+        return
+    if not path.parent.exists():
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        make_durable(path.parent)
+    path.mkdir(exist_ok=True)
+    make_durable(path.parent)
 
 
 def read_parts(path: Path) -> Iterator[bytes]:
