@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import signal
@@ -318,6 +319,21 @@ def test_a_failure_that_nobody_asked_for_is_told_by_the_next(tmp_path: Path) -> 
     assert [path.name for path in saved_in(tmp_path)] == ["00001-step-2"]
 
 
+def test_a_failure_is_told_at_the_end_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    loop = Loop()
+    Slow.fails_after = 0
+    with monkeypatch.context() as patch:
+        patch.setattr("atexit.register", at_exit.append)
+        save = loop.begin(tmp_path, 7)
+    let_all()
+    (end,) = [each for each in at_exit if getattr(each, "__self__", None) is save]
+    with pytest.warns(UserWarning, match="the checkpoint of step 7 was not saved: "):
+        end()
+
+
 def test_a_parent_that_failed_has_no_children(tmp_path: Path) -> None:
     loop = Loop()
     Slow.fails_after = 9
@@ -340,6 +356,18 @@ def test_one_comes_after_the_other_and_before_rows_are_loaded(tmp_path: Path) ->
     assert [path.name for path in saved_in(tmp_path)] == ["00001-step-1", "00002-step-2"]
 
 
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_two_models_take_turns_in_a_folder(has_rows: bool, tmp_path: Path) -> None:
+    """The second would take away what the first has not finished."""
+    first = Loop().begin(tmp_path, 1)
+    threading.Timer(0.05, let_all).start()
+    other = Loop().model if has_rows else torch.nn.Linear(2, 2)
+    second = hotrow.begin_checkpoint(tmp_path, other, step=2)
+    assert first.done
+    assert hotrow.load_checkpoint(tmp_path, other).step == 2
+    assert [first.wait(), second.wait()] == saved_in(tmp_path)
+
+
 def test_one_that_is_abandoned_leaves_nothing(tmp_path: Path) -> None:
     loop = Loop()
     save = loop.begin(tmp_path, 1)
@@ -355,7 +383,8 @@ def test_a_process_killed_meanwhile_has_the_one_before(tmp_path: Path) -> None:
     Slow.permits = threading.Semaphore(0)
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # a fork has none of the others
+        gc.disable()  # what others have left is bound to threads, of which a fork has none
+        torch.set_num_threads(1)
         loop = Loop()
 
         def after(at: int) -> None:

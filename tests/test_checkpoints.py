@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -388,6 +389,17 @@ def test_old_ones_are_removed_and_the_latest_never(tmp_path: Path) -> None:
     (tmp_path / "00009-step-9.partial").mkdir()
     loop.save(tmp_path, 5, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00006-step-5", "latest"]
+
+
+def test_names_of_new_folders_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+    monkeypatch.setattr(
+        "os.fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    hotrow.save_checkpoint(tmp_path / "runs" / "first", nn.Linear(2, 2), step=1)
+    assert flushed[:2] == [str(tmp_path), str(tmp_path / "runs")]
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ INSIDE = ("planner.py", "rows.py", "stages.py", "schedule.py", "scratchpad.py", 
 
 
 class PressAt:
-    """Ctrl-C at the n-th line that hotrow's own moving parts run."""
+    """Ctrl-C, or another signal, at the n-th line that hotrow's own moving parts run."""
 
-    def __init__(self, place: int) -> None:
-        self.place, self.lines = place, 0
+    def __init__(self, place: int, number: int = signal.SIGINT) -> None:
+        self.place, self.lines, self.number = place, 0, number
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.endswith(INSIDE):
@@ -31,19 +31,21 @@ class PressAt:
         if event == "line":
             self.lines += 1
             if self.lines == self.place:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.number)
         return self
 
 
-def train_until_pressed(embedding: Any, batches: list[Any], place: int) -> int:
+def train_until_pressed(
+    embedding: Any, batches: list[Any], place: int, number: int = signal.SIGINT
+) -> int:
     """Steps whose backward pass has ended when the interrupt is heard."""
-    press = PressAt(place)
+    press = PressAt(place, number)
     before = max(embedding.optimizer.steps)
     sys.settrace(press)
     try:
         for batch in hotrow.ahead(batches, embedding):
             readout(embedding(batch)).backward()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ChildProcessError):
         pass
     finally:
         sys.settrace(None)
@@ -68,6 +70,28 @@ def test_an_interrupt_at_any_line_loses_no_row(schedule: str) -> None:
         if done == len(batches):
             break
     assert pressed > 10
+
+
+def test_a_worker_that_dies_at_any_line_loses_no_row() -> None:
+    """torch's DataLoader raises in a handler of SIGCHLD when one of its workers was killed."""
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        raise ChildProcessError("a worker was killed")
+
+    batches = CASE.batches(4)
+    strategy = variant("lookahead", "fused", "random")
+    budget = tight_budget(CASE, batches, strategy.hold)
+    before = signal.signal(signal.SIGCHLD, tell)
+    try:
+        for place in range(5, 1100, 11):
+            embedding = build(CASE, "adagrad", strategy, budget=budget)
+            done = train_until_pressed(embedding, batches, place, signal.SIGCHLD)
+            reference = build(CASE, "adagrad")
+            for batch in batches[:done]:
+                readout(reference(batch)).backward()
+            assert outcome(embedding, []).same_bits(outcome(reference, [])), place
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_an_interrupt_waits_for_the_end_of_the_block() -> None:

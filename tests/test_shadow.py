@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import hotrow
 import hotrow.embedding
-from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
 from hotrow.device_rows import DeviceRows
 from hotrow.records import StepRecord
@@ -219,3 +219,9 @@ def test_a_run_stops_and_says_what_to_go_on_from(
     assert isinstance(result.exception, CorruptRows)
     assert "They were right after step 4; checkpoints saved since then may" in str(result.exception)
     assert "the checkpoint of step 6 in runs/bad/checkpoints/00002-step-6 may hold" in result.stderr
+    found = latest_in(Path("runs/bad/checkpoints"))
+    assert found is not None
+    assert found.name == "00001-step-3"  # who goes on by itself has right rows, too
+    jobs.clear()
+    result = run(*settings, "run.name=worse", "training.verify_every=7", "checkpoint.keep=1")
+    assert "and there is none of step 0 or before: train anew" in result.stderr

@@ -133,6 +133,16 @@ def make_durable(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path) -> None:
+    """A folder, with those above it that are missing; names are on the disk when it returns."""
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    make_durable(path.parent)
+
+
 def read_parts(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(_READ_BYTES):

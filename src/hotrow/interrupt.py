@@ -8,10 +8,10 @@ import threading
 from types import FrameType
 from typing import Any
 
-# Whose handlers are known to raise: Ctrl-C, a request to end, and time-outs.
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
-]
+# Whose handlers are known to raise: Ctrl-C, a request to end, time-outs, and a worker of torch's
+# DataLoader that was killed.
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
+_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 # As signal.getsignal, which makes an enum of every answer: this is asked several times a step.
 _handler, _SIGINT = _signal.getsignal, int(signal.SIGINT)

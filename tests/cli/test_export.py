@@ -76,7 +76,7 @@ def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("hotrow.checkpoint.loading.PIECE_BYTES", 999)
     newest = saved_in(Path("runs/small/checkpoints"))[-1]
     assert (json.loads((newest / "checkpoint.json").read_text())["parent"]) is not None
-    assert command("export", "small", "--to", to, "--out", "tables").exit_code == 0
+    assert command("export", str(newest), "--to", to, "--out", "tables").exit_code == 0
     model = open_trained("small").model
     state = model.state_dict()
     key = "embedding.embedding_bags.cat_0.weight"
@@ -245,6 +245,12 @@ def test_verify_says_what_is_whole_and_what_is_not() -> None:
     found = json.loads(command("verify", str(newest), "--json").stdout)
     assert found["kind"] == "checkpoint"
     assert found["bytes"] == sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
+    newest.joinpath("checkpoint.json").unlink()
+    result = command("verify", "small")
+    assert result.exit_code == 2
+    assert f"{newest} is no checkpoint: it has no checkpoint.json" in result.stderr
+    assert "runs/small/model/rows/000-00000.safetensors has changed" in result.stderr
+    assert result.stdout.count("checkpoint, ") == 1
     assert "there is no folder nowhere" in command("verify", "nowhere").stderr
     Path("empty").mkdir()
     assert "holds no checkpoint, no model" in command("verify", "empty").stderr
@@ -276,4 +282,6 @@ def test_what_is_wanted_must_be_said() -> None:
     trained()
     assert "say what is wanted" in command("export", "small").stderr
     assert "say where the tables go" in command("export", "small", "--to", "npz").stderr
-    assert "holds no checkpoint" in command("export", "nothing", "--to", "npz", "-o", "x").stderr
+    assert (
+        "there is no run nothing" in command("export", "nothing", "--to", "npz", "-o", "x").stderr
+    )

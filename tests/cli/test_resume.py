@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from hotrow.checkpoint import Checkpoint
@@ -302,7 +303,9 @@ def test_a_second_ctrl_c_while_saving_keeps_the_checkpoint_before(
 
     monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Slow)
     stop_after(monkeypatch, 5, signal.SIGINT)
-    assert train("run.toml").exit_code == 130
+    result = train("run.toml")
+    assert result.exit_code == 130
+    assert "interrupted; the checkpoint of step 3 is whole, in runs/small/" in result.stderr
     assert sorted(path.name for path in Path("runs/small/checkpoints").iterdir()) == [
         "00001-step-3",
         "latest",
@@ -444,6 +447,8 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_with() -> None:
     assert result.exit_code == 2
     assert "there is no checkpoint of a run 'small' in runs to go on from" in result.stderr
     train("run.toml", settings=("checkpoint.every_steps=100", "run.save=false"))
+    for place in ("runs/small/checkpoints", "runs/small/checkpoints/00001-step-14"):
+        assert f"{place} is no run: give the folder" in train(place, "--resume").stderr
     Path("runs/other").mkdir()
     result = train("other", "--resume")
     assert "runs/other has no checkpoint to go on from" in result.stderr
@@ -519,6 +524,60 @@ def test_a_checkpoint_goes_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch)
     killed(monkeypatch, "run.toml", after=4, settings=settings)
     assert Path("elsewhere/small/latest").is_file()
     assert train("run.toml", "--resume", settings=settings).exit_code == 0
+
+
+def test_a_run_knows_its_checkpoints_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("checkpoint.folder=elsewhere",)
+    killed(monkeypatch, "run.toml", after=4, settings=settings)
+    result = train("runs/small", "--resume", settings=("checkpoint.folder=third",))
+    assert "has checkpoints in runs/small/checkpoints, and none in third/small" in result.stderr
+    result = train("runs/small", "--resume")
+    assert "goes on after step 3, from elsewhere/small/00001-step-3" in result.stdout
+    verified = CliRunner().invoke(make_app(), ["verify", "small"])
+    assert "runs/small/checkpoints/00005-step-14: checkpoint" in verified.stdout
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_place_that_takes_no_checkpoints_is_told_before_training(on_error: str) -> None:
+    Path("file").touch()
+    settings = ("checkpoint.folder=file", f"checkpoint.on_error={on_error}")
+    result = train("run.toml", settings=settings)
+    assert result.exit_code == 2
+    assert "checkpoints cannot be written to file/small: " in result.stderr
+    trained = STEPS if on_error == "continue" else 0
+    assert len(list(read_steps("runs/small"))) == trained
+
+
+def test_a_run_that_goes_on_leaves_a_checkpoint_of_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is exported of it is what it has ended with, also where that found no room."""
+    Path("run.toml").write_text(SMALL.replace("every_steps = 3", ""))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, signal.SIGTERM)
+        assert train("run.toml").exit_code == 0
+    assert train("runs/small", "--resume").exit_code == 0
+    saved = saved_in(Path("runs/small/checkpoints"))
+    assert [path.name for path in saved] == ["00001-step-4", "00002-step-14"]
+    shutil.rmtree(saved[-1])
+    export = ["export", "small", "--to", "safetensors", "--out", "tables"]
+    assert CliRunner().invoke(make_app(), export).exit_code == 0
+    key = "embedding.embedding_bags.cat_0.weight"
+    exported = load_file(f"tables/000-{key}.safetensors")[key]
+    assert same_bits(exported, model_of("small")[key])
+
+
+def test_a_run_that_goes_on_to_no_numbers_keeps_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, signal.SIGTERM)
+        assert train("run.toml").exit_code == 0
+    before = model_of("small")
+    settings = ("checkpoint.strict=false", "embedding.optimizer.lr=1e25")
+    result = train("runs/small", "--resume", settings=settings)
+    assert result.exit_code == 3, result.output
+    assert "runs/small/model stays as it was before" in result.stderr
+    after = model_of("small")
+    assert all(same_bits(before[key], after[key]) for key in before)
 
 
 def test_records_of_steps_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

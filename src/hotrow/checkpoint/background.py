@@ -22,7 +22,9 @@ from hotrow.checkpoint.model import collections_of, tables_of
 from hotrow.checkpoint.saving import (
     Piece,
     Prepared,
+    being_saved,
     end_save_before,
+    end_save_in,
     pieces_in,
     prepare,
     records_of,
@@ -65,6 +67,7 @@ def begin_checkpoint(
     """
     for each in collections_of(model).values():
         end_save_before(each)
+    end_save_in(Path(folder))
     begun = perf_counter()
     collections = list(collections_of(model).values())
     log_bytes = parse_bytes(log, total=max(10_000, sum(each.bytes_total for each in collections)))
@@ -112,6 +115,7 @@ class Save:
         """Its folder, when all of it is on the disk; raises what has kept it from there."""
         self.join()
         self._is_told = True
+        atexit.unregister(self._at_exit)
         if self.error is not None:
             raise self.error
         assert self._path is not None
@@ -122,19 +126,23 @@ class Save:
         while not self.done:
             assert self._thread is not None
             self._thread.join(0.5)  # not for ever: Ctrl-C would wait as long
-        atexit.unregister(self.join)
 
     def abandon(self) -> None:
         """Leave it, and take away what was written so far."""
         self._is_told = True
         self._stop.set()
-        atexit.unregister(self.join)
+        atexit.unregister(self._at_exit)
 
     def tell(self) -> None:
         """Warn of a failure that nobody was told."""
+        atexit.unregister(self._at_exit)
         if self.error is not None and not self._is_told:
             self._is_told = True
             warn(f"the checkpoint of step {self.step:,} was not saved: {self.error}")
+
+    def _at_exit(self) -> None:
+        self.join()
+        self.tell()  # there is no next save to do it
 
     def _start(self) -> None:
         prepared = self._prepared
@@ -152,9 +160,10 @@ class Save:
             self._end_snapshots()
             raise
         self._thread = thread
+        being_saved[prepared.root.resolve()] = self
         for each in prepared.collections:
             each.being_saved = self
-        atexit.register(self.join)
+        atexit.register(self._at_exit)
 
     def _run(self) -> None:
         _give_way()

@@ -21,15 +21,28 @@ IN_RUN = "checkpoints"  # the folder of a run's
 
 def saved_in(root: Path) -> list[Path]:
     """Whole checkpoints of a folder, oldest first."""
+    return [path for path in named_in(root) if (path / MANIFEST).is_file()]
+
+
+def named_in(root: Path) -> list[Path]:
+    """What has the name of a checkpoint, oldest first: it was whole, unless somebody took of it."""
     there = root.iterdir() if root.is_dir() else ()
-    found = [path for path in there if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    found = [path for path in there if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: number_of(path.name))
 
 
 def number_of(name: str) -> int:
+    return _numbers_of(name)[0]
+
+
+def step_of(name: str) -> int:
+    return _numbers_of(name)[1]
+
+
+def _numbers_of(name: str) -> tuple[int, int]:
     match = NAME.fullmatch(name)
     assert match is not None
-    return int(match[1])
+    return int(match[1]), int(match[2])
 
 
 def latest_in(root: Path) -> Path | None:
@@ -65,6 +78,15 @@ def put_in_place(disk: Disk, path: Path) -> None:
     disk.folder.rename(path)
     make_durable(root)
     Disk(root).write(LATEST, [path.name.encode()])
+
+
+def go_back(root: Path, step: int) -> Path | None:
+    """Let `latest` name the newest of this step or before it; None: there is none."""
+    for path in reversed(saved_in(root)):
+        if step_of(path.name) <= step:
+            Disk(root).write(LATEST, [path.name.encode()])
+            return path
+    return None
 
 
 def clean(root: Path, keep: int | None) -> None:

@@ -26,6 +26,7 @@ from hotrow.checkpoint.manifest import (
 from hotrow.checkpoint.model import collections_of, dense_state, refuse_other, rows_apart, tables_of
 from hotrow.checkpoint.parts import load_part
 from hotrow.checkpoint.random import restore_random_states
+from hotrow.checkpoint.saving import end_save_in
 from hotrow.checkpoint.tensors import (
     PIECE_BYTES,
     Section,
@@ -66,6 +67,7 @@ def load_checkpoint(
     is replaced, checksums of all but rows, too; those of rows while they are read: a ValueError
     then says so, and the model is to be loaded again. `random=False` leaves random states alone.
     """
+    end_save_in(Path(folder))
     found = Checkpoint(find_checkpoint(folder))
     found.load(model, parts, random=random)
     return Loaded(found.folder, found.step, found.state.get("extra"))

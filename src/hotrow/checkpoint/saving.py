@@ -23,13 +23,23 @@ from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_o
 from hotrow.checkpoint.random import random_states
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
-from hotrow.disk import PARTIAL, BlockSums, Digest, Disk, FileRecord, make_durable
+from hotrow.disk import (
+    PARTIAL,
+    BlockSums,
+    Digest,
+    Disk,
+    FileRecord,
+    make_durable,
+    make_folder,
+)
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.progress import bytes_bar
 from hotrow.scalars import whole
 
 SHARD_BYTES = 256 << 20
 _WRITERS = 4  # also where cores are fewer: some wait for the disk
+
+being_saved: dict[Path, Any] = {}  # by folder: the last one that was begun in the background
 
 
 def save_checkpoint(
@@ -160,12 +170,13 @@ def prepare(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
             )
         end_save_before(each)
+    end_save_in(root)
     tensors: dict[str, Tensor] = {}
     state = json.dumps(pack(_state(model, parts, extra), tensors, "state")).encode()
     dense = dense_state(model)
     if copied:
         tensors, dense = _copies(tensors), _copies(dense)
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     clean(root, keep=None)
     name = next_name(root, step)
     since = _parent(root, model, name, full_every)
@@ -179,9 +190,18 @@ def prepare(
 def end_save_before(collection: EmbeddingBagCollection) -> None:
     """One at a time."""
     before, collection.being_saved = collection.being_saved, None
-    if before is not None:
-        before.join()
-        before.tell()
+    _end(before)
+
+
+def end_save_in(root: Path) -> None:
+    """One at a time in a folder, too: the next one takes away what is not whole there."""
+    _end(being_saved.pop(root.resolve(), None))
+
+
+def _end(save: Any) -> None:
+    if save is not None:
+        save.join()
+        save.tell()
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.tables import export_tables
 from hotrow.cli._declared import Runs
-from hotrow.run.files import RUN_FILE, STEPS_FILE
+from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.resume import settings_of
 from hotrow.run.serving import export_for_serving
 from hotrow.run.trained import find_run, settings_of_record
@@ -30,8 +32,8 @@ def export(
 ) -> None:
     """Write tables, or a model that loads without hotrow.
 
-    Of a run its newest checkpoint is taken, or else its saved model. Rows pass in pieces, so that
-    tables of any size are written with little memory.
+    Of a run that has finished its model is taken, of others the newest checkpoint, or else the
+    model. Rows pass in pieces, so that tables of any size are written with little memory.
 
     **Tables** (`--to`): a file for each (npz: one for all), and `dense.safetensors`, everything
     else. `hotrow.checkpoint.tables.import_tables` reads them back into a model.
@@ -49,24 +51,37 @@ def export(
     """
     if (to is None) == (serve is None):
         raise ValueError("say what is wanted: --to safetensors, parquet or npz; or --serve FOLDER")
-    if not source.exists() and (runs / source).exists():
-        source = runs / source
+    if not source.exists():
+        source = runs / source if (runs / source).exists() else find_run(source, runs)
+    weights = _newest_of(source)
     if serve is None:
         if out is None:
             raise ValueError("say where the tables go: --out FOLDER")
-        export_tables(source, out, to=to or "")
+        export_tables(weights, out, to=to or "")
         typer.echo(f"tables written to {out}")
         return
     run = _run_of(source, runs)
     has_ended = (run / RUN_FILE).is_file()
     config = settings_of_record(run) if has_ended else settings_of(run, ())
-    export_for_serving(config, source, serve)
+    export_for_serving(config, weights, serve)
     typer.echo(f"model written to {serve}; `import serve; serve.load()` there needs no hotrow")
+
+
+def _newest_of(source: Path) -> Path:
+    """The model of a run that has finished, since its checkpoints may be of earlier steps; else
+    what it has."""
+    model = source / MODEL_FOLDER
+    with suppress(ValueError, LookupError, TypeError):
+        record = read_run(source)
+        is_last = record.outcome == "finished" and record.settings["run"]["save"]
+        if is_last and (model / MANIFEST).is_file():
+            return model
+    return source
 
 
 def _run_of(source: Path, runs: Path) -> Path:
     """The run to which a checkpoint or model belongs, whose settings say how it is built."""
-    for folder in (source, *source.resolve().parents[:2]):
+    for folder in (source, *source.absolute().parents[:2]):
         if (folder / STEPS_FILE).is_file():
             return folder
     return find_run(source, runs)

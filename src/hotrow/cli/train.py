@@ -15,6 +15,7 @@ import typer
 
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import save_model
+from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
@@ -287,8 +288,12 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
             with contextlib.suppress(OSError):  # told at the end, when it is tried again
                 finish()  # before the disk may be full
             outcome = "failed"
-            model, unsaved_model = _save(job, telling.run.folder / MODEL_FOLDER)
-            unsaved = unsaved or unsaved_model
+            place = telling.run.folder / MODEL_FOLDER
+            if _has_diverged(tally) and place.exists():
+                telling.show.warn(f"{place} stays as it was before this run went on")
+            else:
+                model, unsaved_model = _save(job, place)
+                unsaved = unsaved or unsaved_model
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
         outcome = ended
@@ -297,6 +302,8 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     except KeyboardInterrupt:
         outcome = "interrupted"
         saving.abandon()
+        if saving.last is not None:
+            raise KeyboardInterrupt(_whole(telling.run.folder, saving.last)) from None
         raise
     except Exception as error:
         saving.end()
@@ -315,7 +322,8 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
 
 def _save_last(job: Job, saving: Saving, stop: StopAfterStep) -> OSError | None:
     """A run that was stopped, or has checkpoints, leaves one of its last step."""
-    if not (job.config.checkpoint.is_on or (stop.asked and job.config.run.save)):
+    has_some = job.config.checkpoint.is_on or saving.last is not None
+    if not (has_some or (stop.asked and job.config.run.save)):
         return None
     try:
         saving.save(job.trainer.step)
@@ -326,16 +334,25 @@ def _save_last(job: Job, saving: Saving, stop: StopAfterStep) -> OSError | None:
 
 def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
     if isinstance(error, CorruptRows) and saved.step > error.since:
+        said = f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows"
+        before = go_back(saved.folder.parent, error.since)
+        if before is None:
+            return f"{said}, and there is none of step {error.since:,} or before: train anew"
         return (
-            f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows. If an "
-            f"older one lies beside it, of step {error.since:,} or before, write its name to "
-            f"{saved.folder.parent / 'latest'}; `hotrow train {folder} --resume` goes on from it"
+            f"{said}: `latest` beside it names {before.name} again, from which "
+            f"`hotrow train {folder} --resume` goes on"
         )
-    said = f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
-    said += f"`hotrow train {folder} --resume` goes on from it"
+    said = _whole(folder, saved)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         said += ", also with a smaller embedding.budget"
     return said
+
+
+def _whole(folder: Path, saved: Saved) -> str:
+    return (
+        f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
+        f"`hotrow train {folder} --resume` goes on from it"
+    )
 
 
 def _save(job: Job, folder: Path) -> tuple[Path | None, OSError | None]:

@@ -11,9 +11,11 @@ import typer
 
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import Checkpoint, SavedModel
-from hotrow.checkpoint.folder import IN_RUN, saved_in
+from hotrow.checkpoint.folder import IN_RUN, named_in
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
+from hotrow.checkpoint.manifest import NAME
 from hotrow.cli._declared import JsonFlag, Runs
+from hotrow.cli._exits import USER_ERROR
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST, read_manifest
 from hotrow.data.prepared.spool import WORK
@@ -41,7 +43,7 @@ def verify(
 
     - a run, or a folder of runs, of checkpoints or of prepared data: all that is in it
 
-    What is wrong is named, and the exit code is 2.
+    What is wrong is named, the rest is looked at all the same, and the exit code is 2.
 
     **Examples**
 
@@ -58,13 +60,21 @@ def verify(
         read_manifest(path)  # says how to go on with what was not finished
     if not found:
         raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
+    is_wrong = False
     for folder in found:
-        what = _verify(folder)
+        try:
+            what = _verify(folder)
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            is_wrong = True
+            continue
         if as_json:
             typer.echo(to_json({"event": "verified", "folder": str(folder), **asdict(what)}))
         else:
             told = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
             typer.echo(f"{told}, as written")
+    if is_wrong:
+        raise typer.Exit(USER_ERROR)
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,8 @@ def _parts(path: Path) -> Iterator[Path]:
     if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
         yield path
         return
-    yield from saved_in(path)
-    yield from saved_in(path / IN_RUN)
+    yield from named_in(path)
+    yield from named_in(path / IN_RUN)
     if (path / MODEL_FOLDER / MANIFEST).is_file():
         yield path / MODEL_FOLDER
 
@@ -92,7 +102,7 @@ def _parts_below(path: Path) -> list[Path]:
 
 def _verify(folder: Path) -> _Verified:
     """Says what it is, if nothing is wrong with it."""
-    if (folder / CHECKPOINT).is_file():
+    if (folder / CHECKPOINT).is_file() or NAME.fullmatch(folder.name):
         Checkpoint(folder).verify()
         return _counted("checkpoint", folder)
     found = read_json(folder / MANIFEST)

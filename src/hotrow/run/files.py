@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from hotrow import __version__
-from hotrow.disk import Disk
+from hotrow.disk import Disk, make_durable, make_folder
 from hotrow.manifests import read_json
 from hotrow.records import (
     ComparisonRecord,
@@ -280,13 +280,14 @@ def package_version(name: str) -> str | None:
 def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
     """`name` in `root`, or `name-2`, `name-3` ... where that is taken."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         for number in count(1):
             folder = root / (name if number == 1 else f"{name}-{number}")
             try:
                 folder.mkdir()  # fails when it exists, so two runs started at once never share one
             except FileExistsError:
                 continue
+            make_durable(root)
             return folder
     except OSError as error:
         raise ValueError(

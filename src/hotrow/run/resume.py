@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
-from hotrow.checkpoint.folder import IN_RUN, latest_in, saved_in
+from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in
 from hotrow.checkpoint.format import MANIFEST
+from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NewerFormat
 from hotrow.records import EvalRecord
 from hotrow.run import toml
@@ -99,6 +100,11 @@ def _settings_in(run: Path) -> tuple[dict[str, Any], Path]:
             errors.append(str(error))
     if errors:
         raise _none_is_whole(run / IN_RUN, errors)
+    if saved_in(run) or (run / CHECKPOINT).is_file():
+        raise ValueError(
+            f"{run} is no run: give the folder of the run that it belongs to. Of its checkpoints "
+            f"the one is taken that the file {LATEST!r} beside them names"
+        )
     raise ValueError(
         f"{run} has no checkpoint to go on from; checkpoint.every_steps = 1000 saves some"
     )
@@ -139,6 +145,11 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             warn(f"{folder} cannot be used: {error}")
             continue
         return Resumed(job, folder, tally, about["started"], resumed_after)
+    if not errors:
+        raise ValueError(
+            f"{run} has checkpoints in {run / IN_RUN}, and none in {root}, where "
+            "checkpoint.folder looks for them: leave that out, or move them there"
+        )
     raise _none_is_whole(root, errors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -15,6 +16,7 @@ from hotrow.budget import show_bytes
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.model import dense_state
+from hotrow.disk import make_folder
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
@@ -63,6 +65,23 @@ class Saving:
         self._was_told: set[str] = set()
         self._figures = {"saved": 0, "seconds": 0.0, "pause_seconds": 0.0, "waited_seconds": 0.0}
         self.root = checkpoints_of(self._section, run.folder)
+        if self._section.folder is not None:
+            self._make_elsewhere()
+
+    def _make_elsewhere(self) -> None:
+        """The run's own folder leads there, for all who know no other."""
+        try:
+            make_folder(self.root)
+        except OSError as error:  # now, and not after hours
+            message = f"checkpoints cannot be written to {self.root}: {error.strerror}"
+            if self._section.on_error == "stop":
+                raise OSError(f"{message}; give another checkpoint.folder") from error
+            self._warn(f"{message}. Training goes on, and tries again when one is due")
+        link = self._run.folder / IN_RUN
+        with suppress(OSError):  # there are checkpoints of before, or no links on this disk
+            if link.is_symlink():
+                link.unlink()
+            link.symlink_to(self.root.resolve())
 
     def after_step(self, step: int) -> None:
         """Save if it is time. What fails is told, and training goes on, unless it shall stop."""
