@@ -64,7 +64,7 @@ def simulate(
             help=f"With commas between, of {', '.join(CACHING)}; with the others no row enters or "
             f"leaves a slot. Orders of leaving other than lru's, to compare with: "
             f"{', '.join(ORDERS)}.",
-            show_default=",".join(CACHING),
+            show_default="the strategies",
         ),
     ] = ",".join(CACHING),
     depths: Annotated[
