@@ -225,3 +225,7 @@ def test_a_run_stops_and_says_what_to_go_on_from(
     jobs.clear()
     result = run(*settings, "run.name=worse", "training.verify_every=7", "checkpoint.keep=1")
     assert "and there is none of step 0 or before: train anew" in result.stderr
+    jobs.clear()
+    result = run(*settings, "run.name=late", "training.verify_every=15", "training.steps=6")
+    assert isinstance(result.exception, CorruptRows)  # at the end, before the last is saved
+    assert "at step 6" in str(result.exception)
