@@ -147,6 +147,16 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class StartRecord:
+    """What is known of a run before its first step."""
+
+    started: str
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    memory: Mapping[str, int]  # bytes of fast memory by part
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Everything about a run but its steps."""
 

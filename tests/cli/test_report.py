@@ -133,6 +133,24 @@ def test_a_run_that_did_not_end_is_drawn_as_far_as_it_came(tmp_path: Path) -> No
     assert (tmp_path / "killed" / "report.html").is_file()
 
 
+def test_a_run_that_did_not_end_tells_what_it_began_with(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs" / "second", tmp_path / "killed")
+    ended = read_run(tmp_path / "killed")
+    (tmp_path / "killed" / "run.json").unlink()
+    result = invoke("report", "first", str(tmp_path / "killed"), "--json")
+    assert result.exit_code == 0, result.output
+    killed = json.loads(result.stdout)["runs"][1]
+    assert killed["outcome"] == "not ended"
+    for name in ("started", "settings", "environment", "memory"):
+        assert killed[name] == getattr(ended, name)
+    text = invoke("report", "first", str(tmp_path / "killed"), "--text").stdout
+    assert re.search(r"embedding.strategy +lookahead +lru", text)
+    (tmp_path / "killed" / "start.json").write_text('{"format": 1, "settings": []}')
+    result = invoke("report", str(tmp_path / "killed"), "--json")
+    assert result.exit_code == 2
+    assert "start.json is damaged: settings is no table" in result.stderr
+
+
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
     (line, *_) = Path("runs/first/steps.jsonl").read_text().splitlines()
     step = json.loads(line)
@@ -185,7 +203,8 @@ def test_a_place_for_the_page_is_tried_before_runs_are_read() -> None:
 def test_many_runs_are_told_a_few_at_a_time(trained: Path, tmp_path: Path) -> None:
     for number in range(12):
         shutil.copytree(trained / "runs" / "second", tmp_path / f"run-{number}")
-    (tmp_path / "run-3" / "run.json").unlink()  # it has not ended, and nobody knows its settings
+    for file in ("run.json", "start.json"):  # of an earlier version: nobody knows its settings
+        (tmp_path / "run-3" / file).unlink()
     result = invoke("report", str(tmp_path), "--text")
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout

@@ -397,6 +397,7 @@ def test_a_disk_that_is_full_while_training_costs_steps_and_not_the_model(
     assert open_trained("small").trainer.step == 10
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_record_that_finds_no_room_costs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoRecord(Disk):
         def open(self, path: Path) -> Any:
@@ -405,6 +406,7 @@ def test_a_record_that_finds_no_room_costs_no_model(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("hotrow.run.files.Disk", NoRecord)
     result = train("run.toml")
     assert result.exit_code == 2
+    assert "warning: the disk is full: runs/small/start.json was not written" in result.stderr
     assert "error: the disk is full: runs/small/run.json was not written" in result.stderr
     assert "; the model is in runs/small/model" in result.stderr
     assert "Traceback" not in result.output

@@ -11,10 +11,12 @@ from hotrow.run.files import (
     EvalRecord,
     RunRecord,
     RunWriter,
+    StartRecord,
     StepRecord,
     Summary,
     environment,
     read_run,
+    read_start,
     read_steps,
 )
 
@@ -74,6 +76,17 @@ def test_steps_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     with RunWriter(tmp_path, name="live") as run:
         run.step(STEP)
         assert list(read_steps(run.folder)) == [STEP]
+
+
+def test_what_a_run_began_with_is_known_from_the_start_and_when_it_goes_on(tmp_path: Path) -> None:
+    start = StartRecord(RUN.started, RUN.settings, RUN.environment, RUN.memory)
+    with RunWriter(tmp_path, name="live") as run:
+        assert read_start(run.folder) is None  # as in folders of earlier versions
+        run.start(start)
+        assert read_start(run.folder) == start
+    with RunWriter.going_on(run.folder, after=0) as run:
+        run.start(replace(start, memory={"slots": 2048}))
+    assert read_start(run.folder) == replace(start, memory={"slots": 2048})
 
 
 def test_an_earlier_run_is_never_overwritten(tmp_path: Path) -> None:

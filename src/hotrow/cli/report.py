@@ -13,7 +13,7 @@ from rich.table import Table
 from hotrow.cli._declared import Runs
 from hotrow.cli._places import check_file
 from hotrow.disk import Disk
-from hotrow.records import RunRecord, Summary
+from hotrow.records import RunRecord, StartRecord, Summary
 from hotrow.report.charts import library
 from hotrow.report.curves import Curve
 from hotrow.report.page import NEEDS_PLOTLY
@@ -25,7 +25,15 @@ from hotrow.report.runs import (
     summary_cells,
     to_values,
 )
-from hotrow.run.files import RUN_FILE, STEPS_FILE, read_run, read_steps, to_dict, to_json
+from hotrow.run.files import (
+    RUN_FILE,
+    STEPS_FILE,
+    read_run,
+    read_start,
+    read_steps,
+    to_dict,
+    to_json,
+)
 from hotrow.run.tracing import TRACE_FILE, read_trace
 from hotrow.run.trained import find_run, runs_in
 
@@ -138,13 +146,15 @@ def _see(folder: Path, name: str) -> Seen:
     if not has_steps and not (folder / RUN_FILE).is_file():
         raise ValueError(f"{folder} has neither {RUN_FILE} nor {STEPS_FILE}: it is no run")
     curve = Curve.of(read_steps(folder)) if has_steps else Curve()
-    record = read_run(folder) if (folder / RUN_FILE).is_file() else _so_far(name, curve)
+    has_ended = (folder / RUN_FILE).is_file()
+    record = read_run(folder) if has_ended else _so_far(name, read_start(folder), curve)
     trace = folder / TRACE_FILE
     return Seen(name, record, curve, read_trace(trace) if trace.is_file() else ())
 
 
-def _so_far(name: str, curve: Curve) -> RunRecord:
-    """A run that has left its steps alone."""
+def _so_far(name: str, start: StartRecord | None, curve: Curve) -> RunRecord:
+    """A run that has left its steps, and what it began with."""
+    start = start or StartRecord("", {}, {}, {})
     total, nan = curve.total, float("nan")
     summary = Summary(
         steps=total.steps,
@@ -159,7 +169,9 @@ def _so_far(name: str, curve: Curve) -> RunRecord:
         fast_rows_share=nan,
         bytes_moved=total.bytes_moved,
     )
-    return RunRecord(name, "", "not ended", {}, {}, {}, summary)
+    return RunRecord(
+        name, start.started, "not ended", start.settings, start.environment, start.memory, summary
+    )
 
 
 def _values(run: Seen) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
-from hotrow.records import EvalRecord, Limit, RunRecord, TableRecord
+from hotrow.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
@@ -270,15 +270,23 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
         warn=telling.show.warn, tell=telling.show.saved,
     )  # fmt: skip
 
+    start = StartRecord(
+        started,
+        settings=asdict(job.config),
+        environment=environment(device=job.config.run.device, threads=torch.get_num_threads()),
+        memory=job.embedding.memory(),
+    )
+
     def finish() -> RunRecord:
         record = _record(
-            job, tally, telling.run.name, started, outcome, is_equal, resumed_after,
+            job, tally, telling.run.name, start, outcome, is_equal, resumed_after,
             saving.figures(),
         )  # fmt: skip
         telling.run.finish(record)
         return record
 
     try:
+        telling.run.start(start)
         _train(job, tally, telling, steps, saving)
         ended = "diverged" if _has_diverged(tally) else "finished"
         ended = "interrupted" if stop.asked else ended
@@ -456,7 +464,7 @@ def _record(
     job: Job,
     tally: Tally,
     name: str,
-    started: str,
+    start: StartRecord,
     outcome: str,
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
@@ -466,10 +474,10 @@ def _record(
     traffic = embedding.traffic()
     return RunRecord(
         name=name,
-        started=started,
+        started=start.started,
         outcome=outcome,
-        settings=asdict(job.config),
-        environment=environment(device=job.config.run.device, threads=torch.get_num_threads()),
+        settings=start.settings,
+        environment=start.environment,
         memory=embedding.memory(),
         summary=tally.summary(
             fast_rows_share=embedding.num_slots / embedding.num_rows,

@@ -304,7 +304,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 def settings_table(runs: Sequence[Seen]) -> tuple[list[list[str]], list[list[str]]]:
     """The settings in which runs differ, with a value for each run, and those that all share, with
-    one; those of a run that has not ended are not known, and differ from nobody's."""
+    one; a run of an earlier version that has not ended has none, and differs from nobody."""
     every = [settings_of(run.record) for run in runs]
     differing: list[list[str]] = []
     shared: list[list[str]] = []

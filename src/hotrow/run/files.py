@@ -1,5 +1,6 @@
 """How a run's records are written to disk, and read from there.
 
+runs/<name>/start.json    the StartRecord, for readers of a run that has not ended
 runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way; on a GPU a
                           few steps later, when the loss has arrived
 runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
@@ -40,6 +41,7 @@ from hotrow.records import (
     EvalRecord,
     Limit,
     RunRecord,
+    StartRecord,
     StepRecord,
     Summary,
     TableRecord,
@@ -50,6 +52,7 @@ from hotrow.told import many, warn
 
 FORMAT = 1
 RUN_FILE = "run.json"
+START_FILE = "start.json"
 STEPS_FILE = "steps.jsonl"
 MODEL_FOLDER = "model"
 COMPARISON_FILE = "compare.json"
@@ -113,6 +116,14 @@ class RunWriter:
     @property
     def name(self) -> str:
         return self.folder.name
+
+    def start(self, record: StartRecord) -> None:
+        """Also of a run that goes on, maybe elsewhere and with other settings."""
+        text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
+        try:
+            Disk(self.folder).write(START_FILE, [text.encode()])
+        except OSError as error:  # costs no training, as with steps
+            warn(f"{error}; until the run has ended, reports lack its settings")
 
     def step(self, record: StepRecord) -> None:
         self._arriving.add(record)
@@ -205,6 +216,23 @@ def read_run(folder: str | Path) -> RunRecord:
         return _from_dict(RunRecord, found)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def read_start(folder: str | Path) -> StartRecord | None:
+    """What the run in `folder` began with; None: an earlier version did not write it."""
+    path = Path(folder) / START_FILE
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the start of a run of format {FORMAT}")
+    for name in ("settings", "environment", "memory"):
+        if not isinstance(found.get(name), dict):
+            raise ValueError(f"{path} is damaged: {name} is no table")
+    try:
+        return _from_dict(StartRecord, found)
+    except TypeError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _end_of(file: Any, step: int) -> int:
