@@ -16,17 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import hotrow.cli.train
 from hotrow import STRATEGIES
 from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
+from hotrow.cli._show import Screen
 from hotrow.disk import Disk
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import CLICK_MODELS, load
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
+from hotrow.run.tally import Tally
 from hotrow.run.trained import open_trained
 from hotrow.trainer import Trainer
 
@@ -117,6 +120,30 @@ def test_every_kind_of_model_is_trained(kind: str) -> None:
     assert trained["kind"] == kind
     for name, default in CLICK_MODELS[kind].items():
         assert trained[name] == (list(default) if isinstance(default, tuple) else default)
+
+
+@pytest.mark.parametrize(
+    ("width", "facts"),
+    [
+        (100, "loss AUC hits link waited memory"),
+        (80, "loss AUC hits link waited"),
+        (40, "loss AUC hits"),
+    ],
+)
+def test_the_line_below_the_bar_fits_the_screen(width: int, facts: str) -> None:
+    written = io.StringIO()
+    screen = Screen()
+    screen._console = Console(file=written, width=width, force_terminal=True, color_system=None)
+    screen._memory = {"slots": 3 << 29}
+    tally = Tally()
+    for step in range(1, 20):
+        tally.add(StepRecord(step, 0.5, 32, 0.01, 100, 60, 25, 5, 1 << 26, 0, waited=0.125))
+    tally.evaluations.append(EvalRecord(step=19, samples=32, auc=0.7, log_loss=0.6))
+    with screen.progress("training", steps=20) as advance:
+        advance(tally)
+    bar, line, _ = written.getvalue().splitlines()[-3:]  # the cursor is shown again
+    assert "samples/s" in bar  # so the line below is a whole one, and not the end of a longer
+    assert [each.split()[0] for each in line.split(" · ")] == [*facts.split()]
 
 
 def test_json_gives_the_same_facts_and_no_bar() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -80,13 +81,15 @@ class Show(Protocol):
 
 
 class _View(Progress):
-    """A bar, and a line of facts below it, so that both fit 80 columns."""
+    """A bar, and below it a line of as many facts as there is room for, the first ones first."""
 
-    facts = ""
+    facts: Sequence[str] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        yield Text(self.facts, style="dim")
+        fitting = (" · ".join(self.facts[:count]) for count in range(len(self.facts), 0, -1))
+        line = next((each for each in fitting if cell_len(each) <= self.console.width), "")
+        yield Text(line, style="dim")
 
 
 class Screen:
@@ -131,11 +134,12 @@ class Screen:
         )
         task = bar.add_task(title, total=steps, speed="")
         taken = sum(self._memory.values())
-        memory = f" · memory {show_bytes(taken)}" if title == "training" else ""
+        # Last: the first to go, since it stays the same, and was told before.
+        memory = [f"memory {show_bytes(taken)}"] if title == "training" else []
 
         def advance(tally: Tally) -> None:
             speed = f"{tally.samples_per_second:,.0f} samples/s"
-            bar.facts = _facts(tally) + memory
+            bar.facts = [*_facts(tally), *memory]
             total = tally.expected or max(steps, tally.steps)
             bar.update(task, completed=tally.steps, total=total, speed=speed)
 
@@ -248,12 +252,12 @@ class JsonLines:
             typer.echo(to_json({"event": event, **facts}))
 
 
-def _facts(tally: Tally) -> str:
+def _facts(tally: Tally) -> list[str]:
     loss = [f"loss {tally.loss:.3f}"] if tally.losses else []
     auc = [] if math.isnan(tally.auc) else [f"AUC {tally.auc:.3f}"]
     waited = [] if math.isnan(tally.waited) else [f"waited {tally.waited:.0%}"]
     moved = [f"hits {tally.hit_rate:.1%}", f"link {show_bytes(tally.bytes_per_second)}/s"]
-    return " · ".join([*loss, *auc, *moved, *waited])
+    return [*loss, *auc, *moved, *waited]
 
 
 def _memory_table(memory: Mapping[str, int], *, all_rows: int) -> Table:
