@@ -1,12 +1,15 @@
 """A run's parts fit together, on a CPU and on a GPU."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from hotrow.ahead import tensors_in
 from hotrow.models import MODELS
+from hotrow.profile import save_profile
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.job import Job, all_fast, build, differences, same_bits
 
@@ -29,6 +32,23 @@ on_gpu = [
 
 def config(*overrides: str) -> RunConfig:
     return load(overrides=[*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("cat_1", "table 'cat_1' with at least 99 rows, and in this run it has 60; count those"),
+        ("shop", "table 'shop', and this run has cat_0, cat_1, cat_2; count those"),
+    ],
+)
+def test_counts_of_other_tables_are_told_with_their_folder(
+    tmp_path: Path, table: str, said: str
+) -> None:
+    counts = torch.arange(1, 101)
+    counts[-1] = 0  # a row that nobody read is not in the file
+    save_profile(tmp_path, {"cat_0": counts, table: counts})
+    with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path)!r} has counts of {said}")):
+        build(config(f"embedding.profile={tmp_path}"))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

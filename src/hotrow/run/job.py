@@ -23,6 +23,7 @@ from hotrow.run.training import known_steps, make_system, training_batches
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.strategy import STRATEGIES
 from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
+from hotrow.told import few
 from hotrow.trainer import Trainer
 
 
@@ -247,7 +248,7 @@ def _embedding(
 
 def _profile(given: bool | str, samples: Samples) -> Profile | None:
     if isinstance(given, str):
-        return load_profile(given)
+        return _profile_in(given, samples)
     profile = samples.profile if given else None
     if given and profile is None:
         raise ValueError(
@@ -255,6 +256,25 @@ def _profile(given: bool | str, samples: Samples) -> Profile | None:
             'counts, unless data.kind is "counted"; `hotrow profile` counts them'
         )
     return profile
+
+
+def _profile_in(folder: str, samples: Samples) -> Profile:
+    """Counts of other tables are refused here, where their folder is known."""
+    found = load_profile(folder)
+    remedy = "count those of this run: `hotrow profile DATA --out`"
+    for name, (rows, _) in found.items():
+        if name not in samples.tables:
+            raise ValueError(
+                f"embedding.profile = {folder!r} has counts of table {name!r}, and this run has "
+                f"{few(samples.tables)}; {remedy}"
+            )
+        counted, here = int(rows.max()) + 1 if len(rows) else 0, samples.tables[name][0]
+        if counted > here:
+            raise ValueError(
+                f"embedding.profile = {folder!r} has counts of table {name!r} with at least "
+                f"{counted:,} rows, and in this run it has {here:,}; {remedy}"
+            )
+    return found
 
 
 def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
