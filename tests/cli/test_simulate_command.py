@@ -61,6 +61,14 @@ def test_no_step_is_predicted_where_batches_are_chunked() -> None:
     assert "%" not in few_line.split("6 of 6")[1]
 
 
+@pytest.mark.parametrize(("given", "how"), [([], "guessed"), (["--dense-ms", "0.5"], "given")])
+def test_machines_are_told_what_is_a_guess(given: list[str], how: str) -> None:
+    words = ["--strategy", "lru", "--slots", "5%", "--machine", "h200", *given, "--json"]
+    code, output = run(*SMALL, *words)
+    assert code == 0
+    assert json.loads(output.splitlines()[0])["all_fast_is"] == how
+
+
 def test_machines_get_one_object_per_line() -> None:
     code, output = run(*SMALL, "--slots", "5%", "--pin", "ranks", "--json")
     assert code == 0
@@ -130,6 +138,8 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
         (["--slots", "0"], "--slots: 0 makes 0 slots; there may be 1 to 376,110"),
         (["--slots", "200%"], "--slots: 200% makes 752,220 slots; there may be 1 to 376,110"),
         (["--strategy", "lur"], "did you mean 'lru'"),
+        (["--strategy", "none"], "no strategy 'none'; simulated are uncached, static, lru"),
+        (["--strategy", "lru+nothing"], "scratchpipe, lookahead, least-frequent, random, most-"),
         (["--strategy", "all-fast"], "all-fast moves nothing"),
         (["--strategy", "lru,hybrid"], "hybrid has no slots"),
         (["--set", "embedding.budget=5%"], "embedding.budget=5%: a simulation uses [data] and"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -248,6 +249,7 @@ class _Timing:
         return {
             "machine": self.machine.name,
             "all_fast_ms": self.base.ms,
+            "all_fast_is": self.base.how,
             "step_ms": time.ms,
             "planning_ms": time.planning_ms,
             "moving_ms": time.moving_ms,
@@ -341,7 +343,15 @@ def _simulated(name: str) -> Strategy:
     """A strategy of rows: what orders samples, or leaves some out, is decided by training."""
     if found := STRATEGIES.get(name) or ORDERS.get(name):
         return found
-    named = find_named(name)
+    try:
+        named = find_named(name)
+    except ValueError:
+        known = [*CACHING, *ORDERS]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"there is no strategy {name!r}{hint}; simulated are {', '.join(known)}"
+        ) from None
     rows = named.rows.name
     told = f"; its rows follow {rows}: give --strategy {rows}" if named.rows.has_slots else ""
     raise ValueError(
