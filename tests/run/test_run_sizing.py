@@ -15,6 +15,7 @@ from hotrow.cli import make_app
 from hotrow.cost import Work
 from hotrow.profile import save_profile
 from hotrow.records import SizeRecord
+from hotrow.report.sized import page_of_size
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.run.sizing import Sizing, _timed, base_of, machine_of, size
@@ -128,6 +129,22 @@ def test_more_slots_never_fetch_more(skew: float) -> None:
         fetched = each.fetched[~np.isnan(each.fetched)]
         assert (np.diff(fetched) <= 1e-9).all(), (each.strategy.name, each.depth)
         assert fetched[-1] == 0
+
+
+def test_no_budget_is_as_large_as_what_all_rows_need(found: SizeRecord) -> None:
+    largest = max(each.budget_bytes for each in found.options)
+    assert 0.5 * found.rows_bytes < largest < found.rows_bytes == found.best[0].budget_bytes
+
+
+def test_tables_smaller_than_batches_are_all_fast(config: RunConfig) -> None:
+    config = replace(config, data=replace(config.data, rows=(50, 5)))
+    machine = machine_of("h200", config)
+    sizing = Sizing(config, machine, batches=4, warm_up=4, depths=(2,), dense_ms=0.5)
+    record = size(sizing, reach=0.9)
+    assert (record.chosen, record.best) == (record.best[0], (record.chosen,))
+    assert record.chosen.strategy == "all-fast"
+    assert "slots that are enough for batches need at least as much" in record.notes[0]
+    assert "Take all-fast" in page_of_size(record)
 
 
 def test_no_budget_is_larger_than_the_memory(config: RunConfig, sizing: Sizing) -> None:

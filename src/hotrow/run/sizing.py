@@ -362,15 +362,19 @@ def planning_ms_of(found: Simulated, machine: Machine) -> float:
 def size(sizing: Sizing, *, reach: float) -> SizeRecord:
     """The smallest budget with `reach` of all-fast's speed, of any strategy."""
     wanted = sizing.base.ms / reach
+    everything = _everything(sizing, wanted)
     options = []
     for each in sizing.planned(_worth_planning(sizing, wanted)):
         points = sizing.points(each.strategy, each.fetched, planning_ms=each.planning_ms)
-        options += [_option(sizing, each.strategy, each.depth, point, wanted) for point in points]
+        options += [
+            _option(sizing, each.strategy, each.depth, point, wanted)
+            for point in points
+            if point.budget_bytes < everything.budget_bytes  # else all-fast takes no more
+        ]
     best = [
         _best([each for each in options if each.strategy == name])
         for name in dict.fromkeys(each.strategy for each in options)
     ]
-    everything = _everything(sizing, wanted)
     chosen, notes = _choose(sizing, best, everything, reach)
     work = sizing.work(0.0)
     return SizeRecord(
@@ -457,6 +461,9 @@ def _best(options: Sequence[SizedOption]) -> SizedOption:
 def _choose(
     sizing: Sizing, best: Sequence[SizedOption], everything: SizedOption, reach: float
 ) -> tuple[SizedOption, list[str]]:
+    if not best:
+        needed = show_bytes(everything.budget_bytes)
+        return everything, [f"slots that are enough for batches need at least as much: {needed}"]
     fits = everything.budget_bytes <= sizing.most_bytes
     reaching = [each for each in best if each.reaches] + [everything] * fits
     if reaching:
