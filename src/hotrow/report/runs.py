@@ -13,6 +13,7 @@ from hotrow.report.cells import NONE
 from hotrow.report.charts import Bars, Chart, Line, Spans
 from hotrow.report.curves import Bin, Curve
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.told import many
 
 SUMMARY = (
     "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",
@@ -21,6 +22,7 @@ SUMMARY = (
 _STEPS_SHOWN = 4  # in a timeline
 _SPANS_SHOWN = 400
 _TABLES_SHOWN = 40
+_BARS_SHOWN = 160  # of all tables together, with room for each run beside the others
 _STAGES = (
     "read", "plan", "confirm", "fill", "send", "collect", "exchange", "insert", "write-back",
     "train", "evaluate",
@@ -181,13 +183,17 @@ def link_use(runs: Sequence[Seen]) -> Chart:
 
 
 def tables_hit(runs: Sequence[Seen]) -> Chart:
-    """By the lookups of the first run that has them, most first."""
+    """Those with most lookups, and of these with most different rows; runs without any of them are
+    left out."""
     known = [run for run in runs if run.record.tables]
-    lookups: dict[str, int] = {}
+    lookups: dict[str, tuple[int, int]] = {}
     for run in known:
         for name, each in run.record.tables.items():
-            lookups[name] = max(lookups.get(name, 0), each.lookups)
-    order = tuple(sorted(lookups, key=lambda name: -lookups[name])[:_TABLES_SHOWN])
+            lookups[name] = max(lookups.get(name, (0, 0)), (each.lookups, each.unique_rows))
+    is_apart = sum(len(run.record.tables) for run in known) == len(lookups)  # no two share a table
+    beside = 1 if is_apart else len(known)
+    most = min(_TABLES_SHOWN, max(1, _BARS_SHOWN // beside))
+    order = tuple(sorted(lookups, key=lookups.__getitem__, reverse=True)[:most])
     bars = tuple(
         Bars(
             run.name,
@@ -199,12 +205,14 @@ def tables_hit(runs: Sequence[Seen]) -> Chart:
             colour=runs.index(run),
         )
         for run in known
+        if not run.record.tables.keys().isdisjoint(order)
     )
     left = len(lookups) - len(order)
-    note = f"The {len(order)} tables with most lookups; {left} more are left out." if left else ""
+    shown = many(len(order), "table")
+    note = f"The {shown} with most lookups; {left:,} more left out." if left else ""
     return Chart(
         "Hit rate by table", "share of lookups", "", bars, note,
-        x_format=".0%", from_zero=True, order=order,
+        x_format=".0%", from_zero=True, order=order, is_stacked=is_apart,
     )  # fmt: skip
 
 
