@@ -261,6 +261,7 @@ def test_what_is_sampled_is_within_its_error(
         share, error = mine.coverage.share, mine.coverage.error
         assert (np.abs(share - theirs.coverage.share) <= error + 0.004).all()
         assert mine.zipf.skew == pytest.approx(theirs.zipf.skew, abs=0.05)
+        assert mine.working_sets[0] == theirs.working_sets[0]  # of a batch: counted, not estimated
         for few, all_rows in zip(mine.working_sets, theirs.working_sets, strict=True):
             assert abs(few.mean.value - all_rows.mean.value) <= few.mean.error + 1e-9
         assert mine.drift.previous == pytest.approx(theirs.drift.previous, abs=0.1)
