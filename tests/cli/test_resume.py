@@ -586,19 +586,31 @@ def test_a_run_that_goes_on_to_no_numbers_keeps_its_model(monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("always:.*is of before the run went on:UserWarning")
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_goes_on_and_saves_no_model_says_whose_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+    fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         stop_after(patch, 4, signal.SIGTERM)
         assert train("run.toml").exit_code == 0
-    result = train("runs/small", "--resume", settings=("run.save=false",))
-    assert result.exit_code == 0, result.output
-    assert "runs/small/model stays as it was before" in result.stderr
+    if fails:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 6, OSError)
+            assert train("runs/small", "--resume").exit_code == 2
+        why = "it failed, was stopped at once, or could not save it"
+    else:
+        result = train("runs/small", "--resume", settings=("run.save=false",))
+        assert result.exit_code == 0, result.output
+        assert "runs/small/model stays as it was before" in result.stderr
+        why = "run.save was false then"
     told = CliRunner().invoke(make_app(), ["evaluate", "small"])
     assert told.exit_code == 0, told.output
     assert "model is of before the run went on after step 4, and not of its end" in told.stderr
-    assert "run.save was false" in told.stderr
+    assert why in told.stderr
+    longer = ("training.epochs=3", "run.save=true")
+    assert train("runs/small", "--resume", settings=longer).exit_code == 0
+    told = CliRunner().invoke(make_app(), ["evaluate", "small"])
+    assert "is of before" not in told.stderr
 
 
 def test_a_quiet_run_that_is_stopped_says_where_it_is_saved(

@@ -70,6 +70,11 @@ def open_weights(path: str | Path) -> Weights:
             model = SavedModel(folder)
             model.verify()
             return model
+    if not _has_checkpoint(path):
+        raise ValueError(
+            f"{path} holds no checkpoint and no model; a run saves no model with run.save = false, "
+            "or where its loss becomes no number"
+        )
     return Checkpoint(find_checkpoint(path))
 
 

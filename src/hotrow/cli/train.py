@@ -273,7 +273,7 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     def finish() -> RunRecord:
         record = _record(
             job, tally, telling.run.name, started, outcome, is_equal, resumed_after,
-            saving.figures(),
+            saving.figures(), model is not None,
         )  # fmt: skip
         telling.run.finish(record)
         return record
@@ -472,6 +472,7 @@ def _record(
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
     saving: dict[str, float],
+    has_model: bool,
 ) -> RunRecord:
     embedding = job.embedding
     traffic = embedding.traffic()
@@ -491,6 +492,7 @@ def _record(
         data=job.samples.described(),
         resumed_after=resumed_after,
         saving=saving,
+        has_model=has_model,
         system=record_of(job.trainer.system),
         told=told_of(job.trainer.system),
         tables={

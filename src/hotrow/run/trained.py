@@ -113,14 +113,20 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
             f"{folder} has no model: it was trained with run.save = false, failed, or could not "
             "save it. Train it again"
         )
-    is_saved = record.settings.get("run", {}).get("save", True)
-    if record.resumed_after and (has_diverged or not is_saved):
-        why = "its loss or its weights became no numbers" if has_diverged else "run.save was false"
+    if record.resumed_after and record.has_model is False:
         warn(
             f"{place} is of before the run went on after step {record.resumed_after[-1]:,}, and "
-            f"not of its end: {why} then"
+            f"not of its end: {_why_not_saved(record)}"
         )
     return SavedModel(place)
+
+
+def _why_not_saved(record: RunRecord) -> str:
+    if record.outcome == "diverged":
+        return "its loss or its weights became no numbers"
+    if not record.settings.get("run", {}).get("save", True):
+        return "run.save was false then"
+    return "it failed, was stopped at once, or could not save it"
 
 
 def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
