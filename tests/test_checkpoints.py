@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding
 from hotrow.changed import ChangedRows
 from hotrow.checkpoint import Checkpoint
-from hotrow.checkpoint.folder import latest_in, saved_in
+from hotrow.checkpoint.folder import Lock, clean, latest_in, named_in, saved_in
 from hotrow.checkpoint.random import random_states, restore_random_states
 from hotrow.data import ClickBatch
 from hotrow.device_rows import DeviceRows
@@ -389,6 +390,77 @@ def test_old_ones_are_removed_and_the_latest_never(tmp_path: Path) -> None:
     (tmp_path / "00009-step-9.partial").mkdir()
     loop.save(tmp_path, 5, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00006-step-5", "latest"]
+
+
+def test_one_without_its_manifest_goes_when_a_whole_one_would(tmp_path: Path) -> None:
+    loop = Loop()
+    for step in range(3):
+        manifest = loop.save(tmp_path, step) / "checkpoint.json"
+        if step < 2:
+            manifest.unlink()
+    loop.save(tmp_path, 3, keep=3)  # whole, the second one would stay
+    assert len(named_in(tmp_path)) == 4
+    (tmp_path / "00004-step-3" / "checkpoint.json").unlink()
+    loop.save(tmp_path, 4, keep=2)
+    left = ["00003-step-2", "00004-step-3", "00005-step-4"]
+    assert [path.name for path in named_in(tmp_path)] == left
+    loop.save(tmp_path, 5, keep=1)
+    assert [path.name for path in named_in(tmp_path)] == ["00006-step-5"]
+
+
+def test_a_parent_without_its_manifest_stays_with_its_children(tmp_path: Path) -> None:
+    loop = Loop()
+    parent, child = (loop.save(tmp_path, step, full_every=9) for step in range(2))
+    (parent / "checkpoint.json").unlink()  # which somebody may put back
+    clean(tmp_path, keep=1)
+    assert named_in(tmp_path) == [parent, child]
+
+
+def test_one_process_saves_into_a_folder_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop()
+    loop.save(tmp_path, 0)
+    others = tmp_path / "00002-step-9.partial"
+    others.mkdir()
+    lock = Lock(tmp_path)
+    for save in (hotrow.save_checkpoint, hotrow.begin_checkpoint):
+        with pytest.raises(OSError, match=r"another process is saving a checkpoint in .*let one"):
+            save(tmp_path, loop.model, step=1)
+    assert others.is_dir()
+    lock.release()
+    with monkeypatch.context() as patch:  # what fails lets others save
+        patch.setattr(saving, "next_name", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as failed:
+            loop.save(tmp_path, 1)
+    loop.save(tmp_path, 1)
+    assert failed.value is not None  # with the frames in which it was raised
+    assert not others.exists()
+    hotrow.begin_checkpoint(tmp_path, loop.model, step=2).wait()
+    Lock(tmp_path).release()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_unlock_a_folder(tmp_path: Path) -> None:
+    lock = Lock(tmp_path)
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(OSError, match="another process"):
+        Lock(tmp_path)
+    lock.release()
+
+
+def test_a_folder_that_knows_no_locks_is_saved_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert Loop().save(tmp_path, 1).is_dir()
 
 
 def test_names_of_new_folders_are_on_the_disk(

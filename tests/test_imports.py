@@ -63,6 +63,7 @@ LAYERS = [
     {
         "clock",
         "disk",
+        "forks",
         "forms",
         "hashing",
         "kernels",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from hotrow import schedule
 from hotrow.batch import BadId, KeyedJaggedTensor
 from hotrow.clock import Clock
 from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.forks import bind_to_this_process
 from hotrow.interrupt import Standing, uninterrupted
 from hotrow.lanes import Lanes, Mark, Name
 from hotrow.parts import Parted, Split
@@ -97,6 +99,8 @@ class Ahead:
         self._step = step
         self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
+        self._owner = os.getpid()
+        bind_to_this_process(self)
         self.clock = Clock()
         self._running: Generator[Ticket, None, None] | None = None
         self._model, self._unplanned = model, 0  # batches one after the other, in eval() mode
@@ -171,7 +175,10 @@ class Ahead:
         return self._last.loader_state
 
     def close(self) -> None:
-        """Finish what was planned; batches read ahead are dropped."""
+        """Finish what was planned; batches read ahead are dropped. In a forked child, which has
+        neither rows nor threads, nothing is done."""
+        if os.getpid() != self._owner:
+            return
         running, self._running = self._running, None
         if running is None:
             return

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hotrow.budget import show_bytes
+from hotrow.forks import bind_to_this_process
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 
@@ -87,6 +88,7 @@ def _own_mapping(num_floats: int) -> np.ndarray:
     memory = mmap.mmap(-1, max(1, num_floats * 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
+        bind_to_this_process(memory)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             # Measured: touched and locked in half the time.

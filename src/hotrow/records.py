@@ -178,6 +178,8 @@ class RunRecord:
     # Checkpoints that its last process has saved, their seconds, and of training those in which it
     # stood still for their begin or waited for the disk. Empty: none.
     saving: Mapping[str, float] = field(default_factory=dict)
+    # Whether the model beside it is of its end, and not of before it went on; None: not known.
+    has_model: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotrow.changed import TouchedRows
+from hotrow.forks import bind_to_this_process
 from hotrow.host_memory import check_fits
 from hotrow.snapshot import Snapshot
 from hotrow.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
@@ -80,6 +81,7 @@ def host_rows(num_rows: int, width: int) -> Tensor:
     memory = mmap.mmap(-1, max(1, num_rows * width * 4))
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
+        bind_to_this_process(memory)
     return torch.frombuffer(memory, dtype=torch.float32, count=num_rows * width).view(-1, width)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -134,6 +135,27 @@ def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
             import_tables(folder / name, model)
     with pytest.raises(ValueError, match="tables are written as safetensors, parquet, npz"):
         export_tables("runs/small", folder / "x", to="csv")
+
+
+@pytest.mark.parametrize("spoilt", ["bottom.0.weight", "embedding.embedding_bags.cat_1.weight"])
+def test_weights_that_are_no_numbers_are_not_exported(spoilt: str) -> None:
+    trained()
+    job = open_trained("small")
+    if spoilt.startswith("bottom"):
+        job.model.state_dict()[spoilt][0] = torch.nan
+    else:
+        rows = torch.zeros(1, 4)
+        rows[0, 2] = torch.inf
+        job.embedding.load_weights("cat_1", 7, rows)
+    shutil.rmtree("runs/small/model")
+    hotrow.save_model("runs/small/model", job.model)
+    told = spoilt if spoilt.startswith("bottom") else f"row 7 of {spoilt}"
+    for where in (("--to", "npz", "--out", "out"), ("--serve", "out")):
+        result = command("export", "small", *where)
+        assert result.exit_code == 2, result.output
+        assert f"runs/small/model: {told} holds values that are no numbers" in result.stderr
+        assert "Take an earlier checkpoint" in result.stderr
+        assert not any(Path("out").rglob("*"))
 
 
 @pytest.mark.parametrize("to", ["parquet", "npz"])

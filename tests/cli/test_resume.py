@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
+from hotrow.checkpoint.tables import export_tables
 from hotrow.cli import make_app
 from hotrow.data import SyntheticClicks
 from hotrow.disk import Disk
@@ -471,6 +472,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(monkeypatch: pytest.Mo
     result = train("run.toml", "--resume")
     assert result.exit_code == 0, result.output
     assert "00002-step-6 cannot be used" in result.stderr
+    assert "load another" not in result.stderr
     assert "goes on after step 3" in result.stdout
     assert same_end("small", "whole")
 
@@ -562,9 +564,11 @@ def test_a_run_that_goes_on_leaves_a_checkpoint_of_its_end(
     shutil.rmtree(saved[-1])
     export = ["export", "small", "--to", "safetensors", "--out", "tables"]
     assert CliRunner().invoke(make_app(), export).exit_code == 0
+    export_tables("runs/small", "by-python")
     key = "embedding.embedding_bags.cat_0.weight"
-    exported = load_file(f"tables/000-{key}.safetensors")[key]
-    assert same_bits(exported, model_of("small")[key])
+    for folder in ("tables", "by-python"):
+        exported = load_file(f"{folder}/000-{key}.safetensors")[key]
+        assert same_bits(exported, model_of("small")[key])
 
 
 def test_a_run_that_goes_on_to_no_numbers_keeps_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,8 +580,47 @@ def test_a_run_that_goes_on_to_no_numbers_keeps_its_model(monkeypatch: pytest.Mo
     result = train("runs/small", "--resume", settings=settings)
     assert result.exit_code == 3, result.output
     assert "runs/small/model stays as it was before" in result.stderr
-    after = model_of("small")
+    with pytest.warns(UserWarning, match="is of before the run went on after step 4, and not of"):
+        after = model_of("small")
     assert all(same_bits(before[key], after[key]) for key in before)
+
+
+@pytest.mark.filterwarnings("always:.*is of before the run went on:UserWarning")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_goes_on_and_saves_no_model_says_whose_is_there(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, signal.SIGTERM)
+        assert train("run.toml").exit_code == 0
+    if fails:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 6, OSError)
+            assert train("runs/small", "--resume").exit_code == 2
+        why = "it failed, was stopped at once, or could not save it"
+    else:
+        result = train("runs/small", "--resume", settings=("run.save=false",))
+        assert result.exit_code == 0, result.output
+        assert "runs/small/model stays as it was before" in result.stderr
+        why = "run.save was false then"
+    told = CliRunner().invoke(make_app(), ["evaluate", "small"])
+    assert told.exit_code == 0, told.output
+    assert "model is of before the run went on after step 4, and not of its end" in told.stderr
+    assert why in told.stderr
+    longer = ("training.epochs=3", "run.save=true")
+    assert train("runs/small", "--resume", settings=longer).exit_code == 0
+    told = CliRunner().invoke(make_app(), ["evaluate", "small"])
+    assert "is of before" not in told.stderr
+
+
+def test_a_quiet_run_that_is_stopped_says_where_it_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_after(monkeypatch, 4, signal.SIGTERM)
+    result = train("run.toml", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert "checkpoint of step 4 in runs/small/checkpoints/00002-step-4; " in result.stderr
+    assert "checkpoint of" not in result.stdout
 
 
 def test_records_of_steps_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

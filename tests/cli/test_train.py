@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -582,6 +583,36 @@ def test_a_loss_that_is_no_number_ends_a_run() -> None:
     first = next(step for step, loss in enumerate(losses, 1) if loss is None or loss != loss)
     assert f"warning: the loss is no number since step {first}, " in result.stderr
     assert len(losses) == first
+    assert "the model is not saved: its loss is no number" in result.stderr
+    assert not Path("runs/small/model").exists()
+    told = CliRunner().invoke(make_app(), ["evaluate", "small"])
+    assert told.exit_code == 2
+    assert "has no model: its loss or its weights became no numbers. Train it" in told.stderr
+    told = CliRunner().invoke(make_app(), ["export", "small", "--to", "npz", "--out", "tables"])
+    assert told.exit_code == 2
+    assert "runs/small holds no checkpoint and no model; a run saves no model with" in told.stderr
+
+
+def test_weights_that_the_last_step_has_spoilt_are_not_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last loss is that of the weights before it."""
+    real = Job.train
+
+    def train_badly(self: Job) -> Iterator[StepRecord]:
+        for record in real(self):
+            if record.step == 2:
+                with torch.no_grad():
+                    next(self.model.parameters())[0] = torch.nan
+            yield record
+
+    monkeypatch.setattr(Job, "train", train_badly)
+    settings = ("training.steps=2", "training.check_equality=false")
+    result = train("run.toml", *(word for each in settings for word in ("--set", each)))
+    assert result.exit_code == 3, result.output
+    assert "the model is not saved: bottom.0.weight holds values that are no" in result.stderr
+    assert read_run("runs/small").outcome == "diverged"
+    assert not Path("runs/small/model").exists()
 
 
 def test_a_last_evaluation_that_fails_takes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:

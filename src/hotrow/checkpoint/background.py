@@ -158,6 +158,7 @@ class Save:
             thread.start()
         except BaseException:
             self._end_snapshots()
+            prepared.lock.release()
             raise
         self._thread = thread
         being_saved[prepared.root.resolve()] = self

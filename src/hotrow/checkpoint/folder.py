@@ -8,7 +8,10 @@ A folder has its name when it is whole; `latest` names one, and is replaced afte
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +20,35 @@ from hotrow.disk import PARTIAL, Disk, make_durable
 
 LATEST = "latest"
 IN_RUN = "checkpoints"  # the folder of a run's
+
+
+class Lock:
+    """Of a folder while somebody saves there: another process would take away what is not whole.
+
+    It is the folder's own, so that no file is left; with the process it goes in any case. Where a
+    file system has no such locks, nobody is refused.
+    """
+
+    def __init__(self, root: Path) -> None:
+        handle = os.open(root, os.O_RDONLY)
+        self.release = weakref.finalize(self, _unlock, handle, os.getpid())
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise OSError(
+                f"another process is saving a checkpoint in {root}: let one of them save, or give "
+                "each a folder of its own"
+            ) from None
+        except OSError:
+            pass
+
+
+def _unlock(handle: int, owner: int) -> None:
+    if os.getpid() == owner:  # and no forked child, which has the same lock
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def saved_in(root: Path) -> list[Path]:
@@ -92,21 +124,24 @@ def go_back(root: Path, step: int) -> Path | None:
 def clean(root: Path, keep: int | None) -> None:
     """Remove what died while it was made, and all but the newest `keep` checkpoints.
 
-    The latest stays, and so do parents of those that stay.
+    The latest stays, and so do parents of those that stay. One whose manifest somebody took counts
+    as none, and goes when a whole one of its age would.
     """
     for path in root.glob(f"*{PARTIAL}"):
         if NAME.match(path.name) and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
     if keep is None:
         return
-    found = saved_in(root)
-    latest = latest_in(root)
-    staying = {path.name for path in found[-keep:]} | ({latest.name} if latest else set())
-    for path in reversed(found):  # a parent is older
+    newest, latest = saved_in(root)[-keep:], latest_in(root)
+    staying = {path.name for path in newest} | ({latest.name} if latest else set())
+    for path in reversed(named_in(root)):  # a parent is older
         if path.name in staying:
-            with suppress(ValueError):
+            with suppress(ValueError, OSError):
                 parent = read_manifest(path).parent
                 staying |= {parent.name} if parent is not None else set()
+            continue
+        is_old = len(newest) == keep and number_of(path.name) < number_of(newest[0].name)
+        if not is_old or not path.is_dir() or path.is_symlink():
             continue
         beside = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # what cannot be removed costs room, and no more

@@ -48,6 +48,17 @@ Take = Callable[[int, Tensor], object]  # rows from a number on
 TakeSome = Callable[[Tensor, Tensor], object]  # row numbers, and those rows
 
 
+class RowsReplaced(ValueError):
+    """A checkpoint was found to be damaged when some of its rows were in their places."""
+
+    def __init__(self, why: ValueError) -> None:
+        super().__init__(
+            f"{why}. Some rows were replaced before this was found: load another checkpoint before "
+            "going on"
+        )
+        self.why = why
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What a checkpoint says beside what it has put in place."""
@@ -196,10 +207,7 @@ class Checkpoint:
             try:
                 self._each_shard("loading a checkpoint", load)
             except ValueError as error:
-                raise ValueError(
-                    f"{error}. Some rows were replaced before this was found: load another "
-                    "checkpoint before going on"
-                ) from None
+                raise RowsReplaced(error) from None
 
     def _each_shard(self, title: str, work: Callable[[_Link, TableRecord, Shard], None]) -> None:
         """In threads; those of a parent before those of its children."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint import manifest as records
-from hotrow.checkpoint.folder import clean, next_name, number_of, put_in_place, saved_in
+from hotrow.checkpoint.folder import Lock, clean, next_name, number_of, put_in_place, saved_in
 from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, read_manifest
 from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
 from hotrow.checkpoint.random import random_states
@@ -63,6 +63,7 @@ def save_checkpoint(
 
     A checkpoint has its name, and `latest` names it, when all of it is on the disk; a failure takes
     away what it has written, and leaves those before. Then all but the newest `keep` are removed.
+    While another process saves into the same folder, an OSError says so.
     With `full_every=10`, one in ten holds all rows, and the others those that this process has
     written since then, where the strategy can tell (static-hybrid cannot): by a bit for each row,
     on the host and in a device's memory beside the budget. Beside those and the rows' own memory a
@@ -78,6 +79,7 @@ class Prepared:
     """A checkpoint of which all but rows is known, and in memory."""
 
     root: Path
+    lock: Lock  # of the root, until all is written
     name: str
     model: nn.Module
     step: int
@@ -106,6 +108,12 @@ class Prepared:
 
     def write(self, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Path:
         """All files, and then the folder's name; `rows` writes those of tables."""
+        try:
+            return self._write_folder(rows)
+        finally:
+            self.lock.release()
+
+    def _write_folder(self, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Path:
         disk, path = Disk(self.root / (self.name + PARTIAL)), self.root / self.name
         try:
             manifest = self._write(disk, rows)
@@ -177,13 +185,20 @@ def prepare(
     if copied:
         tensors, dense = _copies(tensors), _copies(dense)
     make_folder(root)
-    clean(root, keep=None)
-    name = next_name(root, step)
-    since = _parent(root, model, name, full_every)
-    for each in collections_of(model).values():
-        each.settle()
-    found = Prepared(root, name, model, step, keep, full_every, since, dense, state, tensors)
-    found.note_changes()
+    lock = Lock(root)
+    try:
+        clean(root, keep=None)
+        name = next_name(root, step)
+        since = _parent(root, model, name, full_every)
+        for each in collections_of(model).values():
+            each.settle()
+        found = Prepared(
+            root, lock, name, model, step, keep, full_every, since, dense, state, tensors
+        )
+        found.note_changes()
+    except BaseException:
+        lock.release()
+        raise
     return found
 
 

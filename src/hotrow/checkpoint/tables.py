@@ -28,11 +28,12 @@ from hotrow.checkpoint.loading import Checkpoint
 from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.disk import Disk
+from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.told import few
 
 TABLES = "tables.npz"
-MODEL = "model"  # the folder of a run's
+MODEL, RECORD = "model", "run.json"  # a run's
 _HEADER_BYTES = 1 << 16  # of an array, more than any has
 Pieces = Iterator[tuple[int, Tensor]]  # (first row, [n, dim])
 
@@ -59,14 +60,30 @@ class Weights(Protocol):
 
 
 def open_weights(path: str | Path) -> Weights:
-    """A checkpoint, a model, or a run's: its newest checkpoint, or else its model."""
+    """A checkpoint, a model, or a run's: of one that has finished its model, since checkpoints may
+    be of earlier steps; of others the newest checkpoint, or else the model."""
     path = Path(path)
+    if _has_saved_its_end(path):
+        path = path / MODEL
     for folder in (path, path / MODEL):
         if (folder / MANIFEST).is_file() and not _has_checkpoint(path):
             model = SavedModel(folder)
             model.verify()
             return model
+    if not _has_checkpoint(path):
+        raise ValueError(
+            f"{path} holds no checkpoint and no model; a run saves no model with run.save = false, "
+            "or where its loss becomes no number"
+        )
     return Checkpoint(find_checkpoint(path))
+
+
+def _has_saved_its_end(run: Path) -> bool:
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        record = read_json(run / RECORD)
+        is_last = record["outcome"] == "finished" and record["settings"]["run"]["save"]
+        return bool(is_last) and (run / MODEL / MANIFEST).is_file()
+    return False
 
 
 def _has_checkpoint(path: Path) -> bool:
@@ -77,12 +94,35 @@ def _has_checkpoint(path: Path) -> bool:
 
 # -- out -------------------------------------------------------------------------------
 
+_NO_NUMBERS = (
+    "values that are no numbers, as training that diverges leaves them; nothing was exported. Take "
+    "an earlier checkpoint, or train again with lower learning rates"
+)
+
+
+def dense_numbers(weights: Weights) -> Mapping[str, Tensor]:
+    """All but rows; an error where one is NaN. Infinity may be meant, as in a mask."""
+    for key, each in weights.dense.items():
+        if each.is_floating_point() and bool(each.isnan().any()):
+            raise ValueError(f"{weights.folder}: {key} holds {_NO_NUMBERS}")
+    return weights.dense
+
+
+def row_numbers(weights: Weights, table: AnyTable) -> Pieces:
+    """The rows of a table; an error at the first that is no number."""
+    for first, rows in weights.weights(table.key):
+        if not bool(rows.isfinite().all()):
+            row = first + int((~rows.isfinite().all(1)).nonzero()[0])
+            raise ValueError(f"{weights.folder}: row {row:,} of {table.key} holds {_NO_NUMBERS}")
+        yield first, rows
+
 
 def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetensors") -> None:
     """Write the tables of a checkpoint, model or run as files that need no hotrow.
 
     `to` is "safetensors", "parquet" or "npz". The folder must be empty or new; a failure leaves
-    nothing in it.
+    nothing in it, and so do weights that are no numbers. Of a run that has finished its model is
+    taken, of others the newest checkpoint, or else the model.
     """
     if to not in _WRITERS:
         raise ValueError(f"tables are written as {', '.join(_WRITERS)}, not as {to!r}")
@@ -99,14 +139,14 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
 
 
 def _export(weights: Weights, folder: Path, to: str) -> None:
-    Disk(folder).write(DENSE, packed(weights.dense))
+    Disk(folder).write(DENSE, packed(dense_numbers(weights)))
     total, done = sum(4 * each.rows * each.dim for each in weights.tables), 0
 
     with bytes_bar("exporting") as advance:
 
         def counted(table: AnyTable) -> Pieces:
             nonlocal done
-            for first, piece in weights.weights(table.key):
+            for first, piece in row_numbers(weights, table):
                 yield first, piece
                 done += 4 * piece.numel()
                 advance(done, total)

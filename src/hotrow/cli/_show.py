@@ -167,6 +167,8 @@ class Screen:
             table.add_row(key, value)
         self._console.print(table)
         if self._quiet:
+            if saved is not None and record.outcome == "interrupted":
+                typer.echo(_where(saved, record, folder), err=True)
             return
         self._console.print(f"written to {folder}; hotrow report {folder} draws it", soft_wrap=True)
         if (trace := folder / TRACE_FILE).is_file():
@@ -176,10 +178,13 @@ class Screen:
             told = f"model saved to {model}; hotrow evaluate {folder} reads it"
             self._console.print(told, soft_wrap=True)
         if saved is not None:
-            told = f"checkpoint of step {saved.step:,} in {saved.folder}"
-            if record.outcome != "finished":
-                told += f"; hotrow train {folder} --resume goes on from it"
-            self._console.print(told, soft_wrap=True)
+            self._console.print(_where(saved, record, folder), soft_wrap=True)
+
+
+def _where(saved: Saved, record: RunRecord, folder: Path) -> str:
+    told = f"checkpoint of step {saved.step:,} in {saved.folder}"
+    goes_on = f"; hotrow train {folder} --resume goes on from it"
+    return told if record.outcome == "finished" else told + goes_on
 
 
 class JsonLines:

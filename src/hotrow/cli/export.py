@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.tables import export_tables
 from hotrow.cli._declared import Runs
-from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
+from hotrow.run.files import RUN_FILE, STEPS_FILE
 from hotrow.run.resume import settings_of
 from hotrow.run.serving import export_for_serving
 from hotrow.run.trained import find_run, settings_of_record
@@ -33,7 +31,8 @@ def export(
     """Write tables, or a model that loads without hotrow.
 
     Of a run that has finished its model is taken, of others the newest checkpoint, or else the
-    model. Rows pass in pieces, so that tables of any size are written with little memory.
+    model. Rows pass in pieces, so that tables of any size are written with little memory. Weights
+    that are no numbers are refused.
 
     **Tables** (`--to`): a file for each (npz: one for all), and `dense.safetensors`, everything
     else. `hotrow.checkpoint.tables.import_tables` reads them back into a model.
@@ -53,30 +52,17 @@ def export(
         raise ValueError("say what is wanted: --to safetensors, parquet or npz; or --serve FOLDER")
     if not source.exists():
         source = runs / source if (runs / source).exists() else find_run(source, runs)
-    weights = _newest_of(source)
     if serve is None:
         if out is None:
             raise ValueError("say where the tables go: --out FOLDER")
-        export_tables(weights, out, to=to or "")
+        export_tables(source, out, to=to or "")
         typer.echo(f"tables written to {out}")
         return
     run = _run_of(source, runs)
     has_ended = (run / RUN_FILE).is_file()
     config = settings_of_record(run) if has_ended else settings_of(run, ())
-    export_for_serving(config, weights, serve)
+    export_for_serving(config, source, serve)
     typer.echo(f"model written to {serve}; `import serve; serve.load()` there needs no hotrow")
-
-
-def _newest_of(source: Path) -> Path:
-    """The model of a run that has finished, since its checkpoints may be of earlier steps; else
-    what it has."""
-    model = source / MODEL_FOLDER
-    with suppress(ValueError, LookupError, TypeError):
-        record = read_run(source)
-        is_last = record.outcome == "finished" and record.settings["run"]["save"]
-        if is_last and (model / MANIFEST).is_file():
-            return model
-    return source
 
 
 def _run_of(source: Path, runs: Path) -> Path:

@@ -32,7 +32,7 @@ from hotrow.run.named import find_named
 from hotrow.run.outcome import record_of, told_of
 from hotrow.run.resume import Resumed, find_run_to_resume, has_ended, settings_of
 from hotrow.run.resume import resume as go_on
-from hotrow.run.saving import Saved, Saving
+from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
 from hotrow.shadow import CorruptRows, Shadow
@@ -280,7 +280,7 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     def finish() -> RunRecord:
         record = _record(
             job, tally, telling.run.name, start, outcome, is_equal, resumed_after,
-            saving.figures(),
+            saving.figures(), model is not None,
         )  # fmt: skip
         telling.run.finish(record)
         return record
@@ -288,20 +288,23 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
     try:
         telling.run.start(start)
         _train(job, tally, telling, steps, saving)
-        ended = "diverged" if _has_diverged(tally) else "finished"
+        why_not = _why_no_model(job, tally)
+        ended = "finished" if why_not is None else "diverged"
         ended = "interrupted" if stop.asked else ended
+        place = telling.run.folder / MODEL_FOLDER
         unsaved = _save_last(job, saving, stop)
         if job.config.run.save:  # first: whatever fails from here on, what was trained is kept
             outcome = "interrupted"  # if nobody gets any further
             with contextlib.suppress(OSError):  # told at the end, when it is tried again
                 finish()  # before the disk may be full
             outcome = "failed"
-            place = telling.run.folder / MODEL_FOLDER
-            if _has_diverged(tally) and place.exists():
-                telling.show.warn(f"{place} stays as it was before this run went on")
-            else:
+            if why_not is None:
                 model, unsaved_model = _save(job, place)
                 unsaved = unsaved or unsaved_model
+            else:
+                telling.show.warn(f"the model is not saved: {why_not}")
+        if place.exists() and not (job.config.run.save and why_not is None):
+            telling.show.warn(f"{place} stays as it was before this run went on")
         if not stop.asked:
             _evaluate(job, tally, telling, at_end=True)
         outcome = ended
@@ -430,6 +433,14 @@ def _has_diverged(tally: Tally) -> bool:
     return bool(tally.losses) and math.isnan(tally.loss)
 
 
+def _why_no_model(job: Job, tally: Tally) -> str | None:
+    """None: nothing is wrong with it."""
+    if _has_diverged(tally):
+        return "its loss is no number"
+    name = not_finite(job)  # the loss of the last step is that of weights before it
+    return None if name is None else f"{name} holds values that are no numbers"
+
+
 def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
     """Whether the last `patience` evaluations were no better than the best one before them."""
     if patience is None or len(evaluations) <= patience:
@@ -469,6 +480,7 @@ def _record(
     is_equal: bool | None,
     resumed_after: tuple[int, ...],
     saving: dict[str, float],
+    has_model: bool,
 ) -> RunRecord:
     embedding = job.embedding
     traffic = embedding.traffic()
@@ -488,6 +500,7 @@ def _record(
         data=job.samples.described(),
         resumed_after=resumed_after,
         saving=saving,
+        has_model=has_model,
         system=record_of(job.trainer.system),
         told=told_of(job.trainer.system),
         tables={

@@ -15,6 +15,7 @@ from torch import Tensor
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in
 from hotrow.checkpoint.format import MANIFEST
+from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NewerFormat
 from hotrow.records import EvalRecord
@@ -141,8 +142,10 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
                 tally = _tally(run, about, found.step, warn)
                 resumed_after = (*about["resumed_after"], found.step)
         except ValueError as error:
-            errors.append(str(error))
-            warn(f"{folder} cannot be used: {error}")
+            # The next one is for a job of its own, in which no row was replaced.
+            why = error.why if isinstance(error, RowsReplaced) else error
+            errors.append(str(why))
+            warn(f"{folder} cannot be used: {why}")
             continue
         return Resumed(job, folder, tally, about["started"], resumed_after)
     if not errors:

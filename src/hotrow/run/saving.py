@@ -131,7 +131,7 @@ class Saving:
         self._tally.finish()
         if math.isnan(self._tally.loss):
             return
-        if (name := _not_finite(self._job)) is not None:  # the loss of the next step will tell
+        if (name := not_finite(self._job)) is not None:  # the loss of the next step will tell
             self._warn(
                 f"the checkpoint of step {step:,} was not saved: {name} holds values that are no "
                 f"numbers; {self._kept()}"
@@ -245,7 +245,7 @@ class Saving:
         }
 
 
-def _not_finite(job: Job) -> str | None:
+def not_finite(job: Job) -> str | None:
     """A dense weight that is no number. The loss of a step is that of weights before it."""
     for name, each in dense_state(job.model).items():
         if each.is_floating_point() and not bool(each.isfinite().all()):

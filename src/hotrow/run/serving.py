@@ -11,19 +11,21 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotrow.checkpoint.tables import Weights, open_weights
+from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
 from hotrow.checkpoint.tensors import head, packed, pieces_of
 from hotrow.disk import Disk
 from hotrow.models import MODELS, layers
 from hotrow.run import _served
 from hotrow.run.config import RunConfig
 from hotrow.run.job import open_data, tables_of
+from hotrow.run.source import Samples
 
 
 def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path) -> None:
@@ -31,6 +33,14 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
     folder, weights, samples = Path(folder), open_weights(source), open_data(config)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; give another folder, or empty it")
+    try:
+        _export(config, weights, samples, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # half a model serves nobody
+        raise
+
+
+def _export(config: RunConfig, weights: Weights, samples: Samples, folder: Path) -> None:
     disk, model = Disk(folder), MODELS[config.model.kind]
     tables = []
     for number, (table, saved) in enumerate(
@@ -41,7 +51,7 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
         about = {key: getattr(table, key) for key in ("name", "embedding_dim", "pooling")}
         about |= {"feature_names": list(table.feature_names), "padding_idx": table.padding_idx}
         tables.append(about | {"file": file})
-    disk.write("dense.safetensors", packed(weights.dense))
+    disk.write("dense.safetensors", packed(dense_numbers(weights)))
     facts = {
         "model": model.__name__,
         "num_dense": samples.num_dense,
@@ -54,7 +64,7 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
 
 def _table(weights: Weights, table: Any) -> Iterator[bytes | memoryview]:
     yield head({"weight": (torch.float32, [table.rows, table.dim])}, {})
-    for _, piece in weights.weights(table.key):
+    for _, piece in row_numbers(weights, table):
         yield from pieces_of(piece)
 
 

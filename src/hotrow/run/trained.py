@@ -19,7 +19,7 @@ from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
 from hotrow.sizing import AUTO
-from hotrow.told import few
+from hotrow.told import few, warn
 
 
 def open_trained(
@@ -40,7 +40,7 @@ def open_trained(
     config = _settings(record, folder, data, overrides)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    saved = _saved(folder)
+    saved = _saved(folder, record)
     samples = _open_data(config, data)
     _refuse_other_data(record, samples, config)
     saved.verify()
@@ -101,13 +101,32 @@ def _settings(
     return toml.build(RunConfig, found, where=where, section="")
 
 
-def _saved(folder: Path) -> SavedModel:
-    if not (folder / MODEL_FOLDER).is_dir():
+def _saved(folder: Path, record: RunRecord) -> SavedModel:
+    place, has_diverged = folder / MODEL_FOLDER, record.outcome == "diverged"
+    if not place.is_dir() and has_diverged:
+        raise ValueError(
+            f"{folder} has no model: its loss or its weights became no numbers. Train it again "
+            "with lower learning rates, training.schedule.warmup_steps or training.clip_norm"
+        )
+    if not place.is_dir():
         raise ValueError(
             f"{folder} has no model: it was trained with run.save = false, failed, or could not "
             "save it. Train it again"
         )
-    return SavedModel(folder / MODEL_FOLDER)
+    if record.resumed_after and record.has_model is False:
+        warn(
+            f"{place} is of before the run went on after step {record.resumed_after[-1]:,}, and "
+            f"not of its end: {_why_not_saved(record)}"
+        )
+    return SavedModel(place)
+
+
+def _why_not_saved(record: RunRecord) -> str:
+    if record.outcome == "diverged":
+        return "its loss or its weights became no numbers"
+    if not record.settings.get("run", {}).get("save", True):
+        return "run.save was false then"
+    return "it failed, was stopped at once, or could not save it"
 
 
 def _open_data(config: RunConfig, data: str | Path | None) -> Samples:

@@ -1,0 +1,90 @@
+"""A forked child frees nothing of what it does not have."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import hotrow
+from hotrow.pinned import locked_rows
+from hotrow.store import host_rows
+
+# Python warns of forks beside threads; whoever forks is what this is about.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+ROWS, WIDTH = 250_000, 16
+
+
+def status_of_child(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def collection(strategy: str) -> hotrow.EmbeddingBagCollection:
+    table = hotrow.EmbeddingBagConfig("item", ROWS, WIDTH, ["item"])
+    return hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="10%", strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", ["store", "locked"])
+def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
+    kept = [
+        host_rows(ROWS, WIDTH)
+        if kind == "store"
+        else locked_rows(ROWS, WIDTH, register=lambda *_: "", unregister=lambda _: None).rows
+    ]
+    first, size = kept[0].data_ptr(), kept[0].nbytes
+
+    def work() -> None:
+        mine: list[np.ndarray] = []
+        for _ in range(1000):  # until one lies where the rows did
+            memory = mmap.mmap(-1, size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mine.append(np.frombuffer(memory, dtype=np.uint8))
+            if first <= mine[-1].ctypes.data < first + size:
+                break
+        else:
+            raise AssertionError("no mapping lies where the rows did")
+        kept.clear()
+        gc.collect()
+        assert not mine[-1].any()
+
+    assert status_of_child(work) == 0
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+def test_what_is_read_ahead_is_not_finished_in_a_child(strategy: str, closes: bool) -> None:
+    embedding = collection(strategy)
+    ids = [torch.randint(ROWS, (64, 1)) for _ in range(60)]
+
+    def batches() -> Iterator[torch.Tensor]:
+        ahead = hotrow.ahead(ids, embedding)
+        try:
+            yield from ahead
+        finally:
+            if closes:  # as a Trainer does
+                ahead.close()
+
+    kept = [batches()]
+    for _ in range(3):
+        embedding(next(kept[0])).values().sum().backward()
+
+    def work() -> None:
+        kept.clear()
+        gc.collect()
+
+    assert status_of_child(work) == 0
+    assert sum(1 for _ in kept[0]) == 57
