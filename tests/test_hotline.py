@@ -26,6 +26,7 @@ import hotrow.captured
 import hotrow.embedding
 import hotrow.step
 from builders import RULES, no_synchronisation
+from compiling import note_compiled
 from hotrow import samples
 from hotrow.device_rows import DeviceRows
 from hotrow.graphed import GraphedStep
@@ -280,17 +281,9 @@ def test_every_sample_may_be_popular(engine: str) -> None:
 
 def test_parts_of_a_smaller_batch_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in any size, as the batches do that a skip makes of what it leaves."""
-    compiled: list[int] = []
-
-    def compile(function: Any, **options: Any) -> Any:
-        def run(*args: Any) -> Any:
-            if isinstance(args[0], dict):
-                compiled.append(len(args[0]["label"]))
-            return function(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
+    compiled = note_compiled(
+        monkeypatch, lambda each: len(each["label"]) if isinstance(each, dict) else None
+    )
     batches = batches_of(6, last=SIZE - 7)
     model, system = Model("static", budget=budget_of("one-width", (200,))), hotline()
     list(trainer_of(model, system, compile=True).run(batches))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from compiling import note_compiled
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.records import EvalRecord
 from hotrow.trainer import Trainer
@@ -93,17 +94,9 @@ def test_run_gives_the_bits_of_a_loop_written_by_hand() -> None:
 
 def test_a_batch_smaller_than_others_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size is compiled anew: for seconds, and the last batches of epochs have any."""
-    compiled: list[int] = []
-
-    def compile(function: Any, **options: Any) -> Any:
-        def run(*args: Any) -> Any:
-            if isinstance(args[0], ClickBatch):
-                compiled.append(len(args[0].label))
-            return function(*args)
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
+    compiled = note_compiled(
+        monkeypatch, lambda each: len(each.label) if isinstance(each, ClickBatch) else None
+    )
     sizes = (16, 16, 5, 16, 9)
     batches = [
         ClickBatch(b.dense[:size], b.sparse[:size], b.label[:size])

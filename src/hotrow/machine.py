@@ -5,7 +5,6 @@ Knows nothing of strategies; `hotrow.ceilings` measures the same of the machine 
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,8 @@ from functools import cache
 from importlib import resources
 from itertools import pairwise
 from typing import Any
+
+from hotrow.told import did_you_mean
 
 Points = Sequence[Sequence[float]]  # [n, 2]: x ascending, and its value
 THIS = "this"
@@ -75,8 +76,7 @@ def find_machine(name: str) -> Machine:
     known = machines()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, known)
     raise ValueError(
         f"there is no machine {name!r}{hint}; known are {', '.join(known)}, and {THIS!r}, which is "
         "measured"

@@ -5,13 +5,13 @@ To add one: write its record in STRATEGIES, and a row in the equality test.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotrow.evict import EVICTIONS, Eviction
 from hotrow.planner import Hold
 from hotrow.stages import FIVE, FUSED, IN_PLACE, Stage, hold_of, sequential
+from hotrow.told import did_you_mean
 
 
 def as_listed(stages: Sequence[Stage], cycle: int) -> Sequence[Stage]:
@@ -155,6 +155,5 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
             f"strategy {strategy!r} orders, splits or drops samples, so it cannot run inside a "
             f"module; the strategies for a collection are {', '.join(STRATEGIES)}"
         )
-    near = difflib.get_close_matches(strategy.lower(), STRATEGIES, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(strategy, STRATEGIES)
     raise ValueError(f"there is no strategy {strategy!r}{hint}; known are {', '.join(STRATEGIES)}")

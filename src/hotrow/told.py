@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import warnings
@@ -51,6 +52,12 @@ def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:
     every = list(names)
     shown = between.join(every[:most])
     return shown if len(every) <= most else f"{shown} and {len(every) - most:,} more"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Behind a name that is not known: the nearest one that is, if any is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def many(count: int, one: str, more: str | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,6 +33,7 @@ from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.told import did_you_mean
 
 _MOST_ROWS = 1 << 28  # up to here their last uses, 4 bytes each, are affordable
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -347,8 +347,7 @@ def _simulated(name: str) -> Strategy:
         named = find_named(name)
     except ValueError:
         known = [*CACHING, *ORDERS]
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(name, known)
         raise ValueError(
             f"there is no strategy {name!r}{hint}; simulated are {', '.join(known)}"
         ) from None

@@ -386,7 +386,7 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
     every, show = job.config.training.eval_every, telling.show
     verify_every = job.config.training.verify_every
     shadow = Shadow([job.embedding], step=job.done) if verify_every else None
-    is_verified = True
+    is_verified = True  # what was trained so far
     with show.progress("training", steps=steps) as advance, telling.tracing as tracing:
         for record in job.train():
             tracing.step(tally.steps + 1)
@@ -397,9 +397,10 @@ def _train(job: Job, tally: Tally, telling: _Telling, steps: int, saving: Saving
             if every and record.step % every == 0 and record.step != tally.expected:
                 _evaluate(job, tally, telling)
             advance(tally)
-            is_verified = shadow is None or not verify_every or record.step % verify_every == 0
-            if shadow is not None and is_verified:
-                shadow.verify(record.step)  # before what is wrong is saved
+            if shadow is not None and verify_every:
+                is_verified = record.step % verify_every == 0
+                if is_verified:
+                    shadow.verify(record.step)  # before what is wrong is saved
             saving.after_step(record.step)
             settled = _has_settled(tally.evaluations, job.config.training.patience)
             if telling.stop.asked or settled or _has_diverged(tally):

@@ -7,13 +7,13 @@ find_named("fae+slipstream")         # and samples that are left out
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from hotrow.budget import parse_bytes
 from hotrow.scalars import plain_fields
 from hotrow.skip import SkipSettings
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.told import did_you_mean
 
 # Systems, what they do, and what they promise next to all-fast; rows are pinned, others fetched.
 SYSTEMS = {
@@ -77,8 +77,7 @@ def find_named(name: str) -> Named:
     if base in STRATEGIES:
         return Named(STRATEGIES[base], None, skip or None)
     known = [*STRATEGIES, *SYSTEMS]
-    near = difflib.get_close_matches(base.lower(), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(base, known)
     raise ValueError(
         f"there is no strategy {base!r}{hint}; known are {', '.join(known)}, each also with "
         f"{' or '.join('+' + each for each in SKIPS)}"

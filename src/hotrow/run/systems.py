@@ -7,7 +7,6 @@ To add one, register how it is built:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -26,6 +25,7 @@ from hotrow.run.training import skip_of
 from hotrow.samples import take
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
+from hotrow.told import did_you_mean
 
 PLAIN = "hybrid-plain"
 CONTRACTS = ("exact", "exact up to rounding", "changed")
@@ -93,8 +93,7 @@ def find_system(name: str) -> SystemKind:
         return SYSTEMS[name]
     if "+" in name:
         return _of_named(find_named(name))
-    near = difflib.get_close_matches(name.lower(), SYSTEMS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name, SYSTEMS)
     raise ValueError(
         f"there is no strategy {name!r}{hint}; known are {', '.join(SYSTEMS)}, each but "
         f"{PLAIN} also with {' or '.join('+' + each for each in SKIPS)}"

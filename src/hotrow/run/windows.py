@@ -38,7 +38,7 @@ class Windows:
         """A batch, and which batch used each of its rows last."""
         weights = read.weights
         self._now[0, :-1] = read.unique  # of a batch alone, counted also where rows are sampled
-        for place, size in list(enumerate(WINDOWS))[1:]:
+        for place, size in enumerate(WINDOWS[1:], 1):
             is_first = last_use < self._number // size * size
             rows = is_first if weights is None else is_first * weights
             self._now[place, :-1] += read.by_table(rows)
