@@ -133,3 +133,13 @@ def test_a_rule_that_waits_for_the_device_is_not_captured() -> None:
     for seed in range(6):
         batch = batch_of(seed)
         check(sorter.sort(batch, reads_back), batch)
+
+
+def test_what_is_sorted_comes_after_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, marked = lanes_of(torch.device("cpu")), list[str]()
+    monkeypatch.setattr(lanes, "mark", lambda name: marked.append(name))
+    sorter_on("cpu").sort(batch_of(0), small_first)
+    assert marked == ["sort"]
+    marked.clear()
+    lanes.join()
+    assert set(marked) == {"sort", "plan", "rows", "back", "train"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-Name = Literal["plan", "rows", "back", "train"]
+Name = Literal["sort", "plan", "rows", "back", "train"]
 
 
 class Mark(Protocol):
@@ -83,14 +83,15 @@ class _On:
 
 
 # Lower numbers first. A fill is first in line for the few multiprocessors it needs, and takes long;
-# a plan has two cycles, so it takes what a captured training step leaves idle.
-PRIORITIES = {"plan": 0, "rows": -2, "back": -2, "train": -1}
+# a plan has two cycles, so it takes what a captured training step leaves idle. Training waits for
+# what is sorted.
+PRIORITIES: dict[Name, int] = {"sort": -1, "plan": 0, "rows": -2, "back": -2, "train": -1}
 
 _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """`plan`, `rows` and `back` run beside `train`, the lane of whoever calls."""
+    """`sort`, `plan`, `rows` and `back` run beside `train`, the lane of whoever calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,8 +104,9 @@ class Lanes:
         self._makers = WeakIdKeyDictionary()  # tensor -> the lane that made it, where that is known
         if device.type == "cuda":
             self._streams = {
-                name: torch.cuda.Stream(device, priority=PRIORITIES[name])
-                for name in ("plan", "rows", "back")
+                name: torch.cuda.Stream(device, priority=priority)
+                for name, priority in PRIORITIES.items()
+                if name != "train"
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
@@ -167,9 +169,8 @@ class Lanes:
 
     def join(self) -> None:
         """What training does next waits for all lanes, and they for what it has done so far."""
-        names: tuple[Name, ...] = ("plan", "rows", "back", "train")
-        marks = [self.mark(name) for name in names]
-        for name in names:
+        marks = [self.mark(name) for name in PRIORITIES]
+        for name in PRIORITIES:
             for mark in marks:
                 self.after(name, mark)
 

@@ -636,9 +636,8 @@ class _Sifter:
 
     def look_for(self, stale: Tensor, hot: Tensor) -> None:
         """Numbers of the rows that are stale from the next batch on, and of hot ones."""
-        with self._lanes.on(
-            "plan"
-        ):  # where they are: what sorts was captured, and reads them there
+        # Where they are: what sorts was captured, and reads them there.
+        with self._lanes.on("sort"):
             self._stale_bits.copy_(self._all.bits(stale))
             if self._hot_bits is not None:
                 self._hot_bits.copy_(self._all.bits(hot))
@@ -665,14 +664,15 @@ class _Sifter:
         return keep, keep.sum().unsqueeze(0)
 
     def beside_training(self, batches: Iterator[Any], of: Any) -> list[Any]:
-        """What is made of sifted ones, or `of` another; training waits for it."""
-        self._lanes.read_in("plan", tensors_in(of))
-        with self._lanes.on("plan"):
+        """What is made of sifted ones, or `of` another; training waits for it, since whoever gets
+        it may read it at once. Plans would be in the way: they wait for steps before."""
+        self._lanes.read_in("sort", tensors_in(of))
+        with self._lanes.on("sort"):
             made = list(batches)
-            mark = self._lanes.mark("plan")
+            mark = self._lanes.mark("sort")
         self._lanes.after("train", mark)
         there = [each for batch in made for each in tensors_in(batch) if each.is_cuda]
-        self._lanes.hand_over(there, made_in="plan")
+        self._lanes.hand_over(there, made_in="sort")
         return made
 
 

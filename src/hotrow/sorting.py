@@ -52,7 +52,7 @@ class _Shape:
 
 
 class Sorter:
-    """Sorts batches in the lane `plan`; a rule tells `numbers` numbers of each."""
+    """Sorts batches in a lane that waits for no plan; a rule tells `numbers` numbers of each."""
 
     def __init__(self, lanes: Lanes, *, numbers: int, take: Take | None = None) -> None:
         """`take` is for batches that hotrow.samples does not know how to cut."""
@@ -70,15 +70,15 @@ class Sorter:
         """By a rule, always the same one; no device is waited for, but for ids in an order of
         features not seen before."""
         lanes = self._lanes
-        lanes.read_in("plan", tensors_in(batch))
-        with lanes.on("plan"):
+        lanes.read_in("sort", tensors_in(batch))
+        with lanes.on("sort"):
             taken, told = self._captured(batch, rule)
             if told is None:
                 taken, told = self._sorted(to_device(batch, lanes.device), rule)
             place = self._told[self._next % MOST_WAITING]
             self._next += 1
             place.copy_(told, non_blocking=True)
-            return Sorting(taken, lanes.mark("plan"), place)
+            return Sorting(taken, lanes.mark("sort"), place)
 
     def _captured(self, batch: Any, rule: Rule) -> tuple[Any, Tensor | None]:
         """None where such a batch is launched kernel by kernel."""

@@ -74,7 +74,7 @@ class Splitter:
             self._there.clear()
             self._sorter = None
         # Where they are: what sorts on a device has been captured, and reads them there.
-        with self.lanes.on("plan"):
+        with self.lanes.on("sort"):
             for (name, _), there in self._there.items():
                 there.is_hot.copy_(self._hot[name].is_hot)
         if self._sorter is None and self.lanes.device.type == "cuda":
