@@ -17,6 +17,7 @@ import hotrow
 import hotrow.skip
 from builders import CASES, build, outcome, readout, tight_budget, variant
 from hotrow.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale, noise_of
+from hotrow.sorting import Sorter
 from hotrow.strategy import as_listed
 
 SIZE, BATCHES = 10, 24
@@ -114,26 +115,52 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     assert 0.001 < r.threshold.tau < 0.5 * 7
 
 
+@pytest.mark.parametrize("sizes", ["alike", "all kinds"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"recheck_every": 6}, {"stale_lookups": 2}, {"stale_lookups": 1, "each_table": True}],
     ids=lambda changes: "-".join(changes) or "all",
 )
 def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for sifts in (False, True):
         monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding, sifts=sifts: sifts)
         moving = Moving(STEPS)
-        skip = moving.slipstream(**changes)
-        trained = moving.run(skip, moving.batches())
+        skip, batches = moving.slipstream(**changes), moving.batches()
+        if sizes == "all kinds":  # few that can be sifted together, and one of which none is left
+            for place, size in ((11, 20), (14, 1), (15, 1), (19, 33), (23, 5)):
+                batches[place] = Clicks(batches[place].sparse[:size], batches[place].label[:size])
+            batches[13].sparse[:] = 0
+        trained = moving.run(skip, batches)
         found.append((trained, skip.record))
     (here, expected), (there, record) = found
     assert record == expected
     assert record.dropped > 0
     assert [each.label.tolist() for each in there] == [each.label.tolist() for each in here]
     assert all(torch.equal(a.sparse, b.sparse) for a, b in zip(there, here, strict=True))
+
+
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_as_many_batches_are_sifted_together_as_fit(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: True)
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()
+    num_bytes = batches[0].sparse.nbytes + batches[0].label.nbytes
+    monkeypatch.setattr(hotrow.skip, "_MOST_TOGETHER", together * num_bytes)
+    counts, sort = [], Sorter.sort
+
+    def counted(self: Sorter, batches: Any, rule: Any) -> Any:
+        counts.append(len(batches))
+        return sort(self, batches, rule)
+
+    monkeypatch.setattr(Sorter, "sort", counted)
+    moving.run(skip, batches)
+    left = BATCHES - skip.record.first_batch
+    assert counts == [together] * (left // together) + [left % together] * (left % together > 0)
 
 
 def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:

@@ -101,7 +101,7 @@ class Lanes:
         self._has_turn = False
         self._newest: dict[Name, Mark] = {}
         self._trained_on: torch.cuda.Stream | None = None  # training's stream at the last turn
-        self._makers = WeakIdKeyDictionary()  # tensor -> the lane that made it, where that is known
+        self._made = WeakIdKeyDictionary()  # tensor -> when it is there, where that is known
         if device.type == "cuda":
             self._streams = {
                 name: torch.cuda.Stream(device, priority=priority)
@@ -180,20 +180,20 @@ class Lanes:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream(name))
 
-    def hand_over(self, tensors: list[Tensor], made_in: Name | None = None) -> None:
+    def hand_over(self, tensors: list[Tensor], made: Mark | None = None) -> None:
         """Tensors made in another lane are used by training: their memory lives that long."""
         if self._streams:
             stream = torch.cuda.current_stream(self.device.index)
             for tensor in tensors:
                 tensor.record_stream(stream)
-                if made_in is not None:
-                    self._makers[tensor] = made_in
+                if made is not None:
+                    self._made[tensor] = made
 
     def made_by(self, tensors: Sequence[Tensor]) -> Mark:
         """When tensors on the device are there: what made them is training, unless another lane has
         handed them over."""
-        makers = {self._makers.get(tensor, "train") for tensor in tensors}
-        return self.mark(makers.pop() if len(makers) == 1 else "train")
+        marks = {self._made.get(tensor) for tensor in tensors}
+        return (marks.pop() if len(marks) == 1 else None) or self.mark("train")
 
     def read_in(self, name: Name, tensors: Sequence[Tensor]) -> None:
         """Tensors are read in a lane, when whoever made them has."""

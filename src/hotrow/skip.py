@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -35,7 +36,11 @@ Join = Callable[[Sequence[Any]], Any]
 _TOLERANCE = 0.08  # as published
 _CHOICE = 2  # times as many inputs as are to be skipped must have been watched,
 _LONGEST = 0.25  # or so large a share of the epoch's batches
-_AHEAD = 2  # batches that are sifted before the first is asked for, so that nobody waits for a GPU
+_AHEAD = 2  # batches that are read after one is sifted and before it is asked for: nobody waits
+_TOGETHER = (
+    8  # batches are sifted at once, at the most: launches take the host longer than the GPU,
+)
+_MOST_TOGETHER = 32 << 20  # or so many bytes of them, which take fast memory until they are trained
 _NOISE = 6  # times what losses vary by is no noise: it ends 1 in 25 runs of 30 where none falls
 
 
@@ -350,25 +355,25 @@ class SkipStale:
             yield self._segment(stream)
 
     def _segment(self, stream: _Stream) -> Iterator[Any]:
-        sifted: deque[Callable[[], tuple[Any, int, int]]] = deque()
+        sieve = None if self._sifter is None else _Sieve(self._sifter)
         # Where it ends may change on the way, when rows are renewed or a guard ends skipping.
         while self._position != self._until and stream.has_more():
             batch = stream.next()
             self._position += 1
-            if self._sifter is not None and self._leaves_out and self._sifter.can_sift(batch):
-                sifted.append(self._sifter.sift(batch))
-                if len(sifted) > _AHEAD:
-                    yield from self._sifted(sifted.popleft())
+            if sieve is not None and self._leaves_out and sieve.takes(batch):
+                sieve.add(batch)
+                if sieve.is_full:
+                    yield from self._sifted(sieve.next())
                 continue
-            while sifted:
-                yield from self._sifted(sifted.popleft())
+            while sieve is not None and sieve.waiting:
+                yield from self._sifted(sieve.next())
             keep = self._keep(batch)
             if keep is None and self._refill.is_empty:
                 yield batch
             else:
                 yield from self._made(self._refill.add(batch, keep), batch)
-        while sifted:
-            yield from self._sifted(sifted.popleft())
+        while sieve is not None and sieve.waiting:
+            yield from self._sifted(sieve.next())
         if not stream.has_more():
             yield from self._made(self._refill.flush())
 
@@ -382,11 +387,11 @@ class SkipStale:
             and self.settings.mode == "samples"
         )
 
-    def _sifted(self, outcome: Callable[[], tuple[Any, int, int]]) -> Iterator[Any]:
-        batch, kept, size = outcome()
+    def _sifted(self, part: _Part) -> Iterator[Any]:
         r = self.record
-        self.record = replace(r, offered=r.offered + size, dropped=r.dropped + size - kept)
-        yield from self._made(self._refill.add_first(batch, kept, size))
+        dropped = r.dropped + part.size - part.kept
+        self.record = replace(r, offered=r.offered + part.size, dropped=dropped)
+        yield from self._made(self._refill.add_part(part))
 
     def _made(self, batches: Iterator[Any], of: Any = ()) -> Iterable[Any]:
         """Batches that are made of those that were sifted, or `of` another."""
@@ -632,7 +637,7 @@ class _Sifter:
         self._all = Numbering(embedding.tables, embedding.device)
         self._stale_bits = self._all.bits(torch.empty(0, dtype=torch.int64))
         self._hot_bits = self._stale_bits.clone() if settings.stale_lookups != "all" else None
-        self._sorter = Sorter(self._lanes, numbers=1)
+        self._sorter = Sorter(self._lanes, numbers=_TOGETHER)
 
     def look_for(self, stale: Tensor, hot: Tensor) -> None:
         """Numbers of the rows that are stale from the next batch on, and of hot ones."""
@@ -642,17 +647,28 @@ class _Sifter:
             if self._hot_bits is not None:
                 self._hot_bits.copy_(self._all.bits(hot))
 
-    def can_sift(self, batch: Any) -> bool:
+    def takes(self, batch: Any) -> bool:
         return isinstance(self._ids(batch), Tensor)
 
-    def sift(self, batch: Any) -> Callable[[], tuple[Any, int, int]]:
-        """Launch it; what is returned gives the batch, with the samples that are left in front, how
-        many they are, and how many there were."""
-        size = len(self._ids(batch))
-        sorting = self._sorter.sort(batch, self._keep)
-        return lambda: (sorting.batch, sorting.told()[0], size)
+    def alike(self, batch: Any) -> Any:
+        """What batches have in common that can be sifted together; None: this can with no other."""
+        return self._sorter.alike(batch)
 
-    def _keep(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def sift(self, batches: Sequence[Any]) -> Callable[[], Iterator[_Part]]:
+        """Launch it, for batches that are alike; what is returned gives what is left of each."""
+        size, count = len(self._ids(batches[0])), len(batches)
+        sorting = self._sorter.sort(batches, partial(self._keep, count))
+
+        def parts() -> Iterator[_Part]:
+            low = 0
+            for kept in sorting.told():
+                yield _Part(sorting.batch, count * size, low, low + kept, size)
+                low += kept
+
+        return parts
+
+    def _keep(self, count: int, batch: Any) -> tuple[Tensor, Tensor]:
+        """Which samples of so many batches in one are kept, and how many of each batch's."""
         s = self._settings
         looked = self._all.look(self._ids(batch))
         is_stale = self._all.are_in(self._stale_bits, looked)
@@ -661,7 +677,7 @@ class _Sifter:
             is_hot = self._all.are_in(self._hot_bits, looked)
             stale = stale & self._all.samples_with(looked, is_hot, "all")
         keep = ~stale
-        return keep, keep.sum().unsqueeze(0)
+        return keep, keep.view(count, -1).sum(1)
 
     def beside_training(self, batches: Iterator[Any], of: Any) -> list[Any]:
         """What is made of sifted ones, or `of` another; training waits for it, since whoever gets
@@ -672,8 +688,71 @@ class _Sifter:
             mark = self._lanes.mark("sort")
         self._lanes.after("train", mark)
         there = [each for batch in made for each in tensors_in(batch) if each.is_cuda]
-        self._lanes.hand_over(there, made_in="sort")
+        self._lanes.hand_over(there, mark)
         return made
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is left of a batch: its samples from `low` on, and below `high`, of several in one."""
+
+    batch: Any
+    total: int  # samples in that
+    low: int
+    high: int
+    size: int  # samples of the batch, when it came
+
+    @property
+    def kept(self) -> int:
+        return self.high - self.low
+
+
+class _Sieve:
+    """Batches that come one by one, and are sifted together where they look alike."""
+
+    def __init__(self, sifter: _Sifter) -> None:
+        self._sifter = sifter
+        self.takes = sifter.takes
+        self.waiting = 0  # batches that came and were not asked for
+        self._gathered: list[Any] = []
+        self._look: Any = None  # of those
+        self._together = 1  # of them, at the most
+        self._launched: deque[Callable[[], Iterator[_Part]]] = deque()
+        self._parts: Iterator[_Part] = iter(())
+
+    def add(self, batch: Any) -> None:
+        look = self._sifter.alike(batch)
+        if self._gathered and (look is None or look != self._look):
+            self._launch()
+        if not self._gathered:
+            self._look, self._together = look, 1
+            if look is not None:
+                num_bytes = sum(each.nbytes for each in tensors_in(batch))
+                self._together = min(_TOGETHER, max(1, _MOST_TOGETHER // max(1, num_bytes)))
+        self._gathered.append(batch)
+        self.waiting += 1
+        if len(self._gathered) == self._together:
+            self._launch()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next was sifted so long ago that nobody waits."""
+        return self.waiting >= self._together + _AHEAD
+
+    def next(self) -> _Part:
+        """What is left of the batch that came first."""
+        self.waiting -= 1
+        part = next(self._parts, None)
+        if part is None:
+            if not self._launched:
+                self._launch()
+            self._parts = self._launched.popleft()()
+            part = next(self._parts)
+        return part
+
+    def _launch(self) -> None:
+        self._launched.append(self._sifter.sift(self._gathered))
+        self._gathered = []
 
 
 def _can_sift(embedding: EmbeddingBagCollection) -> bool:
@@ -797,7 +876,8 @@ class _Refill:
         """Samples that wait are lost with the run that was left, as batches are that it had read
         ahead; also where the same epoch goes on."""
         self._parts: list[Any] = []
-        self._count = self._size = 0  # samples in the parts, and in a batch
+        self._part: _Part | None = None  # the last one, where it lies among others
+        self._count = self._size = 0  # samples in all of them, and in a batch
 
     @property
     def is_empty(self) -> bool:
@@ -813,6 +893,7 @@ class _Refill:
         self._size = max(self._size, len(keep))
         self._pins = self._is_ours and samples.tensors_of(batch)[0].is_pinned()
         places = keep.nonzero().squeeze(1)
+        self._settle()
         if len(places):
             whole = len(places) == len(keep)
             self._parts.append(batch if whole else self._cut(batch, places, len(keep)))
@@ -820,23 +901,31 @@ class _Refill:
         if self._count >= self._size:
             yield from self._full()
 
-    def add_first(self, batch: Any, kept: int, size: int) -> Iterator[Any]:
-        """`add`, where those that are kept are the first."""
-        self._size, self._pins = max(self._size, size), False
-        if kept:
-            part = samples.cut(batch, 0, kept, size=size)
-            # A view keeps the whole batch in memory.
-            self._parts.append(part if 2 * kept >= size else map_tensors(part, torch.clone))
-            self._count += kept
+    def add_part(self, part: _Part) -> Iterator[Any]:
+        """`add` of what is left, in front of others or behind them in the same tensors."""
+        self._size, self._pins = max(self._size, part.size), False
+        if self._part is None or self._part.batch is not part.batch:
+            self._settle()
+            self._part = part
+        self._part = replace(self._part, high=part.high)
+        self._count += part.kept
         if self._count < self._size:
             return
-        # Enough for one, and what the last batch has beyond it begins the next.
-        over = self._count - self._size
-        last = self._parts.pop()
-        self._parts.append(samples.cut(last, 0, kept - over, size=kept))
+        # Enough for one, and what is beyond it begins the next.
+        end = part.high - (self._count - self._size)
+        self._part, rest = replace(self._part, high=end), replace(self._part, low=end)
+        self._settle(lasts=False)
         yield self._joined()
-        self._parts = [samples.cut(last, kept - over, kept, size=kept)] if over else []
-        self._count = over
+        self._parts, self._part, self._count = [], rest, rest.kept
+
+    def _settle(self, *, lasts: bool = True) -> None:
+        """What came as a part of others stands for itself; it `lasts` until more have come."""
+        part, self._part = self._part, None
+        if part is not None and part.kept:
+            mine = samples.cut(part.batch, part.low, part.high, size=part.total)
+            if lasts and 2 * part.kept < part.total:  # a view would keep all the others in memory
+                mine = map_tensors(mine, torch.clone)
+            self._parts.append(mine)
 
     def _full(self) -> Iterator[Any]:
         joined, every = self._joined(), torch.arange(self._count)
@@ -850,6 +939,7 @@ class _Refill:
 
     def flush(self) -> Iterator[Any]:
         if self._count:
+            self._settle()
             joined = self._joined()
             self._parts, self._count = [], 0
             yield self._made(joined)

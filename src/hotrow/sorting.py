@@ -6,7 +6,7 @@ captured, since a dozen small kernels cost the host more than a training step do
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,19 @@ class Sorting:
 class _Shape:
     """Batches that look alike: where launches find them, and leave what they make of them."""
 
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self.batch = map_tensors(batch, lambda each: torch.empty_like(each, device=device))
-        self.tensors = tensors_in(self.batch)
+    def __init__(self, batch: Any, count: int, device: torch.device) -> None:
+        def room(each: Tensor) -> Tensor:
+            return each.new_empty((count * len(each), *each.shape[1:]), device=device)
+
+        self.batch = map_tensors(batch, room)
+        of_each = [each.chunk(count) for each in tensors_in(self.batch)]
+        self.places = [place for places in zip(*of_each, strict=True) for place in places]
         self.taken: Any = None
         self.told: Tensor | None = None
 
 
 class Sorter:
-    """Sorts batches in a lane that waits for no plan; a rule tells `numbers` numbers of each."""
+    """Sorts batches in a lane that waits for no plan; a rule tells at most `numbers` numbers."""
 
     def __init__(self, lanes: Lanes, *, numbers: int, take: Take | None = None) -> None:
         """`take` is for batches that hotrow.samples does not know how to cut."""
@@ -66,23 +70,37 @@ class Sorter:
         )
         self._next = 0
 
-    def sort(self, batch: Any, rule: Rule) -> Sorting:
-        """By a rule, always the same one; no device is waited for, but for ids in an order of
-        features not seen before."""
+    def alike(self, batch: Any) -> Any:
+        """What batches have in common that can be sorted as one; None: this can with no other."""
+        tensors = None if self._take is not None else only_tensors_in(batch)
+        if not tensors or not tensors[0].ndim:
+            return None  # what is no tensor may be another for each
+        size = len(tensors[0])
+        if not size or not all(each.ndim and len(each) == size for each in tensors):
+            return None
+        return samples.outline(batch), size
+
+    def sort(self, batches: Sequence[Any], rule: Rule) -> Sorting:
+        """Batches that are `alike`, as one, or a single one, by a rule that is always the same for
+        as many; no device is waited for, but for ids in an order of features not seen before."""
         lanes = self._lanes
-        lanes.read_in("sort", tensors_in(batch))
+        tensors = [each for batch in batches for each in tensors_in(batch)]
+        lanes.read_in("sort", tensors)
         with lanes.on("sort"):
-            taken, told = self._captured(batch, rule)
+            taken, told = self._captured(batches, tensors, rule)
             if told is None:
-                taken, told = self._sorted(to_device(batch, lanes.device), rule)
-            place = self._told[self._next % MOST_WAITING]
+                there = [to_device(batch, lanes.device) for batch in batches]
+                taken, told = self._sorted(_joined(there), rule)
+            place = self._told[self._next % MOST_WAITING][: len(told)]
             self._next += 1
             place.copy_(told, non_blocking=True)
             return Sorting(taken, lanes.mark("sort"), place)
 
-    def _captured(self, batch: Any, rule: Rule) -> tuple[Any, Tensor | None]:
-        """None where such a batch is launched kernel by kernel."""
-        shape = self._shape_of(batch)
+    def _captured(
+        self, batches: Sequence[Any], tensors: list[Tensor], rule: Rule
+    ) -> tuple[Any, Tensor | None]:
+        """None where such batches are launched kernel by kernel."""
+        shape = self._shape_of(batches)
         if shape is None:
             return None, None
 
@@ -91,23 +109,23 @@ class Sorter:
             batch = map_tensors(shape.batch, Tensor.detach)
             shape.taken, shape.told = self._sorted(batch, rule)
 
-        torch._foreach_copy_(shape.tensors, tensors_in(batch), non_blocking=True)
+        torch._foreach_copy_(shape.places, tensors, non_blocking=True)
         try:
             self._recorder.run(id(shape), launch)
         except RuntimeError:  # the program's way to a batch's ids waits for the device
             self._refused = True
             return None, None
-        # Of its own: the next batch goes the same way.
+        # Of its own: the next ones go the same way.
         return map_tensors(shape.taken, torch.clone), shape.told
 
-    def _shape_of(self, batch: Any) -> _Shape | None:
-        tensors = only_tensors_in(batch) if self._take is None and not self._refused else None
-        if not tensors:
+    def _shape_of(self, batches: Sequence[Any]) -> _Shape | None:
+        batch, count = batches[0], len(batches)
+        key = None if self._refused else self.alike(batch)
+        if key is None:
             return None  # what is no tensor may change, and a graph would not see it
-        key = samples.outline(batch), tuple((each.shape, each.dtype) for each in tensors)
-        if key not in self._shapes and len(self._shapes) < _MOST_SHAPES:
-            self._shapes[key] = _Shape(batch, self._lanes.device)
-        return self._shapes.get(key)
+        if (key, count) not in self._shapes and len(self._shapes) < _MOST_SHAPES:
+            self._shapes[key, count] = _Shape(batch, count, self._lanes.device)
+        return self._shapes.get((key, count))
 
     def _sorted(self, batch: Any, rule: Rule) -> tuple[Any, Tensor]:
         is_first, told = rule(batch)
@@ -115,3 +133,7 @@ class Sorter:
         if self._take is not None:
             return self._take(batch, order), told
         return samples.take(batch, order, size=len(order)), told
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    return batches[0] if len(batches) == 1 else samples.join(batches)

@@ -99,7 +99,7 @@ class Splitter:
         features = self._features(batch)
         if self._sorter is not None and all(isinstance(x, Tensor) for x in features.values()):
             size = len(next(iter(features.values())))
-            sorting = self._sorter.sort(batch, self._rule)
+            sorting = self._sorter.sort([batch], self._rule)
 
             def outcome() -> Sorted:
                 total, *each = sorting.told()
