@@ -695,6 +695,18 @@ def test_a_second_trainer_begins_anew_in_the_middle_of_an_epoch() -> None:
         assert_alike(model.numbers(), plain(batches)[0])
 
 
+def test_two_that_train_one_model_in_turns_pin_as_many_rows_every_time(engine: str) -> None:
+    model, batches = Model("static"), batches_of(12)
+    systems = [hotline(), hotline(log="srrip")]
+    trainers = [trainer_of(model, system) for system in systems]
+    pinned = []
+    for _ in range(3):
+        for trainer, system in zip(trainers, systems, strict=True):
+            list(trainer.run(batches))
+            pinned.append(sum(system.record.pinned_rows.values()))
+    assert pinned == pinned[:2] * 3
+
+
 # -- captured steps --------------------------------------------------------------------------
 
 

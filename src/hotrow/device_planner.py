@@ -151,6 +151,7 @@ class DevicePlanner:
         self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
         self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
+        self.pins_gave_way = 0  # times that there are fewer, for a batch that did not fit
         self.largest_batch = 0
         self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self.window: deque[Expected] = deque()
@@ -651,6 +652,7 @@ class DevicePlanner:
         release[pinned[coldest]] = True
         self._release(release)
         self.pins_version += coldest.numel() > 0
+        self.pins_gave_way += coldest.numel() > 0
         self._skip_numbers(self.hold.past)
 
     def _take_clock(self) -> None:

@@ -696,8 +696,7 @@ class EmbeddingBagCollection(nn.Module):
 
     def room_for_pins(self) -> dict[int, int]:
         """How many rows `pin_rows` can pin, by width, when it is known how large batches are."""
-        groups = [group for group in self._slot_groups if not group.everything]
-        room = {group.dim: group.room_for_pins for group in groups}
+        room = {group.dim: group.room_for_pins for group in self._pinning}
         if None in room.values():
             raise RuntimeError(
                 "how many rows can be pinned depends on how large batches are, which nobody has "
@@ -709,8 +708,16 @@ class EmbeddingBagCollection(nn.Module):
     def pins_version(self) -> int:
         """Another number whenever other rows are pinned, or fewer: a larger batch than was
         expected makes room for itself."""
-        groups = [group for group in self._slot_groups if not group.everything]
-        return sum(group.planner.pins_version for group in groups)
+        return sum(group.planner.pins_version for group in self._pinning)
+
+    @property
+    def pins_gave_way(self) -> int:
+        """How often there were fewer, for such a batch; not where somebody has pinned others."""
+        return sum(group.planner.pins_gave_way for group in self._pinning)
+
+    @property
+    def _pinning(self) -> list[RowGroup]:
+        return [group for group in self._slot_groups if not group.everything]
 
     def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         paddings = {table.name: table.padding_idx for table in self.tables}

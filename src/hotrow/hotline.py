@@ -81,6 +81,7 @@ class _Member:
     hot: HotSet | None = None  # what is pinned
     version: int = 0  # of what was learned, and is pinned
     pins: int = 0  # version of the pins
+    gave_way: int = 0  # how often they had given way to a batch by then
     most: float = math.inf  # share of the room that may be pinned; less after a batch did not fit
 
     @property
@@ -92,14 +93,14 @@ class _Member:
 
     def pin(self) -> None:
         """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
-        gave_way = self.hot is not None and self.pins != self.embedding.pins_version
-        room = self.embedding.room_for_pins()
-        if gave_way and self.hot is not None:
+        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins_gave_way
+        if self.hot is not None and self.gave_way != gave_way:
             now = self.hot.num_rows / max(1, sum(room.values()))
             self.most = min(self.most, now * _KEPT)
         room = {dim: int(min(1.0, self.most) * count) for dim, count in room.items()}
         self.hot = self.embedding.pin_rows(_by_use(self.learning, self.embedding, room))
         self.version, self.pins = self.learning.version, self.embedding.pins_version
+        self.gave_way = gave_way
 
 
 class Hotline:

@@ -84,6 +84,7 @@ class Planner:
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
         self.pins_version = 0  # another one whenever other rows are pinned, or fewer
+        self.pins_gave_way = 0  # times that there are fewer, for a batch that did not fit
         self.largest_batch = 0  # unique rows of the largest batch that was planned
         self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self._hottest_pinned = False
@@ -318,7 +319,9 @@ class Planner:
         and all before it. Numbers left out in between say so.
         """
         keep = max(0, self.pinned_slots.numel() - 2 * max(1, count))
-        self.pins_version += keep < self.pinned_slots.numel()
+        gives_way = keep < self.pinned_slots.numel()
+        self.pins_version += gives_way
+        self.pins_gave_way += gives_way
         self._release(self.pinned_slots[keep:])
         self.pinned_slots = self.pinned_slots[:keep]
         self.number += self.hold.past
