@@ -115,7 +115,7 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     assert 0.001 < r.threshold.tau < 0.5 * 7
 
 
-@pytest.mark.parametrize("sizes", ["alike", "all kinds"])
+@pytest.mark.parametrize("sizes", ["alike", "all kinds", "in turns"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"recheck_every": 6}, {"stale_lookups": 2}, {"stale_lookups": 1, "each_table": True}],
@@ -133,6 +133,9 @@ def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
             for place, size in ((11, 20), (14, 1), (15, 1), (19, 33), (23, 5)):
                 batches[place] = Clicks(batches[place].sparse[:size], batches[place].label[:size])
             batches[13].sparse[:] = 0
+        if sizes == "in turns":  # each is sifted alone, and as many wait as where they look alike
+            odd = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
+            batches[1::2] = odd
         trained = moving.run(skip, batches)
         found.append((trained, skip.record))
     (here, expected), (there, record) = found
