@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,6 +164,31 @@ def test_as_many_batches_are_sifted_together_as_fit(
     moving.run(skip, batches)
     left = BATCHES - skip.record.first_batch
     assert counts == [together] * (left // together) + [left % together] * (left % together > 0)
+
+
+@pytest.mark.parametrize("sifts", [False, True])
+def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
+    sifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    moving, trained, good = Moving(STEPS), Counter[int](), 21
+
+    def loader() -> Iterator[Clicks]:
+        yield from moving.batches()[:good]
+        raise OSError("disk on fire")
+
+    def run() -> None:
+        for segment in skip.segments(loader()):
+            for batch in segment:
+                moving.train(batch)
+                trained.update(batch.label.tolist())
+
+    skip = moving.slipstream()
+    with pytest.raises(OSError, match="disk on fire"):
+        run()
+    r = skip.record
+    assert r.offered == (good - r.first_batch) * SIZE
+    assert trained.total() + r.dropped == good * SIZE
 
 
 def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:
