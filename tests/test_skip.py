@@ -167,6 +167,20 @@ def test_as_many_batches_are_sifted_together_as_fit(
 
 
 @pytest.mark.parametrize("sifts", [False, True])
+def test_a_batch_without_samples_leaves_nothing_to_train(
+    sifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()
+    for place in (9, 10, 15):  # the first of them is the first that samples may be left out of
+        batches[place] = Clicks(batches[place].sparse[:0], batches[place].label[:0])
+    trained = moving.run(skip, batches)
+    assert skip.record.dropped
+    assert samples_in(trained).total() + skip.record.dropped == (BATCHES - 3) * SIZE
+
+
+@pytest.mark.parametrize("sifts", [False, True])
 def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
     sifts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

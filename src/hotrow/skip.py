@@ -907,7 +907,7 @@ class _Refill:
             whole = len(places) == len(keep)
             self._parts.append(batch if whole else self._cut(batch, places, len(keep)))
             self._count += len(places)
-        if self._count >= self._size:
+        if self._count >= max(1, self._size):  # an empty batch fills none
             yield from self._full()
 
     def add_part(self, part: _Part) -> Iterator[Any]:
@@ -918,7 +918,7 @@ class _Refill:
             self._part = part
         self._part = replace(self._part, high=part.high)
         self._count += part.kept
-        if self._count < self._size:
+        if self._count < max(1, self._size):
             return
         # Enough for one, and what is beyond it begins the next.
         end = part.high - (self._count - self._size)
