@@ -350,23 +350,28 @@ class Hotline:
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches in order; whole while no rows are pinned."""
         waiting: deque[tuple[Callable[[], Sorted], list[int]]] = deque()
-        is_pinned = self._is_pinned
-        for batch in batches:
-            if is_pinned:
-                versions = [member.learning.version for member in self._members]
-                waiting.append((self._splitter.sort(batch), versions))
-            self._learn(batch)
-            if not is_pinned:
-                self._record = replace(self._record, batches=self._record.batches + 1)
-                yield batch
-            elif len(waiting) > _AHEAD:
-                yield self._in_order(*waiting.popleft())
-            if any(member.is_due for member in self._members):
-                break
-        else:
-            self._is_over = True
+        is_pinned, failed = self._is_pinned, None
+        try:
+            for batch in batches:
+                if is_pinned:
+                    versions = [member.learning.version for member in self._members]
+                    waiting.append((self._splitter.sort(batch), versions))
+                self._learn(batch)
+                if not is_pinned:
+                    self._record = replace(self._record, batches=self._record.batches + 1)
+                    yield batch
+                elif len(waiting) > _AHEAD:
+                    yield self._in_order(*waiting.popleft())
+                if any(member.is_due for member in self._members):
+                    break
+            else:
+                self._is_over = True
+        except Exception as error:
+            failed = error  # raised in its turn, when the batches before it have been trained
         while waiting:
             yield self._in_order(*waiting.popleft())
+        if failed is not None:
+            raise failed
 
     def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
         """A batch that was sorted by hot rows of some versions, and what it tells."""
