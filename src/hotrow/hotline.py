@@ -161,6 +161,7 @@ class Hotline:
         self._enough = 0  # of them, to be told of if none is popular
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
+        self.epochs = 0  # of the last run that have ended
         self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
@@ -231,7 +232,7 @@ class Hotline:
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Rows are pinned between two passes, when nothing is in flight."""
-        count = self._count(batches)
+        count, self.epochs = self._count(batches), 0
         stream = iter(batches)
         try:
             for first in stream:
@@ -239,6 +240,7 @@ class Hotline:
                     self._begin(first, count)
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
+                self.epochs += 1
             if self._classified:
                 self._tell_if_none(self._classified)
         finally:
