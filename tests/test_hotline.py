@@ -695,6 +695,20 @@ def test_a_second_trainer_begins_anew_in_the_middle_of_an_epoch() -> None:
         assert_alike(model.numbers(), plain(batches)[0])
 
 
+def test_a_loader_that_fails_is_heard_after_its_last_good_batch() -> None:
+    class Failing(list[Item]):
+        def __iter__(self) -> Iterator[Item]:
+            yield from self[:9]
+            raise OSError("disk on fire")
+
+    model, batches = Model("static"), Failing(batches_of(12))
+    trainer = trainer_of(model, hotline())
+    with pytest.raises(OSError, match="disk on fire"):
+        list(trainer.run(batches))
+    assert trainer.step == 9
+    assert_alike(model.numbers(), plain(batches[:9])[0])
+
+
 def test_two_that_train_one_model_in_turns_pin_as_many_rows_every_time(engine: str) -> None:
     model, batches = Model("static"), batches_of(12)
     systems = [hotline(), hotline(log="srrip")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     assert 0.001 < r.threshold.tau < 0.5 * 7
 
 
-@pytest.mark.parametrize("sizes", ["alike", "all kinds"])
+@pytest.mark.parametrize("sizes", ["alike", "all kinds", "in turns"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"recheck_every": 6}, {"stale_lookups": 2}, {"stale_lookups": 1, "each_table": True}],
@@ -133,6 +133,9 @@ def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
             for place, size in ((11, 20), (14, 1), (15, 1), (19, 33), (23, 5)):
                 batches[place] = Clicks(batches[place].sparse[:size], batches[place].label[:size])
             batches[13].sparse[:] = 0
+        if sizes == "in turns":  # each is sifted alone, and as many wait as where they look alike
+            odd = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
+            batches[1::2] = odd
         trained = moving.run(skip, batches)
         found.append((trained, skip.record))
     (here, expected), (there, record) = found
@@ -161,6 +164,45 @@ def test_as_many_batches_are_sifted_together_as_fit(
     moving.run(skip, batches)
     left = BATCHES - skip.record.first_batch
     assert counts == [together] * (left // together) + [left % together] * (left % together > 0)
+
+
+@pytest.mark.parametrize("sifts", [False, True])
+def test_a_batch_without_samples_leaves_nothing_to_train(
+    sifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    moving = Moving(STEPS)
+    skip, batches = moving.slipstream(), moving.batches()
+    for place in (9, 10, 15):  # the first of them is the first that samples may be left out of
+        batches[place] = Clicks(batches[place].sparse[:0], batches[place].label[:0])
+    trained = moving.run(skip, batches)
+    assert skip.record.dropped
+    assert samples_in(trained).total() + skip.record.dropped == (BATCHES - 3) * SIZE
+
+
+@pytest.mark.parametrize("sifts", [False, True])
+def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
+    sifts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    moving, trained, good = Moving(STEPS), Counter[int](), 21
+
+    def loader() -> Iterator[Clicks]:
+        yield from moving.batches()[:good]
+        raise OSError("disk on fire")
+
+    def run() -> None:
+        for segment in skip.segments(loader()):
+            for batch in segment:
+                moving.train(batch)
+                trained.update(batch.label.tolist())
+
+    skip = moving.slipstream()
+    with pytest.raises(OSError, match="disk on fire"):
+        run()
+    r = skip.record
+    assert r.offered == (good - r.first_batch) * SIZE
+    assert trained.total() + r.dropped == good * SIZE
 
 
 def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:

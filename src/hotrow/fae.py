@@ -175,6 +175,7 @@ class FAE:
         self._rows: dict[str, Tensor] = {}  # to pin, hottest first
         self._pins_version = 0
         self._room = 0  # bytes of rows that can be pinned
+        self._began = self._ended = 0  # step at which the last run began, and epochs since
         self.record = FAERecord()
         self.hot: HotSet | None = None  # what is pinned
 
@@ -204,7 +205,7 @@ class FAE:
         """Segments, each when all of those before it have been trained."""
         sets = self._prepared(batches)
         order = HotColdOrder(sets, rate=self._rate, evaluates=self._test is not None)
-        epoch = -1
+        epoch, self._began, self._ended = -1, self._trainer.step, 0
         self._note_rate()
         before: Kind | None = None
         self._offered = 0
@@ -212,16 +213,18 @@ class FAE:
             for segment in order:
                 if segment.epoch != epoch:
                     epoch, skip = segment.epoch, self._skip_of_epoch(sets.hot.batches_per_epoch)
+                    self._ended = epoch
                 if len(segment):
                     self._switch(before, segment.kind)
                     before = segment.kind
                     batches = self._up_to_most(segment)
                     yield from skip.segments(batches) if segment.kind == "hot" else [batches]
                 if self._is_enough:
-                    return
+                    break
                 if segment.ends_pair:
                     order.note(self._evaluated())
                     self._note_rate()
+            self._ended = epoch + 1
         finally:
             order.close()
             if self._skip is not None:
@@ -229,6 +232,15 @@ class FAE:
             self._sync(self._embedding.train_in_slots())
             gave_way = self._embedding.pins_version != self._pins_version
             self.record = replace(self.record, pins_gave_way=gave_way)
+
+    @property
+    def epochs(self) -> int:
+        """Of the last run that have ended."""
+        if self.skip is not None or self._separated is None:
+            return self._ended
+        _, sets = self._separated  # every batch is a step, also an epoch's last
+        each = sets.hot.batches_per_epoch + sets.cold.batches_per_epoch
+        return max(self._ended, (self._trainer.step - self._began) // each)
 
     @property
     def _is_enough(self) -> bool:

@@ -161,6 +161,7 @@ class Hotline:
         self._enough = 0  # of them, to be told of if none is popular
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
+        self.epochs = 0  # of the last run that have ended
         self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
@@ -231,7 +232,7 @@ class Hotline:
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Rows are pinned between two passes, when nothing is in flight."""
-        count = self._count(batches)
+        count, self.epochs = self._count(batches), 0
         stream = iter(batches)
         try:
             for first in stream:
@@ -239,6 +240,7 @@ class Hotline:
                     self._begin(first, count)
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
+                self.epochs += 1
             if self._classified:
                 self._tell_if_none(self._classified)
         finally:
@@ -350,23 +352,28 @@ class Hotline:
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches in order; whole while no rows are pinned."""
         waiting: deque[tuple[Callable[[], Sorted], list[int]]] = deque()
-        is_pinned = self._is_pinned
-        for batch in batches:
-            if is_pinned:
-                versions = [member.learning.version for member in self._members]
-                waiting.append((self._splitter.sort(batch), versions))
-            self._learn(batch)
-            if not is_pinned:
-                self._record = replace(self._record, batches=self._record.batches + 1)
-                yield batch
-            elif len(waiting) > _AHEAD:
-                yield self._in_order(*waiting.popleft())
-            if any(member.is_due for member in self._members):
-                break
-        else:
-            self._is_over = True
+        is_pinned, failed = self._is_pinned, None
+        try:
+            for batch in batches:
+                if is_pinned:
+                    versions = [member.learning.version for member in self._members]
+                    waiting.append((self._splitter.sort(batch), versions))
+                self._learn(batch)
+                if not is_pinned:
+                    self._record = replace(self._record, batches=self._record.batches + 1)
+                    yield batch
+                elif len(waiting) > _AHEAD:
+                    yield self._in_order(*waiting.popleft())
+                if any(member.is_due for member in self._members):
+                    break
+            else:
+                self._is_over = True
+        except Exception as error:
+            failed = error  # raised in its turn, when the batches before it have been trained
         while waiting:
             yield self._in_order(*waiting.popleft())
+        if failed is not None:
+            raise failed
 
     def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
         """A batch that was sorted by hot rows of some versions, and what it tells."""

@@ -353,6 +353,7 @@ class SkipStale:
             while self._position == self._until:
                 self._then(stream)
             yield self._segment(stream)
+        stream.end()
 
     def _segment(self, stream: _Stream) -> Iterator[Any]:
         sieve = None if self._sifter is None else _Sieve(self._sifter)
@@ -837,18 +838,21 @@ class SkipRandom:
 
 
 class _Stream:
-    """Batches, of which the next ones can be looked at."""
+    """Batches, of which the next ones can be looked at; an error comes when all before have."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._source, self._read = iter(batches), deque[Any]()
+        self._error: Exception | None = None
 
     def peek(self, count: int) -> list[Any]:
         """The next batches, or as many as there are; they come all the same."""
-        while len(self._read) < count:
+        while len(self._read) < count and self._error is None:
             try:
                 self._read.append(next(self._source))
             except StopIteration:
                 break
+            except Exception as error:
+                self._error = error
         return list(self._read)[:count]
 
     def has_more(self) -> bool:
@@ -857,6 +861,11 @@ class _Stream:
     def next(self) -> Any:
         self.peek(1)
         return self._read.popleft()
+
+    def end(self) -> None:
+        """All that came has been trained: now what ended it is raised."""
+        if self._error is not None:
+            raise self._error
 
 
 class _Refill:
@@ -898,7 +907,7 @@ class _Refill:
             whole = len(places) == len(keep)
             self._parts.append(batch if whole else self._cut(batch, places, len(keep)))
             self._count += len(places)
-        if self._count >= self._size:
+        if self._count >= max(1, self._size):  # an empty batch fills none
             yield from self._full()
 
     def add_part(self, part: _Part) -> Iterator[Any]:
@@ -909,7 +918,7 @@ class _Refill:
             self._part = part
         self._part = replace(self._part, high=part.high)
         self._count += part.kept
-        if self._count < self._size:
+        if self._count < max(1, self._size):
             return
         # Enough for one, and what is beyond it begins the next.
         end = part.high - (self._count - self._size)

@@ -72,6 +72,7 @@ class _AsTheyCome(ABC):
         self.batches_per_epoch = batches_per_epoch
         self._take, self._join = take, join
         self._skip: Skip | None = None
+        self.epochs = 0  # of the last run that have ended
 
     @property
     @abstractmethod
@@ -85,17 +86,16 @@ class _AsTheyCome(ABC):
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
-        if not self._skips:
-            yield batches
-            return
-        count = self._count(batches)
+        count, self.epochs = self._count(batches), 0
         stream = iter(batches)
         try:
             for first in stream:
                 where = [each.device for each in tensors_in(self._ids(first))]
                 self._device = where[0] if where else torch.device("cpu")
                 rest = stream if count is None else islice(stream, count - 1)
-                yield from self._epoch(chain([first], rest), count)
+                epoch = chain([first], rest)
+                yield from self._epoch(epoch, count) if self._skips else [epoch]
+                self.epochs += 1
         finally:
             if self._skip is not None:
                 self._skip.close()

@@ -18,7 +18,7 @@ from hotrow.ahead import map_tensors, only_tensors_in, tensors_in, to_device
 from hotrow.lanes import Lanes, Mark, Recorder
 from hotrow.samples import Take
 
-MOST_WAITING = 8  # batches that may be sorted before the numbers of the first are asked for
+MOST_WAITING = 16  # times that `sort` may be called before the numbers of the first are asked for
 _MOST_SHAPES = 4  # of batches whose launches are captured
 
 # A batch on the device -> which samples come first, [B] bool, and the numbers to be told, int64.

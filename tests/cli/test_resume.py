@@ -249,6 +249,48 @@ def test_a_system_goes_on_and_says_what_it_has_not_kept(
     assert len(steps) >= 30
 
 
+@pytest.mark.parametrize(
+    ("strategy", "epochs"), [("fae", 1.5), ("all-fast+random-drop", 1.4)], ids=["fae", "dropped"]
+)
+def test_the_epoch_begins_anew_in_which_samples_were_chosen(
+    strategy: str, epochs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has other steps than batches, and where it has begun anew before."""
+    settings = (f"embedding.strategy={strategy}", "embedding.budget=90%", "data.samples=160")
+    settings += ("system.target=0.5", "checkpoint.every_steps=1")
+    train("run.toml", settings=("run.name=whole", *settings))
+    whole = read_run("runs/whole").summary.steps
+    epoch = whole // 2
+    assert strategy == "fae" or epoch < 10  # batches
+    first = int(epochs * epoch)
+    second = first + epoch * 3 // 4
+    killed(monkeypatch, "run.toml", after=first, settings=settings)
+    killed(monkeypatch, "run.toml", "--resume", after=second, settings=settings)
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert read_run("runs/small").summary.steps == second - 1 + epoch  # all of the second epoch
+
+
+@pytest.mark.parametrize("strategy", ["hotline", "fae", "all-fast+random-drop"])
+def test_a_system_that_was_killed_when_all_was_trained_has_nothing_left(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (f"embedding.strategy={strategy}", "embedding.budget=90%", "data.samples=160")
+
+    def finish(self: RunWriter, record: Any) -> None:
+        raise Killed("now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "finish", finish)
+        with pytest.raises(Killed):
+            train("run.toml", settings=settings)
+    last = Checkpoint(saved_in(Path("runs/small/checkpoints"))[-1]).step
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    assert "cannot be used" not in result.stderr
+    assert read_run("runs/small").summary.steps == last
+
+
 def test_prepared_data_go_on_in_the_middle_of_an_epoch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
-from hotrow.run.training import known_steps, make_system, training_batches
+from hotrow.run.training import epochs_of, known_steps, make_system, training_batches
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.strategy import STRATEGIES
 from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
@@ -37,6 +37,7 @@ class Job:
     model: nn.Module
     trainer: Trainer[AnyBatch]
     done: int = 0  # steps that were taken before, by another process
+    first: int = 0  # the batch that it goes on with
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -49,7 +50,7 @@ class Job:
     def train(self) -> Iterator[StepRecord]:
         """The run's steps, with its learning rates."""
         schedules = self.config.training.schedule.drive(self.optimizers, taken=self.done)
-        if first_batch(self.config, self.samples, self.done) >= self.total_steps:
+        if self.first >= self.total_steps:
             return  # another process trained it all, and was stopped before it had said so
         for record in self.trainer.run(self._batches()):
             for schedule in schedules:
@@ -58,11 +59,17 @@ class Job:
 
     def _batches(self) -> Iterable[AnyBatch]:
         """What a system reads more than once it reads from the beginning each time."""
-        first = first_batch(self.config, self.samples, self.done)
+        first, left = self.first, self.total_steps - self.first
         rest: Any = Rest(self.samples, first) if first else self.samples
         if self.trainer.system is None:
-            return rest.batches(self.total_steps - first)  # type: ignore[no-any-return]
-        return training_batches(rest, self.total_steps - first, self.trainer.system)
+            return rest.batches(left)  # type: ignore[no-any-return]
+        return training_batches(rest, left, self.trainer.system)
+
+    @property
+    def epoch_begins(self) -> int:
+        """The first batch of the epoch under way, as far as the system tells."""
+        epoch = min(self.total_steps - self.first, self.samples.batches_per_epoch)
+        return min(self.first + epochs_of(self.trainer.system) * epoch, self.total_steps)
 
     @property
     def total_steps(self) -> int:
@@ -90,12 +97,17 @@ def total_steps(config: RunConfig, samples: Samples) -> int:
     return training.steps or training.epochs * epoch
 
 
-def first_batch(config: RunConfig, samples: Samples, done: int) -> int:
+def chooses_samples(config: RunConfig) -> bool:
+    """Whether others are trained than all of them as they come, and a batch is no step."""
+    return find_named(config.embedding.strategy).contract == "changed"
+
+
+def _first_batch(config: RunConfig, samples: Samples, done: int, begins: int | None) -> int:
     """Where the samples begin of a run that has taken so many steps. Which ones were trained, where
     others than all of them are, is not kept: their epoch begins anew."""
-    if find_named(config.embedding.strategy).contract != "changed":
+    if not chooses_samples(config):
         return done
-    return done - done % samples.batches_per_epoch
+    return done - done % samples.batches_per_epoch if begins is None else begins
 
 
 class Rest:
@@ -111,11 +123,19 @@ class Rest:
         return self._samples.batches(self._first + steps, start=self._first)
 
 
-def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -> Job:
-    """`done`: steps that were taken before, whose results are loaded into the job."""
+def build(
+    config: RunConfig,
+    samples: Samples | None = None,
+    *,
+    done: int = 0,
+    epoch_begins: int | None = None,
+) -> Job:
+    """`done`: steps that were taken before, whose results are loaded into the job. Where samples
+    are chosen, `epoch_begins` is the first batch of the epoch under way then; None: by steps."""
     samples = samples or open_data(config)
     config = with_budget(config, samples)
-    left = partial(_steps_left, config, samples, done)
+    first = _first_batch(config, samples, done, epoch_begins) if done else 0
+    left = partial(_steps_left, config, samples, first)
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
     model = MODELS[config.model.kind](
@@ -138,7 +158,7 @@ def build(config: RunConfig, samples: Samples | None = None, *, done: int = 0) -
     if samples.lookups is not None:
         embedding.reserve(config.data.batch_size, samples.lookups)
     trainer.step = done
-    return Job(config, samples, embedding, model, trainer, done)
+    return Job(config, samples, embedding, model, trainer, done, first)
 
 
 def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
@@ -167,8 +187,8 @@ def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
     return replace(config, embedding=replace(section, budget=budget))
 
 
-def _steps_left(config: RunConfig, samples: Samples, done: int) -> int:
-    return total_steps(config, samples) - first_batch(config, samples, done)
+def _steps_left(config: RunConfig, samples: Samples, first: int) -> int:
+    return total_steps(config, samples) - first
 
 
 def all_fast(config: RunConfig) -> RunConfig:

@@ -125,7 +125,9 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             about = _about(found)
             with _believed(found):
                 _refuse_other(about, found, config, samples)
-            job = build(config, samples, done=found.step)
+            begins = about.get("epoch_begins")
+            begins = begins if isinstance(begins, int) and begins >= 0 else None
+            job = build(config, samples, done=found.step, epoch_begins=begins)
             found.check(job.model, parts_of(job))
         except NewerFormat:
             raise

@@ -19,7 +19,7 @@ from hotrow.checkpoint.model import dense_state
 from hotrow.disk import make_folder
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
-from hotrow.run.job import Job
+from hotrow.run.job import Job, chooses_samples
 from hotrow.run.tally import Tally
 
 _SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells
@@ -236,8 +236,10 @@ class Saving:
 
     def _extra(self) -> dict[str, Any]:
         config = self._job.config
+        begins = {"epoch_begins": self._job.epoch_begins} if chooses_samples(config) else {}
         return {
             **self._about,
+            **begins,
             "settings": asdict(config),
             "data": self._job.samples.described(),
             "evaluations": [asdict(each) for each in self._tally.evaluations],

@@ -22,7 +22,8 @@ def make_system(
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
     if named.system is None and named.skip is None:
         return None  # whoever evaluates need not have a whole batch to train on
-    steps, test = total_steps(), _held_back(samples)
+    # Of what was trained before its end was told nothing is left, and nobody asks for any.
+    steps, test = max(1, total_steps()), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
         assert named.skip is not None
@@ -90,6 +91,12 @@ def _knows_numbers(samples: Samples, steps: int) -> bool:
     """Whether samples are told apart by their numbers. Of less than an epoch they are copied: a run
     without FAE has just those."""
     return hasattr(samples, "loader") and steps >= samples.batches_per_epoch
+
+
+def epochs_of(system: System[AnyBatch] | None) -> int:
+    """Of the last run that have ended, where a system counts them."""
+    found: int = getattr(system, "epochs", 0)
+    return found
 
 
 def known_steps(system: System[AnyBatch] | None, steps: int) -> int | None:
