@@ -923,16 +923,18 @@ class _Refill:
         # Enough for one, and what is beyond it begins the next.
         end = part.high - (self._count - self._size)
         self._part, rest = replace(self._part, high=end), replace(self._part, low=end)
-        self._settle(lasts=False)
+        # Alone in memory of its own, which comes again: launches are captured for where ids are.
+        self._settle(copies=not self._parts)
         yield self._joined()
         self._parts, self._part, self._count = [], rest, rest.kept
 
-    def _settle(self, *, lasts: bool = True) -> None:
-        """What came as a part of others stands for itself; it `lasts` until more have come."""
+    def _settle(self, *, copies: bool | None = None) -> None:
+        """What came as a part of others stands for itself; None: copied where it is the smaller
+        part, since a view would keep all the others in memory until more have come."""
         part, self._part = self._part, None
         if part is not None and part.kept:
             mine = samples.cut(part.batch, part.low, part.high, size=part.total)
-            if lasts and 2 * part.kept < part.total:  # a view would keep all the others in memory
+            if 2 * part.kept < part.total if copies is None else copies:
                 mine = map_tensors(mine, torch.clone)
             self._parts.append(mine)
 
