@@ -115,6 +115,11 @@ class StrategySystem:
         """What leaves samples out, if anything does."""
         return skip_of(self._job.trainer.system)
 
+    @property
+    def on_the_way(self) -> tuple[int, float]:
+        """Samples that it has evaluated while it trained, and the seconds that took."""
+        return self._job.trainer.loss_samples, self._job.trainer.loss_seconds
+
     def train(self) -> Iterator[StepRecord]:
         return self._job.train()
 
