@@ -686,10 +686,13 @@ def test_models_and_settings_it_cannot_train_with_are_refused() -> None:
         hotrow.Trainer(nn.Linear(1, 1), F.mse_loss, dense_optimizer=None, ids=id, system=FAE())
     for wrong in (
         {"choose": "best"}, {"cold": "warm"}, {"estimate": "guess"}, {"sample_rate": 0.0},
-        {"epochs": 0}, {"test": iter(TEST)}, {"shuffle_rate": 80.0},
+        {"epochs": 0}, {"test": iter(TEST)}, {"test": []}, {"shuffle_rate": 80.0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[-1]):
             FAE(**wrong)
+    for skip in ("slipstream", hotrow.Slipstream):
+        with pytest.raises(TypeError, match=r"such as hotrow.Slipstream\(\), not .*slipstream"):
+            FAE(skip=skip)  # type: ignore[arg-type]
 
 
 def test_batches_that_can_be_read_once_are_refused() -> None:
@@ -702,7 +705,7 @@ def test_batches_that_can_be_read_once_are_refused() -> None:
 
 def test_no_sample_to_evaluate_on_is_an_error() -> None:
     with pytest.raises(ValueError, match="no sample to evaluate"):
-        train(Model(), FAE(sample_rate=0.5, test=[]))
+        train(Model(), FAE(sample_rate=0.5, test=range(0)))
 
 
 def test_an_id_that_no_table_has_is_named() -> None:

@@ -961,7 +961,14 @@ def test_dropout_is_told_of() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("log", "lru"), ("learned", 0.0), ("floor", 2.0), ("grain", 0), ("window", 0)],
+    [
+        ("log", "lru"),
+        ("learned", 0.0),
+        ("learned", "5%"),
+        ("floor", 2.0),
+        ("grain", 0),
+        ("window", 0),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):

@@ -32,7 +32,15 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, SkipRecord, Validating, batches_per_epoch, begun
+from hotrow.skip import (
+    Bindable,
+    Skip,
+    SkipRecord,
+    Validating,
+    batches_per_epoch,
+    begun,
+    check_skip,
+)
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
 from hotrow.told import warn
@@ -141,15 +149,17 @@ class Hotline:
         """`grain`: in how many sizes first parts come."""
         if isinstance(log, str) and log not in LOGS:
             raise ValueError(f"log must be one of {', '.join(LOGS)}, or a function, not {log!r}")
-        if not 0 < learned <= 1 or not 0 <= floor <= 1:
+        shares = all(isinstance(each, int | float) for each in (learned, floor))
+        if not shares or not 0 < learned <= 1 or not 0 <= floor <= 1:
             raise ValueError(
-                f"learned and floor are shares, up to 1; got learned={learned}, floor={floor}"
+                f"learned and floor are shares, up to 1; got learned={learned!r}, floor={floor!r}"
             )
         least = {"window": 1, "relearn": 0, "batches_per_epoch": 1, "grain": 1}
         for name, lowest in least.items():
             value = locals()[name]
             if value is not None and (not isinstance(value, int) or value < lowest):
                 raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
+        check_skip(skip)
         self._log, self._part, self._floor = log, learned, floor
         self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
         self._grain, self.skip, self._take = grain, skip, take

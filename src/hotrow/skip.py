@@ -211,6 +211,15 @@ def batches_per_epoch(batches: Iterable[Any]) -> int | None:
     return count
 
 
+def check_skip(skip: object) -> None:
+    """Refuses what cannot leave out samples."""
+    can = hasattr(skip, "bound") or hasattr(skip, "segments")
+    if skip is not None and (isinstance(skip, type) or not can):
+        raise TypeError(
+            f"skip is what leaves out samples, such as hotrow.Slipstream(), not {skip!r}"
+        )
+
+
 def begun(
     skip: Bindable | Skip,
     embedding: EmbeddingBagCollection,

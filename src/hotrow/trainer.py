@@ -112,6 +112,11 @@ class Trainer(Generic[Batch]):
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
         ]
         self.system = system
+        if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
+            raise TypeError(
+                f"system is what orders, splits or leaves out samples, such as hotrow.Hotline(), "
+                f"not {system!r}; strategies such as 'lookahead' are a collection's"
+            )
         if system is not None:
             system.attach(self)
 
