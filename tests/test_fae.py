@@ -440,8 +440,9 @@ def test_slipstream_on_few_hot_batches_trains_all() -> None:
     assert seen.samples == ALL
 
 
-def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
-    model, twin = Model("adam", slots=600), Model("adam", "all-fast")
+@pytest.mark.parametrize("slots", [600, sum(ROWS)])  # no budget makes more than there are rows
+def test_a_budget_for_every_row_makes_every_sample_hot(slots: int) -> None:
+    model, twin = Model("adam", slots=slots), Model("adam", "all-fast")
     fae = FAE(sample_rate=0.5, cold="hybrid", hot_budget="100%", test=TEST)
     with pytest.warns(UserWarning, match="holds every row"):
         seen, records = train(model, fae)
@@ -618,6 +619,16 @@ def test_what_was_done_is_described() -> None:
         assert part in said
     assert fae.record.counted_seconds > 0
     assert fae.record.separated_seconds > 0
+
+
+def test_a_sample_too_small_to_find_hot_rows_is_described() -> None:
+    fae = FAE(sample_rate=0.1, test=TEST)
+    train(Model(), fae)
+    assert "every row that was counted is hot: a larger sample_rate may" in fae.described()
+    none = FAE(sample_rate=1e-9, test=TEST)
+    with pytest.warns(UserWarning, match=r"no access was counted|samples is hot"):
+        train(Model(), none)
+    assert "serve none of the accesses in 0 counted samples" in none.described()
 
 
 def test_no_more_than_so_many_samples_are_trained() -> None:

@@ -454,9 +454,11 @@ class FAE:
         if self._separated is None:
             return "nothing was trained yet"
         every = r.hot_samples + r.cold_samples
-        where = f"in {r.counted_samples:,} counted samples" if r.counted_samples else "by a profile"
+        counted = f"in {r.counted_samples:,} counted samples"
+        where = counted if self._profile is None else "by a profile"
+        served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
         said = [
-            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {r.covered:.1%} of the "
+            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
             f"accesses {where}",
             f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
             f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
@@ -471,6 +473,8 @@ class FAE:
             ),
             "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
         ]
+        if self._profile is None and r.covered == 1 and r.num_hot_rows < self._embedding.num_rows:
+            said.append("every row that was counted is hot: a larger sample_rate may find more")
         if r.pins_gave_way:
             said.append("pinned rows gave way to batches larger than the first")
         return "; ".join([*said, *r.notes])

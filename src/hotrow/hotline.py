@@ -167,6 +167,7 @@ class Hotline:
         self._members: list[_Member] = []
         self._told_of_none = False
         self._classified = self._popular = 0  # samples since rows were pinned
+        self._gained = 0  # batches that were split since, and popular samples that were left out
         self._skipped = 0  # popular samples left out that learning knows of
         self._enough = 0  # of them, to be told of if none is popular
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
@@ -249,7 +250,7 @@ class Hotline:
                     self._begin(first, count)
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
-            if self._classified:
+            if self._classified and not self._record.split_batches:
                 self._tell_if_none(self._classified)
         finally:
             if self._bound is not None:
@@ -354,7 +355,7 @@ class Hotline:
                 _refuse_other_losses(self._trainer, self._unchecked)
                 self._unchecked = None
             self._splitter.pin(hot)
-            self._classified = self._popular = 0
+            self._classified = self._popular = self._gained = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
 
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -398,6 +399,7 @@ class Hotline:
         )
         self._classified += found.samples + more
         self._popular += found.popular + more
+        self._gained += (first > 0) + more
         self._tell_if_none(self._enough)
         return found.parted
 
@@ -408,21 +410,22 @@ class Hotline:
         return record.dropped_hot if isinstance(record, SkipRecord) else 0
 
     def _tell_if_none(self, enough: int) -> None:
-        """Where that many samples were classified, and none of them is popular."""
-        if self._popular or self._told_of_none or self._classified < enough:
+        """Where that many samples were classified, and no batch had enough popular ones."""
+        if self._gained or self._told_of_none or self._classified < enough:
             return
         self._told_of_none = True
         rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
         why = (
-            f"each looks up some row that is not among the {rows:,} pinned ones, as samples with "
-            "many lookups do"
+            f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
+            f"among the {rows:,} pinned ones, as samples with many lookups do"
             if rows
             else "no row is pinned, since the budget has no room for any beside a batch"
         )
+        popular = f"no more than {self._popular:,}" if self._popular else "none"
         warn(
-            f"none of {self._classified:,} samples is popular: {why}. Batches are trained whole, "
-            "which is right but gains nothing; a larger budget, or strategy='lookahead' without "
-            "Hotline, may"
+            f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
+            "whole, which is right but gains nothing; a larger budget, or strategy='lookahead' "
+            "without Hotline, may"
         )
 
     # -- learning ----------------------------------------------------------------------
