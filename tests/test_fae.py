@@ -624,7 +624,7 @@ def test_what_was_done_is_described() -> None:
 def test_a_sample_too_small_to_find_hot_rows_is_described() -> None:
     fae = FAE(sample_rate=0.1, test=TEST)
     train(Model(), fae)
-    assert "every row that was counted is hot: a larger sample_rate may" in fae.described()
+    assert "every row that was counted is hot: a larger sample may" in fae.described()
     none = FAE(sample_rate=1e-9, test=TEST)
     with pytest.warns(UserWarning, match=r"no access was counted|samples is hot"):
         train(Model(), none)

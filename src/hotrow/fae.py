@@ -474,7 +474,7 @@ class FAE:
             "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
         ]
         if self._profile is None and r.covered == 1 and r.num_hot_rows < self._embedding.num_rows:
-            said.append("every row that was counted is hot: a larger sample_rate may find more")
+            said.append("every row that was counted is hot: a larger sample may find more")
         if r.pins_gave_way:
             said.append("pinned rows gave way to batches larger than the first")
         return "; ".join([*said, *r.notes])
