@@ -43,7 +43,7 @@ from hotrow.skip import (
 )
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
-from hotrow.told import warn
+from hotrow.told import setting, warn
 from hotrow.trainer import Trainer
 
 LOGS = ("exact", "srrip")
@@ -417,15 +417,16 @@ class Hotline:
         rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
         why = (
             f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
-            f"among the {rows:,} pinned ones, as samples with many lookups do"
+            f"among the {rows:,} pinned ones, as samples with many lookups do, and "
+            "where popularity drifts"
             if rows
             else "no row is pinned, since the budget has no room for any beside a batch"
         )
         popular = f"no more than {self._popular:,}" if self._popular else "none"
         warn(
             f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
-            "whole, which is right but gains nothing; a larger budget, or strategy='lookahead' "
-            "without Hotline, may"
+            "whole, which is right but gains nothing; a larger budget may, or "
+            f"{setting('strategy', 'lookahead')} instead of Hotline"
         )
 
     # -- learning ----------------------------------------------------------------------
