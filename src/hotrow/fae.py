@@ -46,7 +46,7 @@ from hotrow.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.hotset import HotSet, RowBytes, popular
 from hotrow.order import HotColdOrder, Kind, Separated, ShuffleRate
 from hotrow.profile import Profile
-from hotrow.samples import Take
+from hotrow.samples import Take, check_both
 from hotrow.separate import Separable, check_evaluated_again, check_read_again, separate
 from hotrow.skip import Bindable, KeepAll, Skip, begun, check_skip
 from hotrow.stages import LATE
@@ -157,6 +157,7 @@ class FAE:
             raise ValueError(f"epochs must be at least 1, not {epochs!r}")
         if most_samples is not None and most_samples < 1:
             raise ValueError(f"most_samples must be at least 1, not {most_samples!r}")
+        check_both(take, join)
         check_skip(skip)
         if test is None:
             test = getattr(skip, "test", None)

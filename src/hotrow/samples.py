@@ -24,6 +24,13 @@ _GIVE_BOTH = (
 )
 
 
+def check_both(take: object, join: object) -> None:
+    """Refuses one without the other: what is cut in a way of its own is joined so, too."""
+    if (take is None) != (join is None):
+        given, missing = ("take", "join") if join is None else ("join", "take")
+        raise ValueError(f"{given}= goes with {missing}=, which is not there: {_GIVE_BOTH}")
+
+
 def take(batch: Any, places: Tensor, *, size: int) -> Any:
     """The samples at `places` of a batch of `size`, in that order."""
     jagged = _jagged_taken(places, size)

@@ -44,7 +44,7 @@ from hotrow.calibrate import AccessCounts, HotReport, top_k
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.profile import Profile
-from hotrow.samples import Take
+from hotrow.samples import Take, check_both
 from hotrow.separate import check_evaluated_again
 from hotrow.skip import (
     Ids,
@@ -70,6 +70,7 @@ class _AsTheyCome(ABC):
     def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
         if batches_per_epoch is not None:
             _check_count("batches_per_epoch", batches_per_epoch, 1)
+        check_both(take, join)
         self.batches_per_epoch = batches_per_epoch
         self._take, self._join = take, join
         self._skip: Skip | None = None
