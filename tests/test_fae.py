@@ -620,6 +620,16 @@ def test_what_was_done_is_described() -> None:
     assert fae.record.separated_seconds > 0
 
 
+def test_a_sample_too_small_to_find_hot_rows_is_described() -> None:
+    fae = FAE(sample_rate=0.1, test=TEST)
+    train(Model(), fae)
+    assert "every row that was counted is hot: a larger sample may" in fae.described()
+    none = FAE(sample_rate=1e-9, test=TEST)
+    with pytest.warns(UserWarning, match=r"no access was counted|samples is hot"):
+        train(Model(), none)
+    assert "serve none of the accesses in 0 counted samples" in none.described()
+
+
 def test_no_more_than_so_many_samples_are_trained() -> None:
     fae = FAE(sample_rate=0.5, test=TEST, epochs=3, most_samples=5 * SIZE + 1)
     seen, records = train(Model(), fae)
@@ -686,10 +696,13 @@ def test_models_and_settings_it_cannot_train_with_are_refused() -> None:
         hotrow.Trainer(nn.Linear(1, 1), F.mse_loss, dense_optimizer=None, ids=id, system=FAE())
     for wrong in (
         {"choose": "best"}, {"cold": "warm"}, {"estimate": "guess"}, {"sample_rate": 0.0},
-        {"epochs": 0}, {"test": iter(TEST)}, {"shuffle_rate": 80.0},
+        {"epochs": 0}, {"test": iter(TEST)}, {"test": []}, {"shuffle_rate": 80.0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(wrong)).split("_")[-1]):
             FAE(**wrong)
+    for skip in ("slipstream", hotrow.Slipstream):
+        with pytest.raises(TypeError, match=r"such as hotrow.Slipstream\(\), not .*slipstream"):
+            FAE(skip=skip)  # type: ignore[arg-type]
 
 
 def test_batches_that_can_be_read_once_are_refused() -> None:
@@ -702,7 +715,7 @@ def test_batches_that_can_be_read_once_are_refused() -> None:
 
 def test_no_sample_to_evaluate_on_is_an_error() -> None:
     with pytest.raises(ValueError, match="no sample to evaluate"):
-        train(Model(), FAE(sample_rate=0.5, test=[]))
+        train(Model(), FAE(sample_rate=0.5, test=range(0)))
 
 
 def test_an_id_that_no_table_has_is_named() -> None:

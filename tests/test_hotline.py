@@ -556,6 +556,17 @@ def test_where_no_sample_is_popular_batches_are_trained_whole_and_it_is_said_onc
     assert_alike(model.numbers(), plain(batches)[0])
 
 
+def test_where_too_few_are_popular_to_split_a_batch_that_is_said() -> None:
+    batches = jagged_batches(14, least=2, most=4)
+    model = Model("static", budget=budget_of("one-width", (150,)))
+    system = hotline(grain=1)  # all of a batch or none
+    with pytest.warns(
+        UserWarning, match=r"no more than \d+ of \d+ samples is popular: each of the"
+    ):
+        list(trainer_of(model, system).run(batches))
+    assert system.record.popular > 0 == system.record.split_batches
+
+
 def test_where_nothing_can_be_pinned_that_is_said() -> None:
     batches = jagged_batches(14, least=8, most=9)
     model = Model("static", budget=budget_of("one-width", (100,)))
@@ -975,7 +986,14 @@ def test_dropout_is_told_of() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("log", "lru"), ("learned", 0.0), ("floor", 2.0), ("grain", 0), ("window", 0)],
+    [
+        ("log", "lru"),
+        ("learned", 0.0),
+        ("learned", "5%"),
+        ("floor", 2.0),
+        ("grain", 0),
+        ("window", 0),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=option):

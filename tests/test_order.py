@@ -52,7 +52,9 @@ def test_without_a_loss_the_rate_stays_and_that_is_said_once(
     rates([0.5, 0.6, 0.5, 0.4, 0.3], rate)  # 25, and three that are not worse
     with pytest.warns(UserWarning, match="test loss.*stays at 25 %") as told:
         assert rate.note(missing) == 25
-    assert what in str(told[0].message)
+    said = str(told[0].message)
+    assert what in said
+    assert ("test=" in said) == (missing is None)  # or else there are samples, and training is why
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rate.note(missing) == 25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.samples import join, outline, take, tensors_of, with_tensors
+from hotrow.samples import cut, join, outline, take, tensors_of, with_tensors
 
 SIZE = 7
 
@@ -110,6 +111,17 @@ def test_a_batch_is_made_of_its_tensors_again() -> None:
 def test_a_tensor_that_is_not_by_samples_is_named() -> None:
     with pytest.raises(ValueError, match=r"shape \(3, 2\), whose first dimension.* give take="):
         take({"label": torch.rand(7), "odd": torch.rand(3, 2)}, torch.tensor([0]), size=7)
+
+
+def test_a_text_for_each_sample_is_not_left_whole() -> None:
+    batch = {"label": torch.rand(3), "name": ["a", "b", "c"]}
+    for taken in (partial(take, places=torch.tensor([0])), partial(cut, low=0, high=1)):
+        with pytest.raises(ValueError, match=r"as many texts \('a', ...\).* give take="):
+            taken(batch, size=3)
+    one, other = {**batch, "name": ["a", "b"]}, batch  # as many features, say
+    assert take(one, torch.tensor([0]), size=3)["name"] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"of different lengths, 2, 3; .* join="):
+        join([one, other])
 
 
 @pytest.mark.parametrize(

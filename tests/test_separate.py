@@ -333,6 +333,24 @@ def test_batches_whose_samples_cannot_be_mixed_are_refused(
         separate(batches, lambda batch: batch["a"].flatten()[:2] == 1)
 
 
+def test_what_is_another_in_each_batch_is_for_functions() -> None:
+    batches = [{"a": torch.arange(4) + 4 * i, "names": list("abcd"), "i": i} for i in range(3)]
+
+    def take(batch: dict[str, Any], places: Tensor) -> dict[str, Any]:
+        names = [batch["names"][place] for place in places]
+        return {"a": batch["a"][places], "names": names, "i": batch["i"]}
+
+    def join(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        names = [name for batch in batches for name in batch["names"]]
+        return {"a": torch.cat([batch["a"] for batch in batches]), "names": names, "i": 0}
+
+    found = separate(batches, lambda batch: batch["a"] % 2 == 0, take=take, join=join)
+    for each in found.hot.batches():
+        assert each["names"] == ["abcd"[place % 4] for place in each["a"]]
+    with pytest.raises(ValueError, match=r"batch 1 .*: 1 instead of 0; .*take= and join="):
+        separate([{**each, "names": None} for each in batches], lambda batch: batch["a"] % 2 == 0)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "epochs"])
 def test_numbers_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):

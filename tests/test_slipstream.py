@@ -339,7 +339,7 @@ def test_hot_rows_may_be_given_or_profiled() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"least_visits": 1000}, r"none of the sampled hot inputs can be stale.* 40.0%"),
+        ({"least_visits": 1000}, r"none of the sampled hot inputs \([\d,]+\) can be stale.* 40.0%"),
         ({"hot_budget": 4}, r"none of 128 sampled inputs looks up hot rows alone"),
     ],
 )
@@ -482,16 +482,34 @@ def test_settings_that_make_no_sense(options: Any, said: str) -> None:
 
 
 def test_more_that_makes_no_sense() -> None:
-    with pytest.raises(TypeError, match=r"'traget'; its settings are target, tolerance"):
+    said = r"no 'traget' \(did you mean 'target'\?\); its settings are target, tolerance"
+    with pytest.raises(TypeError, match=said):
         hotrow.Slipstream(traget=0.1)
+    with pytest.raises(TypeError, match=r"by their names, such as target=0.3; got 0.2"):
+        hotrow.Slipstream(0.2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"such as slipstream.record, not <.*Slipstream"):
+        hotrow.RandomDrop(like=hotrow.Slipstream())  # type: ignore[arg-type]
     for options, said in (
         ({}, "a share of the samples, or like="),
         ({"share": 0.1, "like": SkipRecord("samples")}, "a share of the samples, or like="),
+        ({"share": "10%"}, "share must be at least 0 and below 1, not '10%'"),
         ({"share": 1.0}, "share must be at least 0 and below 1, not 1.0"),
         ({"like": SkipRecord("samples"), "starting_batch": 2}, "leave starting_batch out"),
     ):
         with pytest.raises(ValueError, match=said):
             hotrow.RandomDrop(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (SkipRecord("rows", offered=0), "'rows' leaves out updates and no sample"),
+        (SkipRecord("samples", offered=4000), "of 4,000 samples none was left out"),
+    ],
+)
+def test_a_control_that_leaves_out_nothing_is_told_of(record: SkipRecord, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        hotrow.RandomDrop(like=record)
 
 
 def test_as_published() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,4 +215,7 @@ def test_batches_of_any_class_are_told_apart_by_functions_of_their_own() -> None
     for one, other in zip(*(model.state_dict().values() for model in models), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match=r"holds a .*Pair, of which .* take= and join="):
-        trained(TwoWidths(), pairs, FAE(take=take, **options))
+        trained(TwoWidths(), pairs, FAE(**options))
+    for alone in (partial(FAE, take=take), partial(hotrow.RandomDrop, 0.1, join=join)):
+        with pytest.raises(ValueError, match=r"(take|join)= goes with (join|take)=, which is not"):
+            alone()

@@ -238,6 +238,25 @@ def test_evaluating_nothing_is_refused() -> None:
         make_trainer().evaluate([])
 
 
+@pytest.mark.parametrize("system", ["fae", hotrow.FAE])
+def test_what_is_no_system_is_refused(system: Any) -> None:
+    with pytest.raises(TypeError, match=r"such as hotrow.Hotline\(\), not .*(fae|FAE)"):
+        Trainer(nn.Linear(1, 1), F.mse_loss, dense_optimizer=None, ids=id, system=system)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("fae-hybrid", r"give hotrow.FAE\(\) to hotrow.Trainer"),
+        ("hotline+slipstream", r"give hotrow.Hotline\(\) and hotrow.Slipstream\(\) to"),
+    ],
+)
+def test_a_system_is_no_strategy_of_a_collection(strategy: str, said: str) -> None:
+    tables = [hotrow.EmbeddingBagConfig("a", 10, 4, ["f"])]
+    with pytest.raises(ValueError, match=said):
+        hotrow.EmbeddingBagCollection(tables, hotrow.SGD(lr=0.1), "50%", strategy=strategy)
+
+
 def test_training_on_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="the loader yielded no batch"):
         next(iter(make_trainer().run([])))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,10 +114,11 @@ class Copies:
         return Separated(hot, cold, size, self._options.epochs)
 
     def _check(self, batch: Any, number: int) -> None:
+        knows = self._options.knows_batches
         try:
-            seen = samples.outline(batch)
+            seen = samples.outline(batch, values=not knows)  # which may be others in each batch
         except ValueError:
-            if not self._options.knows_batches:
+            if not knows:
                 raise
             seen = None
         if number == 0:
@@ -127,7 +129,8 @@ class Copies:
             here, there = _first_difference(seen, self._outline)
             raise ValueError(
                 f"batch {number} does not look like the first one, whose samples its own are to be "
-                f"mixed with: {here!r} instead of {there!r}"
+                f"mixed with: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out "
+                "what is another in each batch, or bring functions of your own: take= and join="
             )
 
     def _add(self, batch: Any, mask: Tensor, is_hot: bool) -> None:

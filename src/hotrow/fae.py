@@ -46,9 +46,9 @@ from hotrow.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.hotset import HotSet, RowBytes, popular
 from hotrow.order import HotColdOrder, Kind, Separated, ShuffleRate
 from hotrow.profile import Profile
-from hotrow.samples import Take
+from hotrow.samples import Take, check_both
 from hotrow.separate import Separable, check_evaluated_again, check_read_again, separate
-from hotrow.skip import Bindable, KeepAll, Skip, begun
+from hotrow.skip import Bindable, KeepAll, Skip, begun, check_skip
 from hotrow.stages import LATE
 from hotrow.told import warn
 from hotrow.trainer import Trainer
@@ -157,6 +157,8 @@ class FAE:
             raise ValueError(f"epochs must be at least 1, not {epochs!r}")
         if most_samples is not None and most_samples < 1:
             raise ValueError(f"most_samples must be at least 1, not {most_samples!r}")
+        check_both(take, join)
+        check_skip(skip)
         if test is None:
             test = getattr(skip, "test", None)
         check_evaluated_again(test)
@@ -465,9 +467,11 @@ class FAE:
         if self._separated is None:
             return "nothing was trained yet"
         every = r.hot_samples + r.cold_samples
-        where = f"in {r.counted_samples:,} counted samples" if r.counted_samples else "by a profile"
+        counted = f"in {r.counted_samples:,} counted samples"
+        where = counted if self._profile is None else "by a profile"
+        served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
         said = [
-            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {r.covered:.1%} of the "
+            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
             f"accesses {where}",
             f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
             f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
@@ -482,6 +486,8 @@ class FAE:
             ),
             "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
         ]
+        if self._profile is None and r.covered == 1 and r.num_hot_rows < self._embedding.num_rows:
+            said.append("every row that was counted is hot: a larger sample may find more")
         if r.pins_gave_way:
             said.append("pinned rows gave way to batches larger than the first")
         return "; ".join([*said, *r.notes])

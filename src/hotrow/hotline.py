@@ -32,10 +32,18 @@ from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
-from hotrow.skip import Bindable, Skip, SkipRecord, Validating, batches_per_epoch, begun
+from hotrow.skip import (
+    Bindable,
+    Skip,
+    SkipRecord,
+    Validating,
+    batches_per_epoch,
+    begun,
+    check_skip,
+)
 from hotrow.split import GRAIN, Sorted, Splitter
 from hotrow.stages import LATE
-from hotrow.told import warn
+from hotrow.told import setting, warn
 from hotrow.trainer import Trainer
 
 LOGS = ("exact", "srrip")
@@ -141,15 +149,17 @@ class Hotline:
         """`grain`: in how many sizes first parts come."""
         if isinstance(log, str) and log not in LOGS:
             raise ValueError(f"log must be one of {', '.join(LOGS)}, or a function, not {log!r}")
-        if not 0 < learned <= 1 or not 0 <= floor <= 1:
+        shares = all(isinstance(each, int | float) for each in (learned, floor))
+        if not shares or not 0 < learned <= 1 or not 0 <= floor <= 1:
             raise ValueError(
-                f"learned and floor are shares, up to 1; got learned={learned}, floor={floor}"
+                f"learned and floor are shares, up to 1; got learned={learned!r}, floor={floor!r}"
             )
         least = {"window": 1, "relearn": 0, "batches_per_epoch": 1, "grain": 1}
         for name, lowest in least.items():
             value = locals()[name]
             if value is not None and (not isinstance(value, int) or value < lowest):
                 raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
+        check_skip(skip)
         self._log, self._part, self._floor = log, learned, floor
         self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
         self._grain, self.skip, self._take = grain, skip, take
@@ -157,6 +167,7 @@ class Hotline:
         self._members: list[_Member] = []
         self._told_of_none = False
         self._classified = self._popular = 0  # samples since rows were pinned
+        self._gained = 0  # batches that were split since, and popular samples that were left out
         self._skipped = 0  # popular samples left out that learning knows of
         self._enough = 0  # of them, to be told of if none is popular
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
@@ -241,7 +252,7 @@ class Hotline:
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
                 self.epochs += 1
-            if self._classified:
+            if self._classified and not self._record.split_batches:
                 self._tell_if_none(self._classified)
         finally:
             if self._bound is not None:
@@ -346,7 +357,7 @@ class Hotline:
                 _refuse_other_losses(self._trainer, self._unchecked)
                 self._unchecked = None
             self._splitter.pin(hot)
-            self._classified = self._popular = 0
+            self._classified = self._popular = self._gained = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
 
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -395,6 +406,7 @@ class Hotline:
         )
         self._classified += found.samples + more
         self._popular += found.popular + more
+        self._gained += (first > 0) + more
         self._tell_if_none(self._enough)
         return found.parted
 
@@ -405,21 +417,23 @@ class Hotline:
         return record.dropped_hot if isinstance(record, SkipRecord) else 0
 
     def _tell_if_none(self, enough: int) -> None:
-        """Where that many samples were classified, and none of them is popular."""
-        if self._popular or self._told_of_none or self._classified < enough:
+        """Where that many samples were classified, and no batch had enough popular ones."""
+        if self._gained or self._told_of_none or self._classified < enough:
             return
         self._told_of_none = True
         rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
         why = (
-            f"each looks up some row that is not among the {rows:,} pinned ones, as samples with "
-            "many lookups do"
+            f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
+            f"among the {rows:,} pinned ones, as samples with many lookups do, and "
+            "where popularity drifts"
             if rows
             else "no row is pinned, since the budget has no room for any beside a batch"
         )
+        popular = f"no more than {self._popular:,}" if self._popular else "none"
         warn(
-            f"none of {self._classified:,} samples is popular: {why}. Batches are trained whole, "
-            "which is right but gains nothing; a larger budget, or strategy='lookahead' without "
-            "Hotline, may"
+            f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
+            "whole, which is right but gains nothing; a larger budget may, or "
+            f"{setting('strategy', 'lookahead')} instead of Hotline"
         )
 
     # -- learning ----------------------------------------------------------------------

@@ -63,10 +63,13 @@ class ShuffleRate:
 
     def _tell_of_no_loss(self, test_loss: float | None) -> None:
         if not self._told:
-            what = "there is no test loss" if test_loss is None else "the test loss is no number"
+            what, needed = "the test loss is no number", ""
+            if test_loss is None:
+                what = "there is no test loss"
+                needed = ". Samples to evaluate on the way are what it needs: test=, or a split"
             warn(
                 f"{what}, by which hot and cold samples are mixed more or less: the rate stays at "
-                f"{self.percent:g} %. Samples to evaluate on the way are what it needs"
+                f"{self.percent:g} %{needed}"
             )
         self._told = True
 

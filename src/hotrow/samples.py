@@ -18,10 +18,23 @@ from hotrow.batch import KeyedJaggedTensor, raw_weights
 
 Take = Callable[[Any, Tensor], Any]  # a batch and places of samples -> a batch of those
 
+_GIVE_BOTH = (
+    "give take=, a function of a batch and a tensor of places that makes a batch of the samples "
+    "there, and where samples of several batches come together also join=, of a list of batches"
+)
+
+
+def check_both(take: object, join: object) -> None:
+    """Refuses one without the other: what is cut in a way of its own is joined so, too."""
+    if (take is None) != (join is None):
+        given, missing = ("take", "join") if join is None else ("join", "take")
+        raise ValueError(f"{given}= goes with {missing}=, which is not there: {_GIVE_BOTH}")
+
 
 def take(batch: Any, places: Tensor, *, size: int) -> Any:
     """The samples at `places` of a batch of `size`, in that order."""
-    return _map([batch], lambda parts: _taken(parts[0], places, size), _jagged_taken(places, size))
+    jagged = _jagged_taken(places, size)
+    return _map([batch], lambda parts: _taken(parts[0], places, size), jagged, size)
 
 
 def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
@@ -35,7 +48,7 @@ def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
         places = torch.arange(low, high, device=parts[0].values().device)
         return _jagged_taken(places, size)(parts)
 
-    return _map([batch], tensors, jagged)
+    return _map([batch], tensors, jagged, size)
 
 
 def join(batches: Sequence[Any]) -> Any:
@@ -80,11 +93,16 @@ def pinned(batch: Any) -> Any:
     return _map([batch], lambda parts: parts[0].pin_memory(), lambda parts: parts[0].pin_memory())
 
 
-def outline(batch: Any) -> Any:
+def outline(batch: Any, *, values: bool = True) -> Any:
     """What batches share if they look alike: all but their tensors' values and first dimensions.
 
-    A ValueError names what is no part of samples that `take` and `join` know.
+    A ValueError names what is no part of samples that `take` and `join` know; without `values`
+    that is also a text or a number.
     """
+
+    def inside(part: Any) -> Any:
+        return outline(part, values=values)
+
     if isinstance(batch, Tensor):
         return ("tensor", batch.dtype, tuple(batch.shape[1:]))
     if _is_jagged(batch):
@@ -93,13 +111,13 @@ def outline(batch: Any) -> Any:
         kinds = batch.values().dtype, None if weights is None else weights.dtype
         return ("jagged", tuple(batch.keys()), *kinds)
     if isinstance(batch, list | tuple):
-        return (type(batch).__name__, *map(outline, batch))
+        return (type(batch).__name__, *map(inside, batch))
     if isinstance(batch, Mapping):
-        return ("dict", *((key, outline(value)) for key, value in batch.items()))
+        return ("dict", *((key, inside(value)) for key, value in batch.items()))
     if is_dataclass(batch) and not isinstance(batch, type):
         names = [each.name for each in fields(batch) if each.init]
-        return (type(batch).__name__, *((name, outline(getattr(batch, name))) for name in names))
-    if batch is None or isinstance(batch, str | int | float):
+        return (type(batch).__name__, *((name, inside(getattr(batch, name))) for name in names))
+    if batch is None or (values and isinstance(batch, str | int | float)):
         return batch
     raise ValueError(
         f"a batch holds a {type(batch).__module__}.{type(batch).__name__}, of which samples cannot "
@@ -126,21 +144,28 @@ def _map(
     batches: Sequence[Any],
     of_tensors: Callable[[Sequence[Tensor]], Tensor],
     of_jagged: Callable[[Sequence[KeyedJaggedTensor]], KeyedJaggedTensor],
+    size: int | None = None,
 ) -> Any:
-    """Walk through batches of one structure side by side."""
+    """Walk through batches of one structure side by side; of `size` samples, where it matters."""
     first = batches[0]
 
     def inside(parts: Sequence[Any]) -> Any:
-        return _map(parts, of_tensors, of_jagged)
+        return _map(parts, of_tensors, of_jagged, size)
 
     if isinstance(first, Tensor):
         return of_tensors(batches)
     if _is_jagged(first):
         return of_jagged([_ours(each) for each in batches])
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(inside(parts) for parts in zip(*batches, strict=True)))
     if isinstance(first, list | tuple):
-        return type(first)(inside(parts) for parts in zip(*batches, strict=True))
+        _check_texts(first, size)
+        if len({len(each) for each in batches}) > 1:
+            raise ValueError(
+                "batches to join hold lists of different lengths, "
+                f"{', '.join(str(len(each)) for each in batches)}; leave them out where batches "
+                f"are made, or {_GIVE_BOTH}"
+            )
+        found = [inside(parts) for parts in zip(*batches, strict=True)]
+        return type(first)(*found) if hasattr(first, "_fields") else type(first)(found)
     if isinstance(first, Mapping):
         return {key: inside([each[key] for each in batches]) for key in first}
     if is_dataclass(first) and not isinstance(first, type):
@@ -151,8 +176,7 @@ def _map(
         return first
     raise TypeError(
         f"a batch holds a {type(first).__name__}, and whose samples its parts are of is not known; "
-        "give take=, a function of a batch and a tensor of places that makes a batch of the "
-        "samples there"
+        f"{_GIVE_BOTH}"
     )
 
 
@@ -168,12 +192,21 @@ def _ours(ids: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), weights=weights)
 
 
+def _check_texts(part: Sequence[Any], size: int | None) -> None:
+    """A text for each sample, as a DataLoader leaves them, is no tensor, and would stay whole."""
+    if part and len(part) == size and all(isinstance(each, str) for each in part):
+        raise ValueError(
+            f"a batch of {size:,} samples holds as many texts ({part[0]!r}, ...), which are not "
+            f"taken apart with it; leave them out where batches are made, or {_GIVE_BOTH}"
+        )
+
+
 def _check_samples(tensor: Tensor, size: int) -> None:
     if tensor.ndim == 0 or len(tensor) != size:
         raise ValueError(
             f"a batch of {size:,} samples holds a tensor of shape {tuple(tensor.shape)}, whose "
-            "first dimension is not the samples'; give take=, a function of a batch and a tensor "
-            "of places that makes a batch of the samples there"
+            "first dimension is not the samples'. Ids and their offsets can be a "
+            f"hotrow.KeyedJaggedTensor; or {_GIVE_BOTH}"
         )
 
 

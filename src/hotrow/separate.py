@@ -75,12 +75,14 @@ def separate(
 
 
 def check_evaluated_again(test: Iterable[Any] | None) -> None:
-    """Refuses test batches that can be read once."""
+    """Refuses test batches that can be read once, or are none."""
     if isinstance(test, Iterator):
         raise ValueError(
             "test is evaluated again and again, and an iterator gives its batches once; give a "
             "list or a loader"
         )
+    if isinstance(test, list | tuple) and not test:
+        raise ValueError("test has no batch to evaluate on; leave it out where there is none")
 
 
 def check_read_again(batches: Iterable[Any]) -> None:

@@ -211,6 +211,15 @@ def batches_per_epoch(batches: Iterable[Any]) -> int | None:
     return count
 
 
+def check_skip(skip: object) -> None:
+    """Refuses what cannot leave out samples."""
+    can = hasattr(skip, "bound") or hasattr(skip, "segments")
+    if skip is not None and (isinstance(skip, type) or not can):
+        raise TypeError(
+            f"skip is what leaves out samples, such as hotrow.Slipstream(), not {skip!r}"
+        )
+
+
 def begun(
     skip: Bindable | Skip,
     embedding: EmbeddingBagCollection,
@@ -460,12 +469,12 @@ class SkipStale:
         assert self._visits is not None
         often = self._visits[:-1] >= self.settings.least_visits
         batches = stream.peek(self._sampled)
-        share_of = self._shares(batches)
+        share_of, total = self._shares(batches)
         if share_of is not None and self._is_to_watch_on(share_of(often)):
             return
         self._visits = None
         moved = self._moved()
-        threshold = self._search(share_of, moved.to(often.device), often, batches)
+        threshold = self._search(share_of, total, moved.to(often.device), often, batches)
         often = often.cpu()
         stale = self._hot[often & (moved < threshold.tau)]
         seldom = self._counts(self._hot[~often])
@@ -486,9 +495,9 @@ class SkipStale:
         self._due(self._position + more, self._decide)
         return True
 
-    def _shares(self, batches: Sequence[Any]) -> Callable[[Tensor], float] | None:
+    def _shares(self, batches: Sequence[Any]) -> tuple[Callable[[Tensor], float] | None, int]:
         """(which hot rows are stale) -> the share of the batches' hot inputs, or of their lookups
-        of hot rows, that is; None: there are none."""
+        of hot rows, that is, and how many there are; None: there are none."""
         looked = [self._look(batch) for batch in batches]
         places = [self._places(each) for each in looked]
         of_rows = self.settings.mode == "rows"
@@ -506,11 +515,12 @@ class SkipStale:
                 ]
             return sum(int(each.sum()) for each in found) / total
 
-        return share_of if total else None
+        return share_of if total else None, total
 
     def _search(
         self,
         share_of: Callable[[Tensor], float] | None,
+        total: int,
         moved: Tensor,
         often: Tensor,
         batches: Sequence[Any],
@@ -532,7 +542,7 @@ class SkipStale:
             tolerance=s.allowed,
             within=s.search,
             iterations=s.iterations,
-            what="lookups of hot rows" if of_rows else "hot inputs",
+            what=f"{'lookups of hot rows' if of_rows else 'hot inputs'} ({total:,})",
         )
 
     def _probe(self, stream: _Stream) -> None:

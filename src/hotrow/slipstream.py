@@ -31,6 +31,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
+from inspect import signature
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -43,7 +44,7 @@ from hotrow.calibrate import AccessCounts, HotReport, top_k
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
 from hotrow.profile import Profile
-from hotrow.samples import Take
+from hotrow.samples import Take, check_both
 from hotrow.separate import check_evaluated_again
 from hotrow.skip import (
     Ids,
@@ -57,7 +58,7 @@ from hotrow.skip import (
     rows_of,
 )
 from hotrow.staleness import Rows
-from hotrow.told import warn
+from hotrow.told import did_you_mean, warn
 from hotrow.trainer import Trainer
 
 _VALIDATIONS = 10  # an epoch, unless somebody says how many
@@ -69,6 +70,7 @@ class _AsTheyCome(ABC):
     def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
         if batches_per_epoch is not None:
             _check_count("batches_per_epoch", batches_per_epoch, 1)
+        check_both(take, join)
         self.batches_per_epoch = batches_per_epoch
         self._take, self._join = take, join
         self._skip: Skip | None = None
@@ -147,6 +149,8 @@ class Slipstream(_AsTheyCome):
     ) -> None:
         """`changes` are settings by name: `Slipstream(target=0.2, mode="rows")`."""
         super().__init__(batches_per_epoch, take, join)
+        if settings is not None and not isinstance(settings, SkipSettings):
+            raise TypeError(f"settings go by their names, such as target=0.3; got {settings!r}")
         self.settings = _changed(settings or SkipSettings(), changes)
         if not 0 < counted < 1:
             raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
@@ -297,15 +301,24 @@ class RandomDrop(_AsTheyCome):
             )
         if like is None:
             assert share is not None
-            if not 0 <= share < 1:
+            if not isinstance(share, int | float) or not 0 <= share < 1:
                 raise ValueError(f"share must be at least 0 and below 1, not {share!r}")
             _check_count("starting_batch", starting_batch, 0)
             part = Fraction(share).limit_denominator(1_000_000)
             like = SkipRecord(
                 "random", starting_batch, offered=part.denominator, dropped=part.numerator
             )
+        elif not isinstance(like, SkipRecord):
+            raise TypeError(f"like is a record, such as slipstream.record, not {like!r}")
         elif starting_batch:
             raise ValueError("like= says from which batch on; leave starting_batch out")
+        elif not like.dropped:
+            why = (
+                "mode 'rows' leaves out updates and no sample"
+                if like.mode == "rows"
+                else f"of {like.offered:,} samples none was left out"
+            )
+            warn(f"nothing is left out at random, as like= says: {why}. RandomDrop(0.1) leaves out")
         self._like, self._seed = like, seed
 
     def follow(self, record: SkipRecord) -> None:
@@ -342,11 +355,15 @@ class RandomDrop(_AsTheyCome):
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:
-    try:
-        return replace(settings, **changes)
-    except TypeError as error:
-        known = ", ".join(vars(settings))
-        raise TypeError(f"Slipstream: {error}; its settings are {known}") from None
+    known = tuple(vars(settings))
+    for name in changes:
+        if name not in known:
+            every = (*known, *signature(Slipstream).parameters)
+            raise TypeError(
+                f"Slipstream has no {name!r}{did_you_mean(name, every)}; its settings are "
+                f"{', '.join(known)}"
+            )
+    return replace(settings, **changes)
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -141,7 +141,12 @@ STRATEGIES = {
 }
 
 # They order, split or drop samples, which a module called from a user's loop cannot do.
-_NEED_TRAINER = ("fae", "hotline", "slipstream", "random-drop")
+_NEED_TRAINER = {
+    "fae": "FAE",
+    "hotline": "Hotline",
+    "slipstream": "Slipstream",
+    "random-drop": "RandomDrop",
+}
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
@@ -150,10 +155,12 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
         return strategy
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
-    if strategy.lstrip("+") in _NEED_TRAINER:
+    systems = [f"hotrow.{system}()" for name, system in _NEED_TRAINER.items() if name in strategy]
+    if systems:
         raise ValueError(
             f"strategy {strategy!r} orders, splits or drops samples, so it cannot run inside a "
-            f"module; the strategies for a collection are {', '.join(STRATEGIES)}"
+            f"module: give {' and '.join(systems)} to hotrow.Trainer(system=). The strategies for "
+            f"a collection are {', '.join(STRATEGIES)}"
         )
     hint = did_you_mean(strategy, STRATEGIES)
     raise ValueError(f"there is no strategy {strategy!r}{hint}; known are {', '.join(STRATEGIES)}")

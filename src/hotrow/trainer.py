@@ -90,6 +90,7 @@ class Trainer(Generic[Batch]):
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
+        self.loss_samples, self.loss_seconds = 0, 0.0  # that mean_loss was asked of, and took
         self.autocast = autocast
         self._algorithms = partial(algorithms, deterministic, self.device)
         lanes = lanes_in(model) if graphs and self.device.type == "cuda" else None
@@ -111,6 +112,11 @@ class Trainer(Generic[Batch]):
             module for module in model.modules() if isinstance(module, EmbeddingBagCollection)
         ]
         self.system = system
+        if isinstance(system, type) or not (system is None or hasattr(system, "attach")):
+            raise TypeError(
+                f"system is what orders, splits or leaves out samples, such as hotrow.Hotline(), "
+                f"not {system!r}; strategies such as 'lookahead' are a collection's"
+            )
         if system is not None:
             system.attach(self)
 
@@ -189,7 +195,7 @@ class Trainer(Generic[Batch]):
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
         """Of all their samples, in evaluation mode. Changes no bit of the training."""
-        total, size = 0.0, 0
+        total, size, started = 0.0, 0, perf_counter()
         for batch in batches:
             predictions = self.predict(batch)
             labels = self.labels(batch).to(predictions.device)
@@ -197,6 +203,8 @@ class Trainer(Generic[Batch]):
             size += len(labels)
         if not size:
             raise ValueError("there is no sample to evaluate on: the batches given are none")
+        self.loss_samples += size
+        self.loss_seconds += perf_counter() - started
         return total / size
 
     def one_collection(self, why: str) -> tuple[EmbeddingBagCollection, Callable[[Batch], Any]]:

@@ -78,6 +78,11 @@ def test_without_a_choice_it_says_so(strategy: Figures) -> None:
     )
 
 
+def test_where_every_loss_is_no_number_nothing_is_said_of_budgets() -> None:
+    said = advice(figures("all-fast", 9, outcome="diverged"), figures("lru", 9, outcome="diverged"))
+    assert said.startswith("No loss is a number at the end")
+
+
 def test_of_a_comparison_that_was_stopped_at_once_there_is_none() -> None:
     unfinished = figures("lru", float("nan"), outcome="unfinished")
     assert "before any strategy had ended" in advice(unfinished, outcome="interrupted")

@@ -53,6 +53,7 @@ def test_names_have_parts(
         ("hotlin", "did you mean 'hotline'"),
         ("lookahead+slip", "there is no '\\+slip' to put on a strategy; there are"),
         ("slipstream", "goes on top of a strategy, such as 'lookahead\\+slipstream'"),
+        ("hybrid-plain+slipstream", "by `hotrow compare` alone and with nothing on top"),
         ("fea+slipstream", "there is no strategy 'fea'"),
     ],
 )

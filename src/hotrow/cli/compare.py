@@ -94,7 +94,7 @@ def compare(
     - samples/s: the median of whole runs, samples that a system leaves out included; beside it the
       median step of all repetitions, and from the 20th to the 80th percentile. The first steps of
       each repetition are left out. Batches are read into memory before, where they fit, and
-      evaluation is not timed
+      evaluation is not timed, but for what fae and slipstream evaluate while they train
 
     - speed-up: over hybrid, or over the first strategy where hybrid is not there
 

@@ -13,6 +13,11 @@ def advise(record: ComparisonRecord) -> str:
     timed = [each for each in record.strategies if each.whole_run > 0]
     if not timed and record.outcome == "interrupted":
         return "It was stopped before any strategy had ended: there is nothing to choose from."
+    if timed and all(each.outcome == "diverged" for each in timed):
+        return (
+            "No loss is a number at the end: there is nothing to choose from. Smaller learning "
+            "rates may help."
+        )
     right = [each for each in timed if _keeps_its_word(each) and each.outcome != "diverged"]
     affordable = [each for each in right if each.is_within_budget]
     said = [_told_of_broken(timed)]

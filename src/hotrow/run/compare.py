@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +55,7 @@ CONTROLS = (1, 2)  # seeds
 BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
 _MOST_KEPT = 4 << 30  # bytes of batches that are kept in memory
+_MUCH = 0.1  # of a run's time
 _EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # no traceback is wanted
 
 
@@ -206,12 +208,13 @@ class Comparison:
             raise ValueError(reason)
         system = entry.kind.build(self.config, self._samples)
         self._follow(entry, system)
-        tally, clock = Tally(), _Clock(system.device)
+        tally, clock, started = Tally(), _Clock(system.device), perf_counter()
         for record in system.train():
             tally.add(record)
             clock.add(record)
             yield replace(turn, stage="training", steps=tally.steps, loss=tally.loss)
         tally.finish()
+        self._note_evaluated(entry, system, perf_counter() - started)
         if isinstance(skip := getattr(system, "skip", None), Slipstream):
             self._left_out[entry.kind.name] = skip.record
         rates = clock.rates(self.warm_up)
@@ -248,6 +251,16 @@ class Comparison:
             skip.follow(found)
             said = f"as many samples as {other}: {found.dropped:,} of {found.offered:,}"
         self._notes = list(dict.fromkeys([*self._notes, f"{entry.kind.name} leaves out {said}"]))
+
+    def _note_evaluated(self, entry: Entry, system: System, seconds: float) -> None:
+        """What a system evaluates while it trains is a part of its speed, and may be most of it."""
+        samples, taken = getattr(system, "on_the_way", (0, 0.0))
+        if not entry.done and taken > _MUCH * seconds:
+            self._notes.append(
+                f"{entry.kind.name} evaluated {samples:,} samples while it trained, in "
+                f"{taken / seconds:.0%} of the time that its speed is of: data.eval_batches, or "
+                "less held back, makes them fewer"
+            )
 
     def _note(self, entry: Entry, repetition: int, system: System, tally: Tally) -> None:
         """What a system has become, and how like it is to all-fast or to itself before."""

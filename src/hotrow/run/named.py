@@ -28,6 +28,7 @@ SKIPS = {
     "slipstream": "samples left out whose rows have stopped changing",
     "random-drop": "samples left out at random",
 }
+PLAIN = "hybrid-plain"  # which `hotrow compare` has beside them
 _ROWS_OF_SYSTEMS = "static"
 
 
@@ -77,6 +78,11 @@ def find_named(name: str) -> Named:
     if base in STRATEGIES:
         return Named(STRATEGIES[base], None, skip or None)
     known = [*STRATEGIES, *SYSTEMS]
+    if base == PLAIN:
+        raise ValueError(
+            f"{PLAIN} is there to be compared with, by `hotrow compare` alone and with nothing on "
+            "top; 'hybrid' is the same done well"
+        )
     hint = did_you_mean(base, known)
     raise ValueError(
         f"there is no strategy {base!r}{hint}; known are {', '.join(known)}, each also with "

@@ -199,7 +199,9 @@ class PlainHybrid:
     def _once(self, batch: AnyBatch) -> float:
         self._row_optimizer.zero_grad()
         loss = self._step.run(_without_ids(batch, self.device))
-        self._row_optimizer.step()
+        # As it is by default: to say so keeps torch from warning that nobody did.
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            self._row_optimizer.step()
         for schedule in self._schedules:
             schedule.step()
         self._trainer.step += 1

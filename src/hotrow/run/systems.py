@@ -17,7 +17,7 @@ from torch import Tensor
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.job import build, dense_weights
-from hotrow.run.named import SKIPS, Named, find_named
+from hotrow.run.named import PLAIN, SKIPS, Named, find_named
 from hotrow.run.named import SYSTEMS as NAMED_SYSTEMS
 from hotrow.run.plain import PlainHybrid, why_not_plain
 from hotrow.run.source import AnyBatch, Samples
@@ -27,7 +27,6 @@ from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES
 from hotrow.told import did_you_mean
 
-PLAIN = "hybrid-plain"
 CONTRACTS = ("exact", "exact up to rounding", "changed")
 
 
@@ -91,7 +90,7 @@ def register(kind: SystemKind) -> None:
 def find_system(name: str) -> SystemKind:
     if name in SYSTEMS:
         return SYSTEMS[name]
-    if "+" in name:
+    if "+" in name or name in SKIPS:
         return _of_named(find_named(name))
     hint = did_you_mean(name, SYSTEMS)
     raise ValueError(
@@ -114,6 +113,11 @@ class StrategySystem:
     def skip(self) -> RandomDrop | Slipstream | None:
         """What leaves samples out, if anything does."""
         return skip_of(self._job.trainer.system)
+
+    @property
+    def on_the_way(self) -> tuple[int, float]:
+        """Samples that it has evaluated while it trained, and the seconds that took."""
+        return self._job.trainer.loss_samples, self._job.trainer.loss_seconds
 
     def train(self) -> Iterator[StepRecord]:
         return self._job.train()
