@@ -84,6 +84,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Traini
     return tmp_path, training
 
 
+@pytest.mark.filterwarnings("ignore:.* which 'latest' names, is gone")  # a bit of that file
 def test_a_bit_that_flips_anywhere_is_found(saved: tuple[Path, Training]) -> None:
     root, training = saved
     expected, older = training.bits(), loaded(saved_in(root)[0])

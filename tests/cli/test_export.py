@@ -114,6 +114,8 @@ def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
     assert command("export", "runs/small/model", "--to", "npz", "--out", "a").exit_code == 0
     table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
     model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
+    with pytest.raises(ValueError, match="there is no nowhere to read tables from"):
+        import_tables("nowhere", model)
     with pytest.raises(ValueError, match="a has no table of this model"):
         import_tables("a", model)
     half = torch.randn(10, 4).half()

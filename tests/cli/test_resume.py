@@ -363,6 +363,13 @@ class Full(Disk):
         return super().open(path)
 
 
+class FullAtTheEnd(Disk):
+    def open(self, path: Path) -> Any:
+        if ("step-14" in str(path) or "model" in str(path)) and "001-00000" in path.name:
+            return Path("/dev/full").open("wb", buffering=0)
+        return super().open(path)
+
+
 def test_a_full_disk_costs_a_checkpoint_and_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Full)
     result = train("run.toml")
@@ -372,6 +379,17 @@ def test_a_full_disk_costs_a_checkpoint_and_no_training(monkeypatch: pytest.Monk
     assert "runs/small/checkpoints/00001-step-3 stays. Training goes on" in result.stderr
     names = [path.name for path in saved_in(Path("runs/small/checkpoints"))]
     assert names == ["00003-step-12", "00004-step-14"]
+
+
+def test_a_disk_that_is_full_at_the_end_costs_both_and_both_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hotrow.checkpoint.saving.Disk", FullAtTheEnd)
+    monkeypatch.setattr("hotrow.checkpoint.model.Disk", FullAtTheEnd)
+    result = train("run.toml")
+    assert result.exit_code == 2
+    told = result.stderr[result.stderr.index("error: the last checkpoint was not saved") :]
+    assert "; the model was not saved: the disk is full: runs/small/model" in told
 
 
 def test_a_full_disk_stops_a_run_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +474,6 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(monkeypatch: pytest.M
         ("run.seed=3", "run.seed is 3, and was 0"),
         ("model.top=[9]", r"model.top is \[9\], and was \[8\]"),
         ("embedding.optimizer.lr=0.1", "embedding.optimizer.lr is 0.1, and was 0.05"),
-        ("training.optimizer.name=sgd", "training.optimizer.name is 'sgd', and was 'adagrad'"),
         ("training.clip_norm=1.0", "training.clip_norm is 1.0, and was left out"),
         ("data.rows=[400, 60, 6]", "other data: table cat_2 has 6 rows instead of 5"),
     ],
@@ -468,6 +485,37 @@ def test_settings_that_decide_about_bits_are_refused(
     result = train("run.toml", "--resume", settings=(setting,))
     assert result.exit_code == 2
     assert re.search(told, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("key", ["training.optimizer.name", "embedding.optimizer.name"])
+def test_another_optimizer_is_refused_also_by_who_is_not_strict(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(monkeypatch, "run.toml", after=4)
+    for strict in ("true", "false"):
+        settings = (f"{key}=adam", f"checkpoint.strict={strict}")
+        result = train("run.toml", "--resume", settings=settings)
+        assert result.exit_code == 2
+        told = rf"step-3 was saved with {key} = '[a-z-]+', and 'adam' cannot go on with that"
+        assert re.search(told, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("what", ["is gone", "has no checkpoint.json"])
+def test_a_latest_that_is_no_more_is_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(monkeypatch, "run.toml", after=7)
+    last = Path("runs/small/checkpoints/00002-step-6")
+    if what == "is gone":
+        shutil.rmtree(last)
+    else:
+        (last / "checkpoint.json").unlink()
+    told = f"{last}, which 'latest' names, {what}: the newest of the others is taken"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        export_tables("runs/small", "tables", to="npz")
+    result = train("run.toml", "--resume")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count(told) == 1
+    assert "goes on after step 3, from" in result.stdout
+    assert not train("run.toml", "--resume").stderr.count(told)  # another is the latest
 
 
 def test_auto_begins_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hotrow.checkpoint.manifest import MANIFEST, NAME, read_manifest
 from hotrow.disk import PARTIAL, Disk, make_durable
+from hotrow.told import warn
 
 LATEST = "latest"
 IN_RUN = "checkpoints"  # the folder of a run's
@@ -79,13 +80,26 @@ def _numbers_of(name: str) -> tuple[int, int]:
 
 def latest_in(root: Path) -> Path | None:
     """The one that `latest` names; without it the newest."""
-    found = saved_in(root)
+    found, named = saved_in(root), _named_latest(root)
+    if named is not None and root / named in found:
+        return root / named
+    return found[-1] if found else None
+
+
+def why_not_latest(root: Path) -> str | None:
+    """What became of the one that `latest` names, where another is taken in its place."""
+    named = _named_latest(root)
+    if named is None or (root / named / MANIFEST).is_file():
+        return None
+    what = f"has no {MANIFEST}" if (root / named).exists() else "is gone"
+    return f"{root / named}, which {LATEST!r} names, {what}: the newest of the others is taken"
+
+
+def _named_latest(root: Path) -> str | None:
     with suppress(OSError, UnicodeDecodeError), (root / LATEST).open("rb") as file:
         named = file.read(200).decode().strip()
-        for path in found:
-            if path.name == named:
-                return path
-    return found[-1] if found else None
+        return named if NAME.fullmatch(named) else None
+    return None
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -95,6 +109,8 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     for root in (path, path / IN_RUN):
         if (found := latest_in(root)) is not None:
+            if (why := why_not_latest(root)) is not None:
+                warn(why)
             return found
     raise ValueError(f"{path} holds no checkpoint")
 

@@ -221,6 +221,8 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
     state stays as it is; a state dict in memory is loaded by `model.load_state_dict`.
     """
     source, mine = Path(source), tables_of(model)
+    if not source.exists():
+        raise ValueError(f"there is no {source} to read tables from")
     names = {key: key for key in mine} | {table.name: key for key, table in mine.items()}
     names |= {f"{table.name}.weight": key for key, table in mine.items()}
     paths = sorted(source.iterdir()) if source.is_dir() else [source]

@@ -300,7 +300,7 @@ def _run(job: Job, telling: _Telling, steps: int, before: Resumed | None) -> _Re
             outcome = "failed"
             if why_not is None:
                 model, unsaved_model = _save(job, place)
-                unsaved = unsaved or unsaved_model
+                unsaved = _both(unsaved, unsaved_model)
             else:
                 telling.show.warn(f"the model is not saved: {why_not}")
         if place.exists() and not (job.config.run.save and why_not is None):
@@ -375,6 +375,10 @@ def _save(job: Job, folder: Path) -> tuple[Path | None, OSError | None]:
     except OSError as error:
         return None, OSError(f"the model was not saved: {error}")
     return folder, None
+
+
+def _both(one: OSError | None, other: OSError | None) -> OSError | None:
+    return OSError(f"{one}; {other}") if one and other else one or other
 
 
 def _evaluate(job: Job, tally: Tally, telling: _Telling, *, at_end: bool = False) -> None:

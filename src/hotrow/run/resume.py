@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
-from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in
+from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in, why_not_latest
 from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
@@ -118,6 +118,8 @@ def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
 def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
     """The job of a run with all that its newest whole checkpoint has; damaged ones are told."""
     root = checkpoints_of(config.checkpoint, run)
+    if (why_not := why_not_latest(root)) is not None:
+        warn(why_not)
     errors = []
     for folder in _newest_first(root):
         try:
@@ -199,6 +201,14 @@ def _refuse_other(
 ) -> None:
     if unlike := why_other(about["data"], samples.described()):
         raise _Other(f"{found.folder} was trained on other data: {few(unlike, between='; ')}")
+    for section in ("embedding", "training"):
+        settings = (about["settings"], asdict(config))
+        then, now = (each[section]["optimizer"]["name"] for each in settings)
+        if then != now:
+            raise _Other(
+                f"{found.folder} was saved with {section}.optimizer.name = {then!r}, and {now!r} "
+                "cannot go on with that one's state"
+            )
     if not config.checkpoint.strict:
         return
     unlike = [
