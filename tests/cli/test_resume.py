@@ -307,6 +307,15 @@ def test_prepared_data_go_on_in_the_middle_of_an_epoch(
     result = train("run.toml", "--resume", settings=settings)
     assert result.exit_code == 0, result.output
     assert same_end("small", "whole")
+    (folder / "log.csv").write_text("y,a,u,v\n" + "\n".join(reversed(lines)) + "\n")
+    words[-1] = "other"
+    assert CliRunner().invoke(make_app(), [*words, "--split", "random"]).exit_code == 0
+    settings = (*settings, "data.folder=other", "training.epochs=3")  # with the same values
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 2
+    assert "data.folder holds other samples than it held" in result.stderr
+    result = train("run.toml", "--resume", settings=(*settings, "checkpoint.strict=false"))
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

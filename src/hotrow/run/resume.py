@@ -199,7 +199,8 @@ def _about(found: Checkpoint) -> dict[str, Any]:
 def _refuse_other(
     about: Mapping[str, Any], found: Checkpoint, config: RunConfig, samples: Samples
 ) -> None:
-    if unlike := why_other(about["data"], samples.described()):
+    data, here = about["data"], samples.described()
+    if unlike := why_other(data, here):
         raise _Other(f"{found.folder} was trained on other data: {few(unlike, between='; ')}")
     for section in ("embedding", "training"):
         settings = (about["settings"], asdict(config))
@@ -215,6 +216,8 @@ def _refuse_other(
         f"{key} is {_said(now)}, and was {_said(then)}"
         for key, then, now in _differences(about["settings"], config)
     ]
+    if "samples" in data and "samples" in here and data["samples"] != here["samples"]:
+        unlike.append("data.folder holds other samples than it held")
     if unlike:
         raise _Other(
             f"{found.folder} was saved with other settings: {few(unlike, between='; ')}. Give "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from hotrow.data.prepared.format import SPLITS
 from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
+from hotrow.disk import FileRecord
 from hotrow.profile import Profile
 from hotrow.run.config import DataSection
 from hotrow.told import few, warn
@@ -74,7 +76,8 @@ class Samples(Protocol):
         """One of SPLITS: what is evaluated of it, or all."""
 
     def described(self) -> dict[str, Any]:
-        """What a model that is trained on it can read, in plain values."""
+        """What a model that is trained on it can read, in plain values; and "samples": by which a
+        folder that has been made anew is told."""
 
 
 def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = None) -> Samples:
@@ -151,7 +154,10 @@ class Generated:
             name: {"rows": rows, "features": features, "values": "generated"}
             for name, (rows, features) in self.tables.items()
         }
-        return {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
+        found = {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
+        if self._data is None:
+            return found
+        return found | {"samples": _sum_of(each.counts for each in self._data.manifest.tables)}
 
 
 def _like(
@@ -290,11 +296,18 @@ class FromFolder:
         columns = prepared.get("columns", {})
         logs = set(columns.get("log", ()) if isinstance(columns, Mapping) else ())
         numbers = [f"log of {name}" if name in logs else name for name in self._numbers]
-        return {"layout": prepared.get("layout"), "dense": numbers, "tables": tables}
+        samples = _sum_of(self._data.manifest.splits["train"])
+        layout = prepared.get("layout")
+        return {"layout": layout, "dense": numbers, "tables": tables, "samples": samples}
 
     @property
     def profile(self) -> Profile | None:
         return self._data.profile()
+
+
+def _sum_of(files: Iterable[FileRecord]) -> str:
+    """What is in files, by what their folder says of them."""
+    return sha256("".join(each.sha256 for each in files).encode()).hexdigest()
 
 
 def _tell_of_pooled_histories(data: Prepared) -> None:
