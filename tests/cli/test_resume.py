@@ -520,6 +520,9 @@ def test_a_latest_that_is_no_more_is_told(what: str, monkeypatch: pytest.MonkeyP
     told = f"{last}, which 'latest' names, {what}: the newest of the others is taken"
     with pytest.warns(UserWarning, match=re.escape(told)):
         export_tables("runs/small", "tables", to="npz")
+    verified = CliRunner().invoke(make_app(), ["verify", "small"])
+    assert verified.exit_code == 2
+    assert f"{last} is no checkpoint: it has no checkpoint.json" in verified.stderr
     result = train("run.toml", "--resume")
     assert result.exit_code == 0, result.output
     assert result.stderr.count(told) == 1

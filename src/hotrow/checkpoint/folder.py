@@ -80,7 +80,7 @@ def _numbers_of(name: str) -> tuple[int, int]:
 
 def latest_in(root: Path) -> Path | None:
     """The one that `latest` names; without it the newest."""
-    found, named = saved_in(root), _named_latest(root)
+    found, named = saved_in(root), named_latest(root)
     if named is not None and root / named in found:
         return root / named
     return found[-1] if found else None
@@ -88,14 +88,15 @@ def latest_in(root: Path) -> Path | None:
 
 def why_not_latest(root: Path) -> str | None:
     """What became of the one that `latest` names, where another is taken in its place."""
-    named = _named_latest(root)
+    named = named_latest(root)
     if named is None or (root / named / MANIFEST).is_file():
         return None
     what = f"has no {MANIFEST}" if (root / named).exists() else "is gone"
     return f"{root / named}, which {LATEST!r} names, {what}: the newest of the others is taken"
 
 
-def _named_latest(root: Path) -> str | None:
+def named_latest(root: Path) -> str | None:
+    """What `latest` says; None: nothing that is a name."""
     with suppress(OSError, UnicodeDecodeError), (root / LATEST).open("rb") as file:
         named = file.read(200).decode().strip()
         return named if NAME.fullmatch(named) else None

@@ -11,7 +11,7 @@ import typer
 
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import Checkpoint, SavedModel
-from hotrow.checkpoint.folder import IN_RUN, named_in
+from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NAME
 from hotrow.cli._declared import JsonFlag, Runs
@@ -89,8 +89,11 @@ def _parts(path: Path) -> Iterator[Path]:
     if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
         yield path
         return
-    yield from named_in(path)
-    yield from named_in(path / IN_RUN)
+    for root in (path, path / IN_RUN):
+        yield from named_in(root)
+        latest = named_latest(root)
+        if latest is not None and not (root / latest).exists():  # of which that it is gone is told
+            yield root / latest
     if (path / MODEL_FOLDER / MANIFEST).is_file():
         yield path / MODEL_FOLDER
 
