@@ -291,6 +291,35 @@ def test_a_system_that_was_killed_when_all_was_trained_has_nothing_left(
     assert read_run("runs/small").summary.steps == last
 
 
+@pytest.mark.parametrize("strategy", ["static+random-drop", "hotline+random-drop", "fae"])
+def test_a_system_goes_on_with_the_epoch_that_it_was_in(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (
+        f"embedding.strategy={strategy}", "embedding.budget=90%", "data.samples=320",
+        "system.target=0.5", "training.epochs=3", "checkpoint.every_steps=1",
+    )  # fmt: skip
+    train("run.toml", settings=(*settings, "run.name=whole"))
+    epoch = read_run("runs/whole").summary.steps // 3  # not 20: samples are left out, or apart
+    assert epoch != 20
+    # In the last epoch, and when that has begun anew twice: by their number alone these steps are
+    # of the second epoch, or of none.
+    stops = (2 * epoch + 5, 3 * epoch + 4, 4 * epoch + 2)
+    for number, stop in enumerate(stops):
+        words = ("--resume",) if number else ()
+        killed(monkeypatch, "run.toml", *words, after=stop, settings=settings)
+    result = train("run.toml", "--resume", settings=settings)
+    assert result.exit_code == 0, result.output
+    saved = tuple(each - 1 for each in stops)  # before it was killed
+    assert read_run("runs/small").resumed_after == saved
+    left = read_run("runs/small").summary.steps - saved[-1]
+    assert epoch <= left <= epoch + 1  # hotline leaves out none while it learns
+    longer = train("run.toml", "--resume", settings=(*settings, "training.epochs=4"))
+    assert longer.exit_code == 0, longer.output
+    left = read_run("runs/small").summary.steps - saved[-1]
+    assert 2 * epoch <= left <= 2 * epoch + 2
+
+
 def test_prepared_data_go_on_in_the_middle_of_an_epoch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

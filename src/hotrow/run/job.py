@@ -66,8 +66,11 @@ class Job:
         return training_batches(rest, left, self.trainer.system)
 
     @property
-    def epoch_begins(self) -> int:
-        """The first batch of the epoch under way, as far as the system tells."""
+    def position(self) -> int:
+        """The batch that another process would go on with. Which samples were trained, where others
+        than all of them are, is not kept: the epoch under way begins anew."""
+        if not _chooses_samples(self.config):
+            return self.first + self.trainer.step - self.done
         epoch = min(self.total_steps - self.first, self.samples.batches_per_epoch)
         return min(self.first + epochs_of(self.trainer.system) * epoch, self.total_steps)
 
@@ -79,7 +82,7 @@ class Job:
     @property
     def known_steps(self) -> int | None:
         """Steps that will have been taken; None: not known, or not yet."""
-        left = known_steps(self.trainer.system, self.total_steps - self.done)
+        left = known_steps(self.trainer.system, self.total_steps - self.first)
         return None if left is None else left + self.done
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
@@ -97,17 +100,16 @@ def total_steps(config: RunConfig, samples: Samples) -> int:
     return training.steps or training.epochs * epoch
 
 
-def chooses_samples(config: RunConfig) -> bool:
+def _chooses_samples(config: RunConfig) -> bool:
     """Whether others are trained than all of them as they come, and a batch is no step."""
     return find_named(config.embedding.strategy).contract == "changed"
 
 
-def _first_batch(config: RunConfig, samples: Samples, done: int, begins: int | None) -> int:
-    """Where the samples begin of a run that has taken so many steps. Which ones were trained, where
-    others than all of them are, is not kept: their epoch begins anew."""
-    if not chooses_samples(config):
-        return done
-    return done - done % samples.batches_per_epoch if begins is None else begins
+def _first_batch(config: RunConfig, samples: Samples, position: int) -> int:
+    """Those that choose their samples begin with an epoch, or have come to the end."""
+    if not _chooses_samples(config) or position >= total_steps(config, samples):
+        return position
+    return position - position % samples.batches_per_epoch
 
 
 class Rest:
@@ -128,13 +130,14 @@ def build(
     samples: Samples | None = None,
     *,
     done: int = 0,
-    epoch_begins: int | None = None,
+    position: int | None = None,
 ) -> Job:
-    """`done`: steps that were taken before, whose results are loaded into the job. Where samples
-    are chosen, `epoch_begins` is the first batch of the epoch under way then; None: by steps."""
+    """`done`: steps that were taken before, whose results are loaded into the job; `position`: the
+    batch to go on with, if it is another."""
     samples = samples or open_data(config)
     config = with_budget(config, samples)
-    first = _first_batch(config, samples, done, epoch_begins) if done else 0
+    position = done if position is None else position
+    first = _first_batch(config, samples, position) if position else 0
     left = partial(_steps_left, config, samples, first)
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)

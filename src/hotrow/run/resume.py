@@ -76,9 +76,11 @@ def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
     if config.run.save and not (run / MODEL_FOLDER / MANIFEST).is_file():
         return False  # there was no room for it
     then, now = record.settings.get("training", {}), config.training
-    # It may have settled, or have left samples out, and so have taken fewer.
+    # It may have settled, or have left samples out, and so have taken fewer; or have begun an epoch
+    # anew, and taken more.
     is_as_long = all(then.get(key) == getattr(now, key) for key in ("epochs", "steps", "patience"))
-    return is_as_long or record.summary.steps >= steps
+    is_counted = find_named(config.embedding.strategy).contract != "changed"
+    return is_as_long or (is_counted and record.summary.steps >= steps)
 
 
 def settings_of(run: Path, overrides: Iterable[str]) -> RunConfig:
@@ -127,9 +129,7 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             about = _about(found)
             with _believed(found):
                 _refuse_other(about, found, config, samples)
-            begins = about.get("epoch_begins")
-            begins = begins if isinstance(begins, int) and begins >= 0 else None
-            job = build(config, samples, done=found.step, epoch_begins=begins)
+            job = build(config, samples, done=found.step, position=_position(about, found))
             found.check(job.model, parts_of(job))
         except NewerFormat:
             raise
@@ -158,6 +158,13 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
             "checkpoint.folder looks for them: leave that out, or move them there"
         )
     raise _none_is_whole(root, errors)
+
+
+def _position(about: Mapping[str, Any], found: Checkpoint) -> int:
+    position = about.get("position", found.step)  # which older ones do not have
+    if not isinstance(position, int) or position < 0:
+        raise ValueError(f"{found.folder} says that its run goes on with batch {position!r}")
+    return position
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hotrow.checkpoint.model import dense_state
 from hotrow.disk import make_folder
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
-from hotrow.run.job import Job, chooses_samples
+from hotrow.run.job import Job
 from hotrow.run.tally import Tally
 
 _SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells
@@ -56,7 +56,7 @@ class Saving:
         warn: Callable[[str], None],
         tell: Callable[[Saved], None],
     ) -> None:
-        self.last = last
+        self.last, self._position = last, job.position
         self._job, self._run, self._tally = job, run, tally
         self._section, self._warn, self._tell = job.config.checkpoint, warn, tell
         self._about = {"started": started, "resumed_after": list(resumed_after)}
@@ -124,7 +124,8 @@ class Saving:
         return dict(self._figures) if self._figures["saved"] else {}
 
     def _save(self, step: int, *, background: bool) -> None:
-        if self.last is not None and self.last.step == step:
+        position = self._job.position  # that an epoch is over is known after its last step
+        if self.last is not None and self.last.step == step and self._position == position:
             return
         begun = perf_counter()
         self._run.sync()
@@ -137,6 +138,7 @@ class Saving:
                 f"numbers; {self._kept()}"
             )
             return
+        self._position = position
         section, options = self._section, self._options(step)
         if not background:
             folder = save_checkpoint(self.root, self._job.model, **options)
@@ -236,10 +238,9 @@ class Saving:
 
     def _extra(self) -> dict[str, Any]:
         config = self._job.config
-        begins = {"epoch_begins": self._job.epoch_begins} if chooses_samples(config) else {}
         return {
             **self._about,
-            **begins,
+            "position": self._job.position,
             "settings": asdict(config),
             "data": self._job.samples.described(),
             "evaluations": [asdict(each) for each in self._tally.evaluations],
