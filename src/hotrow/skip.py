@@ -37,10 +37,8 @@ _TOLERANCE = 0.08  # as published
 _CHOICE = 2  # times as many inputs as are to be skipped must have been watched,
 _LONGEST = 0.25  # or so large a share of the epoch's batches
 _AHEAD = 2  # batches that are read after one is sifted and before it is asked for: nobody waits
-_TOGETHER = (
-    8  # batches are sifted at once, at the most: launches take the host longer than the GPU,
-)
-_MOST_TOGETHER = 32 << 20  # or so many bytes of them, which take fast memory until they are trained
+_TOGETHER = 8  # batches at the most are sifted at once: launches cost the host more than the GPU,
+_MOST_TOGETHER = 32 << 20  # or so many bytes of them, which are in fast memory until trained
 _NOISE = 6  # times what losses vary by is no noise: it ends 1 in 25 runs of 30 where none falls
 
 
