@@ -121,6 +121,8 @@ class Ahead:
             self._start()
         assert self._running is not None
         assert self._reader is not None
+        for collection in self._collections.values():
+            collection.take_next()
         try:
             ticket = next(self._running)
         except BadId as error:

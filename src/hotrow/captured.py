@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from hotrow.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.interrupt import uninterrupted
 from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
 from hotrow.parts import Split
+from hotrow.threads import writing
 from hotrow.told import warn
 from hotrow.watch import Watch
 
@@ -272,9 +272,10 @@ class CapturedStep:
         if berth.late is not None:
             berth.late()  # its place is taken now
         cuts = list(zip(berth.cut, graph.cuts, strict=True))
-        for work, cut in cuts:
-            work.group.bring(work, cut)
-        with uninterrupted():  # or rows might miss an update that the dense part has had
+        # Whole, or rows might miss an update that the dense part has had.
+        with writing([embedding.lock for embedding, _ in berth.arrivals]):
+            for work, cut in cuts:
+                work.group.bring(work, cut)
             for embedding in graph.updated:  # not one that is frozen, or has no part in the loss
                 embedding.optimizer.count_step()
                 if embedding.optimizer.rule.uses_step:
@@ -369,7 +370,7 @@ class CapturedStep:
         cuts = [work.group.cut(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
-        with berth.as_it_lies():
+        with writing([embedding.lock for embedding in embeddings]), berth.as_it_lies():
             try:
                 if phases is not None:
                     # What the second phase needs of it stays alive, and so keeps its place.
@@ -486,11 +487,12 @@ class Late:
     def __init__(self, place: Tensor, lanes: Lanes, there: Mark | None = None) -> None:
         """Until it is known when it is `there`, all that training was given is waited for."""
         self._place, self._lanes, self.there = place, lanes, there
+        self._stream = lanes.trained_on
         self._value: float | None = None
 
     def __call__(self) -> float:
         if self._value is None:
-            (self.there or self._lanes.trained_so_far()).wait()
+            (self.there or self._lanes.launched_on(self._stream)).wait()
             self._value = float(self._place)
         return self._value
 

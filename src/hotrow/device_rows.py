@@ -329,7 +329,7 @@ class DeviceRows(DeviceFills):
             is_padding = torch.arange(x.size, device=self.device) >= x.offsets[-1]
             return found.masked_fill_(is_padding, 0.0)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(self._with_ids(work, x)):
+        for part, ids, rows, index in self._pass_through(self.parts_of(self._with_ids(work, x))):
             mine = grads[first : first + part.num_bags]
             slots = index[ids.inverse].int()
             pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
@@ -399,6 +399,11 @@ class DeviceRows(DeviceFills):
         self.planner.check(may_halt=failed)
 
     # -- the direct way ----------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Threads read one after the other here, and each settles by itself."""
+        return True
 
     def settle(self) -> None:
         self.lanes.join()

@@ -34,7 +34,6 @@ from hotrow.batch import (
 from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
-from hotrow.interrupt import uninterrupted
 from hotrow.lanes import lanes_of
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
@@ -49,6 +48,7 @@ from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
+from hotrow.threads import RowLock, TrainingThread
 from hotrow.told import few, setting, warn
 from hotrow.traffic import TableTraffic, Traffic
 
@@ -182,6 +182,7 @@ class EmbeddingBagCollection(nn.Module):
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
     ) -> None:
+        self._thread = TrainingThread()
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
@@ -218,6 +219,8 @@ class EmbeddingBagCollection(nn.Module):
             _check_room(self.device, wanted)
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
+        # On a GPU the host only launches: there threads take turns.
+        self.lock = RowLock(shared=self.device.type == "cpu")
         engine = _engine(self.device)
         if self.strategy.on_host:
             engine = StaticHybridRows if self.strategy.pinned_part else HostRows
@@ -237,6 +240,7 @@ class EmbeddingBagCollection(nn.Module):
                 window_bytes=self.window_bytes * len(layout.features) // len(self.features),
                 output_dtype=output_dtype,
                 fill=fill,
+                lock=self.lock,
             )
             for g, layout in enumerate(layouts)
         ]
@@ -253,7 +257,7 @@ class EmbeddingBagCollection(nn.Module):
         # Of a budget in bytes, plans get their part when it is known how large batches are.
         makes_room = shared is not None and self._plans_later and self.strategy.has_slots
         self._budget_bytes = shared.total_bytes if shared is not None and makes_room else 0
-        self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
+        self._step = PendingStep(self.groups, self.optimizer, on_nonfinite, self.lock, self._thread)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         self._arrivals: deque[Arrival] = deque(maxlen=self._most_recent)
         self._aside: _Side | None = None  # the engine that does not train
@@ -263,6 +267,15 @@ class EmbeddingBagCollection(nn.Module):
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
         self._apart = False
+
+    # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
+    @property
+    def training(self) -> bool:
+        return self._thread.mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._thread.mode = mode
 
     def _share(
         self,
@@ -310,6 +323,7 @@ class EmbeddingBagCollection(nn.Module):
         """Look up a batch; in training mode `backward()` will update its rows."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(features)
+        self._thread.look_up()
         arrival = self._find(features) or self._unplanned(features)
         vectors = []
         for work in arrival.works:
@@ -318,16 +332,42 @@ class EmbeddingBagCollection(nn.Module):
         return self._embedded(arrival.batch, vectors, [w.lookups for w in arrival.works])
 
     def _evaluate(self, features: Any) -> Embedded:
-        """Read rows where they are; no map, hold or counter changes."""
+        """Read rows where they are; no map, hold or counter changes. From any thread: all
+        vectors are those of one finished step."""
         batch = parse(features, self.features, self.device)
-        lookups, vectors = [], []
         with torch.no_grad():
-            for group in self.groups:
-                x = lookups_of(batch, group.layout)
-                x = replace(x, weights=weights_of(features, x, group.layout))
-                lookups.append(x)
-                vectors.append(group.read(x))
+            lookups = [lookups_of(batch, group.layout) for group in self.groups]
+            lookups = [
+                replace(x, weights=weights_of(features, x, group.layout))
+                for group, x in zip(self.groups, lookups, strict=True)
+            ]
+            while True:
+                groups = self.groups
+                parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
+                with self.reading():
+                    if self.groups is groups:  # and not those of another engine since
+                        vectors = [
+                            group.read_parts(mine)
+                            for group, mine in zip(groups, parts, strict=True)
+                        ]
+                        break
         return self._embedded(batch, vectors, lookups)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, no other thread changes rows, and each can be found."""
+        while True:
+            with self.lock.reading():
+                if all(group.is_settled for group in self.groups):
+                    self.lanes.join()  # others have launched what this thread has to wait for
+                    try:
+                        yield
+                    finally:
+                        self.lanes.read_here()
+                    return
+            with self.lock.writing():
+                for group in self.groups:
+                    group.settle()
 
     def _embedded(
         self, batch: Batch, vectors: Sequence[Tensor], lookups: Sequence[Lookups]
@@ -373,10 +413,12 @@ class EmbeddingBagCollection(nn.Module):
                 "or they were changed in place since. They are looked up directly, which is right "
                 "but slower; let ids= return what the model looks up"
             )
+        self.lanes.trains_here()
         direct = [work for work in arrival.works if running and not work.group.everything]
-        for work in direct:
-            work.group.count_direct(work)
-        self._make_room(arrival)
+        with self.lock.writing():
+            for work in direct:
+                work.group.count_direct(work)
+            self._make_room(arrival)
         at_once([work for work in arrival.works if work not in direct], self.lanes)
         return arrival
 
@@ -396,11 +438,12 @@ class EmbeddingBagCollection(nn.Module):
         """A batch that will be planned after those already expected."""
         if self.strategy.on_host:
             return
-        self._make_room(arrival)
-        with self.lanes.on("plan"):
-            values = self._staged(arrival.batch.values)
-            for work in arrival.works:
-                work.group.expect(work, values)
+        with self.lock.writing():
+            self._make_room(arrival)
+            with self.lanes.on("plan"):
+                values = self._staged(arrival.batch.values)
+                for work in arrival.works:
+                    work.group.expect(work, values)
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
         """Batches will have so many samples; `lookups` per sample of a feature, 1 if not named.
@@ -418,15 +461,17 @@ class EmbeddingBagCollection(nn.Module):
             )
         sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
         lookups_of_batch = [batch_size * size for size in sizes]
-        if self._budget_bytes and not self._has_begun():
-            self._make_room_for(lookups_of_batch)
+        with self.lock.writing():
+            if self._budget_bytes and not self._has_begun():
+                self._make_room_for(lookups_of_batch)
         for group, size in zip(self.groups, lookups_of_batch, strict=True):
             group.expected_rows = size
 
     def reserve_like(self, features: Any) -> None:
         """Batches will be about as large as this one, which is looked at and not trained."""
         arrival = self.prepare(features)
-        self._make_room(arrival)
+        with self.lock.writing():
+            self._make_room(arrival)
         works: Sequence[Any] = arrival.works
         for work in works:
             # What plans later takes ids from anywhere, and counts them there.
@@ -520,10 +565,15 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         self._ahead = weakref.ref(stream)
 
+    def take_next(self) -> None:
+        """The current thread takes a batch; refused while another one trains."""
+        self._thread.iterate()
+
     def leave(self, stream: Any) -> None:
         self._ahead = None
+        self._thread.end_iteration()
         self._arrivals.clear()
-        with self.lanes.on("plan"):
+        with self.lock.writing(), self.lanes.on("plan"):
             for group in self.groups:
                 group.forget_window()
         self.lanes.join()  # or whoever gets the memory of a collection that is gone meets this
@@ -580,9 +630,10 @@ class EmbeddingBagCollection(nn.Module):
         for table, given in ({} if rows is None else rows).items():
             group, base, size = self._place(table)
             ids[self.groups.index(group)].append(row_numbers(table, given, size).cpu() + base)
-        for group, mine in zip(self.groups, ids, strict=True):
-            every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
-            group.freeze(None if rows is None else every.unique())
+        with self.lock.writing():
+            for group, mine in zip(self.groups, ids, strict=True):
+                every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
+                group.freeze(None if rows is None else every.unique())
 
     # -- two engines over one store ----------------------------------------------------
 
@@ -604,7 +655,7 @@ class EmbeddingBagCollection(nn.Module):
             strategy = STRATEGIES["hybrid"]
             groups: list[RowGroup] = [HostRows.over(group, strategy) for group in self.groups]
             self._aside = _Side(groups, strategy, 0)
-        with uninterrupted():
+        with self.lock.writing():
             for group in self.groups:
                 group.flush()
                 group.expect_changes()
@@ -620,7 +671,7 @@ class EmbeddingBagCollection(nn.Module):
         if not self.is_on_host:
             return 0
         assert self._aside is not None
-        with uninterrupted():
+        with self.lock.writing():
             for group in self.groups:
                 group.flush()
             for group in self._aside.groups:
@@ -681,7 +732,7 @@ class EmbeddingBagCollection(nn.Module):
         for table, numbers in rows.items():
             group, _, size = self._place(table)
             given[group.dim][table] = _first_of_each(row_numbers(table, numbers, size).cpu())
-        with uninterrupted():
+        with self.lock.writing():
             self._arrivals.clear()
             for group in self.groups:
                 mine = self._without_padding(given[group.dim])
@@ -739,12 +790,30 @@ class EmbeddingBagCollection(nn.Module):
 
     def flush(self) -> None:
         """Bring slow memory up to date with fast memory."""
-        for group in self.groups:
-            group.flush()
+        with self.lock.writing():
+            for group in self.groups:
+                group.flush()
 
     def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        """The rows of a table with their state, in chunks: (first row, [n, dim + state])."""
-        return _in_chunks(*self._place(table))  # a wrong name is refused at once
+        """The rows of a table with their state, in chunks: (first row, [n, dim + state]).
+
+        Each chunk is of one finished step. If another thread trains meanwhile, later chunks may be
+        of later steps; `state_dict()` reads a whole table, and all tables, between two steps.
+        """
+        group, _, size = self._place(table)  # a wrong name is refused at once
+        step = _chunk_of(group)
+
+        def chunks() -> Iterator[tuple[int, Tensor]]:
+            for first in range(0, size, step):
+                yield first, self._gather(table, torch.arange(first, min(first + step, size)))
+
+        return chunks()
+
+    def _gather(self, table: str, rows: Tensor) -> Tensor:
+        """Rows of a table with their state, each given once, as of one finished step."""
+        with self.reading():
+            group, base, _ = self._place(table)
+            return group.gather(rows + base, out=torch.empty(len(rows), group.width))
 
     def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
         """The weights of a table in chunks: (first row, [n, dim])."""
@@ -756,15 +825,14 @@ class EmbeddingBagCollection(nn.Module):
 
         Read where they are: no map, hold or counter changes.
         """
-        group, base, size = self._place(table)
+        group, _, size = self._place(table)
         rows = row_numbers(table, rows, size)
         step, dim = _chunk_of(group), group.dim
 
         def chunks() -> Iterator[tuple[slice, Tensor]]:
             for first in range(0, len(rows), step):
-                ids = rows[first : first + step].cpu() + base
-                out = torch.empty(len(ids), group.width)
-                yield slice(first, first + len(ids)), group.gather(ids, out=out)[:, :dim].clone()
+                mine = rows[first : first + step].cpu()
+                yield slice(first, first + len(mine)), self._gather(table, mine)[:, :dim].clone()
 
         return chunks()
 
@@ -779,12 +847,14 @@ class EmbeddingBagCollection(nn.Module):
         self._load(table, first, weights, slice(0, group.dim))
 
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
-        group, base, _ = self._place(table)
-        for chunk in torch.arange(len(values)).split(_chunk_of(group)):
-            ids = chunk + first + base
-            rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-            rows[:, columns] = values[chunk].detach().to(rows)
-            group.scatter(ids, rows)
+        with self.lock.writing():
+            group, base, _ = self._place(table)
+            for chunk in torch.arange(len(values)).split(_chunk_of(group)):
+                ids = chunk + first + base
+                rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+                rows[:, columns] = values[chunk].detach().to(rows)
+                group.scatter(ids, rows)
+            self.lanes.read_here()  # who trains in another stream waits for these
 
     def _place(self, table: str) -> tuple[RowGroup, int, int]:
         for group in self.groups:
@@ -800,9 +870,10 @@ class EmbeddingBagCollection(nn.Module):
             name: torch.empty(size, columns.stop - columns.start)
             for name, columns in group.state.items()
         }
-        for first, rows in self.rows(table):
-            for name, columns in group.state.items():
-                state[name][first : first + len(rows)] = rows[:, columns]
+        with self.reading():
+            for first, rows in self.rows(table):
+                for name, columns in group.state.items():
+                    state[name][first : first + len(rows)] = rows[:, columns]
         return state
 
     def check_state(self, table: str, state: Mapping[str, Any]) -> None:
@@ -885,13 +956,13 @@ class EmbeddingBagCollection(nn.Module):
         self._refuse_if_running("replacing rows")
         if self.being_saved is not None:
             self.being_saved.join()
-        self.settle()
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # others may have written in their streams
-            with uninterrupted():
+        with self.lock.writing():
+            self.settle()
+            try:
+                yield
+            finally:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # others may have written in their streams
                 self._arrivals.clear()
                 self.changed_since = None
                 for group in self.every_group:
@@ -903,15 +974,16 @@ class EmbeddingBagCollection(nn.Module):
         remembered; False: this engine cannot."""
         if not all(group.notes_changes for group in self.every_group):
             return False
-        slots = self._slot_groups  # of two engines, the one that may write from a device
-        for group in slots:
-            group.note_changes()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
-        if self._aside is not None:
-            others = self.groups if self.is_on_host else self._aside.groups
-            for group, other in zip(slots, others, strict=True):
-                other.changed = group.changed
+        with self.lock.writing():
+            slots = self._slot_groups  # of two engines, the one that may write from a device
+            for group in slots:
+                group.note_changes()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
+            if self._aside is not None:
+                others = self.groups if self.is_on_host else self._aside.groups
+                for group, other in zip(slots, others, strict=True):
+                    other.changed = group.changed
         return True
 
     @property
@@ -939,11 +1011,12 @@ class EmbeddingBagCollection(nn.Module):
             self._apart = before
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for table in () if self._apart else self.tables:
-            copy = torch.empty(table.num_embeddings, table.embedding_dim)
-            for first, weights in self.weights(table.name):
-                copy[first : first + len(weights)] = weights
-            destination[prefix + self.key_of(table.name)] = copy
+        with self.reading():  # all of one finished step
+            for table in () if self._apart else self.tables:
+                copy = torch.empty(table.num_embeddings, table.embedding_dim)
+                for first, weights in self.weights(table.name):
+                    copy[first : first + len(weights)] = weights
+                destination[prefix + self.key_of(table.name)] = copy
 
     def _load_from_state_dict(
         self,
@@ -1104,13 +1177,6 @@ def _interleaved(lists: Sequence[Tensor]) -> Tensor:
 def _chunk_of(group: RowGroup) -> int:
     """Rows that are read or replaced at once: as many as the buffer holds, but not few."""
     return max(group.chunk_rows, _LEAST_CHUNK)
-
-
-def _in_chunks(group: RowGroup, base: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    step = _chunk_of(group)
-    for first in range(0, size, step):
-        ids = torch.arange(first, min(first + step, size)) + base
-        yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
 
 
 def _share_of(

@@ -51,6 +51,7 @@ class HostPlan:
         self.there: Tensor | None = None  # [num_rows + 1, dim] on the device; the last is zero
         self.there_since = -1  # which updates `there` has seen
         self.host_side: _HostSide | None = None
+        self.is_trained = True  # False: its rows are read and not updated
 
     @property
     def num_lookups(self) -> int:
@@ -229,6 +230,7 @@ class HostRows(RowGroup):
         made = cls(
             rows.layout, store=rows.store, optimizer=rows.optimizer, strategy=strategy, share=None,
             device=rows.device, seed=0, profile=None, output_dtype=rows.output_dtype,
+            lock=rows.lock,
         )  # fmt: skip
         made.changed = rows.changed
         return made
@@ -336,12 +338,22 @@ class HostRows(RowGroup):
         if cut.grads is not None:
             self.update_at_once(work, work.lookups, cut.grads)
 
-    def read(self, x: Lookups) -> Tensor:
+    def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
         plan = self._sort(keys, torch.zeros((), device=keys.device))
         plan.ready = self.lanes.mark("train")
         plan.learn()
+        return [(x, plan)]
+
+    def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
+        ((x, plan),) = parts
+        plan = self._current(plan)
+        plan.is_trained = False
         return self._vectors(plan, x)
+
+    def _current(self, plan: HostPlan) -> HostPlan:
+        """A plan that suits the rows as they are kept now."""
+        return plan
 
     def _planned(self, work: HostWork) -> HostPlan:
         """A batch's plan, made now if there is none."""
@@ -382,19 +394,24 @@ class HostRows(RowGroup):
     def _collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
         """The rows of a batch, and zeros: here, or on the device where they `cross`."""
         self.settle()
-        self._rows_sent.wait()
-        self._held = None  # until all of these have been read
         count = plan.num_rows
-        rows = self._rows.take(count + 1)
+        if plan.is_trained:
+            self._rows_sent.wait()
+            self._held = None  # until all of these have been read
+            rows = self._rows.take(count + 1)
+        else:  # other threads may read, too
+            rows = torch.empty(count + 1, self.dim, pin_memory=self.device.type == "cuda")
         rows[count].zero_()  # what padding reads
         there = torch.empty(rows.shape, device=self.device) if cross else rows
         # In one go: the cores lose more by starting again and again than the link would gain.
         self._columns[0].read(plan.ids, out=rows[:count])
         if cross:
             there.copy_(rows, non_blocking=True)
-            self._rows_sent = self.lanes.mark("train")
-            plan.there, plan.there_since = there, self._updates
-        self._held = plan
+        if plan.is_trained:
+            if cross:
+                self._rows_sent = self.lanes.mark("train")
+                plan.there, plan.there_since = there, self._updates
+            self._held = plan
         self._note_bytes("rows of a batch", there)
         return there
 

@@ -7,6 +7,7 @@ and marks say nothing.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -66,20 +67,30 @@ class _On:
         self._lanes, self._stream = lanes, stream
 
     def __enter__(self) -> None:
-        lanes = self._lanes
-        self._before, self._outside = lanes.inside, lanes.outside
+        here = self._lanes.here
+        self._before, self._outside = here.inside, here.outside
         if self._outside is None:
-            lanes.outside = torch.cuda.current_stream(self._stream.device_index)
-        lanes.inside = self._stream
+            here.outside = torch.cuda.current_stream(self._stream.device_index)
+        here.inside = self._stream
         if self._before is not self._stream:
             torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        lanes = self._lanes
-        assert lanes.outside is not None
+        here = self._lanes.here
+        assert here.outside is not None
         if self._before is not self._stream:
-            torch.cuda.set_stream(self._before or lanes.outside)
-        lanes.inside, lanes.outside = self._before, self._outside
+            torch.cuda.set_stream(self._before or here.outside)
+        here.inside, here.outside = self._before, self._outside
+
+
+class _Here(threading.local):
+    """Where one thread launches: torch's current stream is a thread's own, too."""
+
+    inside: torch.cuda.Stream | None = None  # of the lane that is on
+    outside: torch.cuda.Stream | None = None  # training's, while it is known
+    has_turn = False
+    trained_on: torch.cuda.Stream | None = None  # training's at the last turn
+    trained: Mark | None = None  # the last mark in that
 
 
 # Lower numbers first. A fill is first in line for the few multiprocessors it needs, and takes long;
@@ -96,11 +107,9 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[Name, torch.cuda.Stream] = {}
-        self.inside: torch.cuda.Stream | None = None  # of the lane that is on
-        self.outside: torch.cuda.Stream | None = None  # training's, while it is known
-        self._has_turn = False
+        self.here = _Here()
         self._newest: dict[Name, Mark] = {}
-        self._trained_on: torch.cuda.Stream | None = None  # training's stream at the last turn
+        self._training: dict[int, torch.cuda.Stream] = {}  # streams that any thread trains on
         self._made = WeakIdKeyDictionary()  # tensor -> when it is there, where that is known
         if device.type == "cuda":
             self._streams = {
@@ -110,7 +119,7 @@ class Lanes:
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
-        found = self._streams.get(name) or self.outside
+        found = self._streams.get(name) or self.here.outside
         return found or torch.cuda.current_stream(self.device.index)
 
     def on(self, name: Name) -> AbstractContextManager[None]:
@@ -123,9 +132,23 @@ class Lanes:
 
         To ask torch for it costs the host more than a launch, so it is asked once a turn.
         """
-        if self._streams and self.inside is None and not self._has_turn:
-            self._has_turn = True
-            self.outside = self._trained_on = self._current(self._trained_on)
+        here = self.here
+        if self._streams and here.inside is None and not here.has_turn:
+            here.has_turn = True
+            here.outside = self._train_here()
+
+    def trains_here(self) -> None:
+        """The current stream is training's: threads that read rows wait for it."""
+        if self._streams:
+            self._train_here()
+
+    def _train_here(self) -> torch.cuda.Stream:
+        here = self.here
+        stream = self._current(here.trained_on)
+        if stream is not here.trained_on:
+            here.trained_on = stream
+            self._training[stream.cuda_stream] = stream
+        return stream
 
     def _current(self, likely: torch.cuda.Stream | None) -> torch.cuda.Stream:
         # As a number it costs a tenth; mostly it is the same.
@@ -136,31 +159,39 @@ class Lanes:
 
     def give_turn(self) -> None:
         """From now on others may choose streams, and train."""
-        if self.inside is None:
-            self._has_turn, self.outside = False, None
+        here = self.here
+        if here.inside is None:
+            here.has_turn, here.outside = False, None
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
         if not self._streams:
             return _Passed()
-        mark = self._newest[name] = _Event(self._stream(name))
+        mark = _Event(self._stream(name))
+        if name == "train":  # of this thread: others train elsewhere
+            self.here.trained = mark
+        else:
+            self._newest[name] = mark
         return mark
 
-    def trained_so_far(self) -> Mark:
-        """A mark in training's lane that nobody else hears of; from any thread or stream."""
-        if self._trained_on is None:
-            return self.mark("train")
-        return _Event(self._trained_on)
+    @property
+    def trained_on(self) -> torch.cuda.Stream | None:
+        """The stream on which the current thread has trained last."""
+        return self.here.trained_on
+
+    def launched_on(self, stream: torch.cuda.Stream | None) -> Mark:
+        """A mark in a stream that nobody else hears of, from any thread."""
+        return self.mark("train") if stream is None else _Event(stream)
 
     def mark_here(self) -> Mark:
         """A mark in the current stream, that nobody else hears of."""
         if not self._streams:
             return _Passed()
-        return _Event(self._current(self.inside or self._trained_on))
+        return _Event(self._current(self.here.inside or self.here.trained_on))
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""
-        return self._newest.get(name)
+        return self.here.trained if name == "train" else self._newest.get(name)
 
     def after(self, name: Name, mark: Mark | None) -> None:
         """What a lane is given from now on waits for a mark; the host does not."""
@@ -168,11 +199,31 @@ class Lanes:
             mark.event.wait(self._stream(name))
 
     def join(self) -> None:
-        """What training does next waits for all lanes, and they for what it has done so far."""
-        marks = [self.mark(name) for name in PRIORITIES]
-        for name in PRIORITIES:
-            for mark in marks:
-                self.after(name, mark)
+        """What training does next waits for all lanes, and they for what it has done so far.
+
+        A thread that does not train has its own stream in training's place; both are joined.
+        """
+        if not self._streams:
+            return
+        mine = self._stream("train")
+        for name, stream in self._streams.items():
+            mark = self._newest[name] = _Event(stream)
+            mark.event.wait(mine)
+        for stream in self._trained_elsewhere(mine):
+            _Event(stream).event.wait(mine)
+        self.read_here()
+
+    def read_here(self) -> None:
+        """All lanes, and training, wait for what the current thread has launched so far."""
+        if self._streams:
+            mine = self._stream("train")
+            mark = self.here.trained = _Event(mine)
+            for stream in (*self._streams.values(), *self._trained_elsewhere(mine)):
+                mark.event.wait(stream)
+
+    def _trained_elsewhere(self, mine: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+        number = mine.cuda_stream
+        return [stream for other, stream in self._training.items() if other != number]
 
     def keep_for(self, name: Name, tensors: Sequence[Tensor]) -> None:
         """Tensors of another lane, or the host's, are read in this one: memory lives that long."""

@@ -8,8 +8,9 @@ batches larger than the slots and late gradients take it, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from hotrow.stages import Part, Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
+from hotrow.threads import RowLock
 from hotrow.told import warn
 
 
@@ -68,8 +70,11 @@ class RowGroup:
         window_bytes: int = 0,
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
+        lock: RowLock | None = None,
     ) -> None:
-        """`share` is None when every row lives in fast memory."""
+        """`share` is None when every row lives in fast memory. `lock` is held by callers: to
+        write by all that changes rows or maps, to read by `read_parts` and `gather`."""
+        self.lock = lock or RowLock(shared=False)
         self.window_bytes, self.output_dtype, self.fill_form = window_bytes, output_dtype, fill
         self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
         self.device, self.profile = device, profile
@@ -96,6 +101,7 @@ class RowGroup:
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
         self.in_transit: list[Work] = []  # collected, and not inserted
+        self._buffer_is_free = Lock()  # held by the thread that reads through the buffer
 
     def _initialise(self, state: list[float], seed: int) -> None:
         initialise(self.store.rows, self.layout, state, seed)
@@ -335,6 +341,11 @@ class RowGroup:
 
     # -- the direct way ----------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether rows can be found without moving any: then several threads may read."""
+        return not self.in_transit
+
     def settle(self) -> None:
         """Finish what is between collect and insert: no row may be nowhere."""
         with uninterrupted():
@@ -428,9 +439,25 @@ class RowGroup:
 
     def read(self, x: Lookups) -> Tensor:
         """One vector per bag, [bags, dim], the direct way."""
+        return self.read_parts(self.parts_of(x))
+
+    def parts_of(self, x: Lookups) -> list[tuple[Lookups, SortedIds]]:
+        """Bags in chunks whose rows fit the buffer, with their ids sorted. Reads no row."""
+        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
+        parts = []
+        for part in _chunks(x, self.chunk_rows):
+            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
+            count = ids.ids.numel()
+            if count > most and not self.everything:
+                raise ValueError(_bag_too_large(part, count, most, self.layout))
+            parts.append((part, ids))
+        return parts
+
+    def read_parts(self, parts: list[tuple[Lookups, SortedIds]]) -> Tensor:
+        """One vector per bag, [bags, dim], of what `parts_of` has sorted; several threads may."""
         pieces = [
             self._pool(rows, index, ids.inverse, part)
-            for part, ids, rows, index in self._pass_through(x)
+            for part, ids, rows, index in self._pass_through(parts)
         ]
         return torch.cat(pieces) if pieces else torch.zeros(0, self.dim, device=self.device)
 
@@ -440,18 +467,20 @@ class RowGroup:
         vectors = self.kernels.take(rows, index, self.dim)
         return self.kernels.pool(vectors, inverse, x.offsets, x.weights, x.divisor)
 
-    def _pass_through(self, x: Lookups) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
-        """Bags in chunks whose rows fit the buffer: lookups, ids, rows, place of each id."""
-        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
-        for part in _chunks(x, self.chunk_rows):
-            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
-            count = ids.ids.numel()
-            if count > most and not self.everything:
-                raise ValueError(_bag_too_large(part, count, most, self.layout))
-            rows = self._buffer(count + 1)
-            self.gather(ids.ids, out=rows[:count])
-            rows[count].zero_()  # what padding reads
-            yield part, ids, rows, torch.arange(count + 1, device=self.device)
+    def _pass_through(
+        self, parts: list[tuple[Lookups, SortedIds]]
+    ) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
+        """Of each chunk: lookups, ids, rows, place of each id. Rows last until the next chunk."""
+        if not parts:
+            return
+        largest = max(ids.ids.numel() for _, ids in parts) + 1
+        with self._own_buffer(largest) as buffer:
+            for part, ids in parts:
+                count = ids.ids.numel()
+                rows = buffer[: count + 1]
+                self.gather(ids.ids, out=rows[:count])
+                rows[count].zero_()  # what padding reads
+                yield part, ids, rows, torch.arange(count + 1, device=self.device)
 
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Gradients of the per-sample weights, from the rows before their update, [L]."""
@@ -460,7 +489,7 @@ class RowGroup:
             vectors = self.kernels.take(self.slots, work.plan.row_slots, self.dim)
             return self.kernels.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(x):
+        for part, ids, rows, index in self._pass_through(self.parts_of(x)):
             mine = grads[first : first + part.num_bags]
             vectors = self.kernels.take(rows, index, self.dim)
             pieces.append(self.kernels.weight_grads(vectors, ids.inverse, part.bag_of(), mine))
@@ -537,6 +566,19 @@ class RowGroup:
         if self.everything or count > len(self.buffer):
             return torch.empty(count, self.width, device=self.device)
         return self.buffer[:count]
+
+    @contextmanager
+    def _own_buffer(self, count: int) -> Iterator[Tensor]:
+        """A buffer that no other thread has: the first one has the budget's, others a new one."""
+        is_first = self._buffer_is_free.acquire(blocking=False)
+        try:
+            if is_first:
+                yield self._buffer(count)
+            else:
+                yield torch.empty(count, self.width, device=self.device)
+        finally:
+            if is_first:
+                self._buffer_is_free.release()
 
     def _scalars(self, ids: Tensor) -> dict[str, Tensor]:
         scalars = self.optimizer.scalars([table.name for table in self.layout.tables])

@@ -169,14 +169,16 @@ class StaticHybridRows(HostRows):
         return HotPlan(keys, slots, hot, self._version, *facts)
 
     def _planned(self, work: HostWork) -> HotPlan:
-        plan = super()._planned(work)
+        plan = work.plan = self._current(super()._planned(work))
+        return plan
+
+    def _current(self, plan: HostPlan) -> HotPlan:
         assert isinstance(plan, HotPlan)
         if plan.version != self._version:  # other rows are hot since
             self.lanes.hand_over(plan.tensors())
             plan = self._sort(plan.keys, torch.zeros((), device=self.device))
             plan.ready = self.lanes.mark("train")
             plan.learn()
-            work.plan = plan
         return plan
 
     # -- lookup ------------------------------------------------------------------------
