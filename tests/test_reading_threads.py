@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.threads import RowLock, TrainingThread
 from builders import SCHEDULES, variant
+from hotrow.threads import RowLock, TrainingThread
 
 TABLES = [
     hotrow.EmbeddingBagConfig("user", 400, 4, ["user"]),

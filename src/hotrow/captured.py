@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hotrow.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
+from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture, is_spoiled
 from hotrow.parts import Split
 from hotrow.threads import writing
 from hotrow.told import warn
@@ -33,6 +33,7 @@ from hotrow.watch import Watch
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
 _FORGOTTEN = 64  # batches after which a shape that did not come again gives way to another
+_MOST_SPOILED = 20  # captures that other threads may spoil before steps run kernel by kernel
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
@@ -84,6 +85,7 @@ class CapturedStep:
         self._pool: Any = None
         self._stale = 0
         self._refused = False
+        self._spoiled = 0  # captures
         for module in self._collections():
             for group in module.every_group:
                 group.berths = _BERTHS
@@ -336,6 +338,9 @@ class CapturedStep:
             try:
                 graph = self._capture(berth, split)
             except RuntimeError as error:
+                if is_spoiled(error) and self._spoiled < _MOST_SPOILED:
+                    self._spoiled += 1  # it is tried again with the next batch
+                    return None
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
                     "on a tensor) cannot"

@@ -21,7 +21,7 @@ from hotrow.kernels.triton import ranking, words
 from hotrow.kernels.triton.maps import FREE, DeviceMap
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.window import enter_window, leave_window
-from hotrow.lanes import Mark, Recorder
+from hotrow.lanes import Mark, Recorder, synchronize
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import OLDEST, Hold, Pins
 
@@ -685,4 +685,4 @@ def _is_done(plan: DevicePlan) -> bool:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)

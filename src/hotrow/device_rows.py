@@ -28,7 +28,7 @@ from hotrow.device_work import DevicePart, DeviceWork
 from hotrow.kernels.triton import lookup, start, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
-from hotrow.lanes import Mark
+from hotrow.lanes import Mark, synchronize
 from hotrow.parts import place_of
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
@@ -478,6 +478,6 @@ class DeviceRows(DeviceFills):
         for part in taken.split(self.chunk_rows):
             self._write_store(rows[part], self.slots.index_select(0, part))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     # ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels.triton import start
+from hotrow.lanes import synchronize
 from hotrow.store import initialise_table, seed_word
 from hotrow.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 
@@ -32,9 +33,9 @@ def initialise_on_gpu(
                 std=begin.std, padding=padding,
             )  # fmt: skip
         else:
-            torch.cuda.synchronize(device)
+            synchronize(device)
             initialise_table(store, layout, table, state, seed)
-    torch.cuda.synchronize(device)
+    synchronize(device)
 
 
 def unwritten_rows(

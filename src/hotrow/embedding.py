@@ -34,7 +34,7 @@ from hotrow.batch import (
 from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
-from hotrow.lanes import lanes_of
+from hotrow.lanes import lanes_of, synchronize
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
@@ -901,7 +901,7 @@ class EmbeddingBagCollection(nn.Module):
         """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""
         self.flush()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     def stored(self, table: str) -> Tensor:
         """All rows of a table with their state where they lie, [rows, dim + state]: after
@@ -962,7 +962,7 @@ class EmbeddingBagCollection(nn.Module):
                 yield
             finally:
                 if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # others may have written in their streams
+                    synchronize(self.device)  # others may have written in their streams
                 self._arrivals.clear()
                 self.changed_since = None
                 for group in self.every_group:
@@ -979,7 +979,7 @@ class EmbeddingBagCollection(nn.Module):
             for group in slots:
                 group.note_changes()
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
+                synchronize(self.device)  # whoever notes may do so in another stream
             if self._aside is not None:
                 others = self.groups if self.is_on_host else self._aside.groups
                 for group, other in zip(slots, others, strict=True):

@@ -6,6 +6,7 @@ and marks say nothing.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ class Lanes:
         self._made = WeakIdKeyDictionary()  # tensor -> when it is there, where that is known
         if device.type == "cuda":
             self._streams = {
-                name: torch.cuda.Stream(device, priority=priority)
+                name: _own_stream(device.index, priority)
                 for name, priority in PRIORITIES.items()
                 if name != "train"
             }
@@ -285,8 +286,12 @@ class Recorder:
         elif not self._on_gpu or not self._comes_again(key):
             launch()
         else:
-            found = self._graphs[key] = self._capture(launch)
-            found.replay()
+            found = self._capture(launch)
+            if found is None:
+                launch()
+            else:
+                self._graphs[key] = found
+                found.replay()
 
     def _comes_again(self, key: Any) -> bool:
         """Whether launches were seen before, and compiled; what comes once is not worth a graph."""
@@ -300,19 +305,57 @@ class Recorder:
     def forget(self) -> None:
         """What was captured reads tensors that are about to go."""
         if self._graphs:
-            torch.cuda.synchronize()  # graphs may still be running
+            synchronize()  # graphs may still be running
             self._graphs.clear()
             self._pool = None  # it went with the last of them
 
-    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """None if another thread has spoiled it: it is tried again when it comes again."""
+        try:
+            graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
+        except RuntimeError as error:
+            if not is_spoiled(error):
+                raise
+            return None
         self._pool = graph.pool()
         return graph
 
 
 @cache
 def _capture_stream(device: int, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)
+    return _own_stream(device, priority)
+
+
+def _own_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """A stream that no other code gets.
+
+    torch hands out the same 32 streams to all that ask. What another thread launches on a stream
+    that captures becomes part of the graph, and what it captures takes what is launched here.
+    """
+    handle = ctypes.c_void_p()
+    non_blocking = 1
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # the device is in use, so that its context is current
+        create = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority
+        status = create(ctypes.byref(handle), non_blocking, priority)
+    if status or handle.value is None:
+        raise RuntimeError(f"CUDA cannot create a stream on device {device}: error {status}")
+    return torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", device))
+
+
+# CUDA refuses to wait for a whole device while any thread captures, and spoils that capture.
+_capturing = threading.RLock()
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for a device, when no thread captures."""
+    with _capturing:
+        torch.cuda.synchronize(device)
+
+
+def is_spoiled(error: BaseException) -> bool:
+    """Whether a capture failed by what another thread has asked of CUDA meanwhile."""
+    return "previous error during capture" in str(error)
 
 
 def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
@@ -326,7 +369,10 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with (
+            _capturing,
+            torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+        ):
             launch()
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure

@@ -21,6 +21,7 @@ from hotrow.budget import show_bytes
 from hotrow.ceilings import measure
 from hotrow.cost import StepTime, Work, all_fast_ms, dense_ms, step_time
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.lanes import synchronize
 from hotrow.machine import THIS, Machine, find_machine
 from hotrow.models import MODELS
 from hotrow.records import SizedOption, SizeRecord
@@ -118,7 +119,7 @@ def _timed(config: RunConfig, work: Work) -> Base | None:
     for step, _ in enumerate(job.train(), start=1):
         if step >= warm_up and (step - warm_up) % at_once == 0:
             if is_gpu:
-                torch.cuda.synchronize(job.embedding.device)
+                synchronize(job.embedding.device)
             marks.append(perf_counter())
     found = np.diff(marks) / at_once
     low, middle, high = np.quantile(found, [0.2, 0.5, 0.8]).tolist()
