@@ -25,7 +25,7 @@ from hotrow.batch import (
 from hotrow.device_fill import DeviceFills
 from hotrow.device_planner import DevicePlan, Expected
 from hotrow.device_work import DevicePart, DeviceWork
-from hotrow.kernels.triton import lookup, start, update, words
+from hotrow.kernels.triton import fill, lookup, start, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
 from hotrow.lanes import Mark, synchronize
@@ -442,10 +442,8 @@ class DeviceRows(DeviceFills):
             return self.store.read(ids, out=out)
         self.settle()
         slots = self.locate(ids)
-        absent = slots == FREE
-        self._read_store(torch.where(absent, ids, FREE), out)
-        here = (~absent).nonzero().squeeze(1)
-        out[here] = self.slots.index_select(0, slots[here])
+        self._read_store(torch.where(slots == FREE, ids, FREE), out)
+        fill.gather(self.slots, slots, out)
         return out
 
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
@@ -459,10 +457,8 @@ class DeviceRows(DeviceFills):
         self.settle()
         self.store.note(ids)
         slots = self.locate(ids)
-        absent = slots == FREE
-        here = (~absent).nonzero().squeeze(1)
-        self.slots.index_copy_(0, slots[here], rows[here])
-        self._write_store(torch.where(absent, ids, FREE), rows)
+        fill.scatter(self.slots, slots, rows.contiguous())
+        self._write_store(torch.where(slots == FREE, ids, FREE), rows)
 
     def flush(self) -> None:
         if self.everything:
