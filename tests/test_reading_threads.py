@@ -332,3 +332,17 @@ def test_the_modes_of_threads() -> None:
     assert thread.mode
     thread.mode = False
     assert not thread.mode
+
+
+def test_a_loop_that_is_refused_leaves_the_other_thread_alone() -> None:
+    embedding = collection("lookahead")
+    ids = batches(1)[0]
+    waiting = embedding(ids).values().sum()
+    error = in_thread(lambda: next(hotrow.ahead(batches(4), embedding)))
+    assert "waits for its gradients" in str(error)
+    waiting.backward()
+    stream = hotrow.ahead(batches(4), embedding)
+    assert len(list(stream)) == 4
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert in_thread(lambda: train(embedding)) is None

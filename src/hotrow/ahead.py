@@ -119,10 +119,11 @@ class Ahead:
             if self._reader is not None:
                 raise StopIteration
             self._start()
+        else:
+            for collection in self._collections.values():
+                collection.take_next()
         assert self._running is not None
         assert self._reader is not None
-        for collection in self._collections.values():
-            collection.take_next()
         try:
             ticket = next(self._running)
         except BadId as error:

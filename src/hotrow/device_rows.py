@@ -406,11 +406,14 @@ class DeviceRows(DeviceFills):
         return True
 
     def settle(self) -> None:
-        self.lanes.join()
         if self.back is not None:
+            self.lanes.join()
             with self.lanes.on("rows"):
                 self.back.wait()
-            self.lanes.join()
+        self._settle_staged()
+
+    def _settle_staged(self) -> None:
+        self.lanes.join()
         if self.staged is not None:
             if self.in_transit:
                 self._insert_all()
@@ -440,9 +443,16 @@ class DeviceRows(DeviceFills):
         if self.everything:
             self.lanes.join()
             return self.store.read(ids, out=out)
-        self.settle()
+        # Rows that are to go back in bulk are read on their way: to wait for them would take as
+        # long as what training has launched.
+        self._settle_staged()
+        if self.back is not None:
+            self.back.wait_for_writer()
         slots = self.locate(ids)
-        self._read_store(torch.where(slots == FREE, ids, FREE), out)
+        absent = torch.where(slots == FREE, ids, FREE)
+        self._read_store(absent, out)
+        if self.back is not None:
+            self.back.read(absent, out)
         fill.gather(self.slots, slots, out)
         return out
 

@@ -9,7 +9,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -334,8 +334,9 @@ class EmbeddingBagCollection(nn.Module):
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are; no map, hold or counter changes. From any thread: all
         vectors are those of one finished step."""
-        batch = parse(features, self.features, self.device)
-        with torch.no_grad():
+        turn = self.lock.turn() if self._thread.is_elsewhere else nullcontext()
+        with turn, torch.no_grad():
+            batch = parse(features, self.features, self.device)
             lookups = [lookups_of(batch, group.layout) for group in self.groups]
             lookups = [
                 replace(x, weights=weights_of(features, x, group.layout))
@@ -563,6 +564,7 @@ class EmbeddingBagCollection(nn.Module):
                 "each other's rows. Finish the first one's loop, or call its close()"
             )
         _refuse_replicas()
+        self._thread.iterate()
         self._ahead = weakref.ref(stream)
 
     def take_next(self) -> None:

@@ -24,7 +24,7 @@ from hotrow.clock import Part as Timed
 from hotrow.clock import Sum, named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
-from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
+from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits, places
 from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
 from hotrow.parts import place_of
@@ -359,8 +359,8 @@ class RowGroup:
         for work in reversed(self.uncollected):
             move_slots, leaving, entering = self._moves_of(work)
             if move_slots.numel():
-                slots = torch.where(_places(ids, entering) >= 0, FREE, slots)
-                place = _places(ids, leaving)
+                slots = torch.where(places(ids, entering) >= 0, FREE, slots)
+                place = places(ids, leaving)
                 slots = torch.where(place >= 0, move_slots[place], slots)
         return slots
 
@@ -654,13 +654,6 @@ _NO_MOVES = Moves(_NONE, _NONE, _NONE)
 
 def _rows_in(ids: Tensor | None) -> int:
     return 0 if ids is None else int((ids >= 0).sum())
-
-
-def _places(ids: Tensor, keys: Tensor) -> Tensor:
-    """Where each id stands among distinct `keys`, -1 if it does not."""
-    ordered, order = keys.sort()
-    place = torch.searchsorted(ordered, ids).clamp_(max=ordered.numel() - 1)
-    return torch.where(ordered[place] == ids, order[place], -1)
 
 
 def _chunks(x: Lookups, limit: int) -> Iterator[Lookups]:
