@@ -346,3 +346,18 @@ def test_a_loop_that_is_refused_leaves_the_other_thread_alone() -> None:
     with pytest.raises(StopIteration):
         next(stream)
     assert in_thread(lambda: train(embedding)) is None
+
+
+def test_checkpoints_are_saved_and_loaded_by_the_thread_that_trains(tmp_path: Any) -> None:
+    embedding = collection("lookahead")
+    stream = hotrow.ahead(batches(4), embedding)
+    embedding(next(stream)).values().sum().backward()
+    error = in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=1))
+    assert "saves a checkpoint" in str(error)
+    assert "'MainThread'" in str(error)
+    hotrow.save_checkpoint(tmp_path, embedding, step=1)
+    error = in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding))
+    assert "'MainThread'" in str(error)
+    stream.close()
+    assert in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=2)) is None
+    assert in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding)) is None

@@ -780,6 +780,7 @@ class EmbeddingBagCollection(nn.Module):
         }
 
     def _refuse_if_running(self, what: str) -> None:
+        self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
         if self._ahead is not None and self._ahead() is not None:
             raise RuntimeError(
                 f"{what} while hotrow.ahead is running: rows are on their way to where batches "
@@ -898,6 +899,10 @@ class EmbeddingBagCollection(nn.Module):
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         for name, columns in self._place(table)[0].state.items():
             self._load(table, 0, state[name], columns)
+
+    def check_thread(self, what: str) -> None:
+        """Refuse what the current thread is about to do if another one trains."""
+        self._thread.check(what)
 
     def settle(self) -> None:
         """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""

@@ -152,19 +152,22 @@ class TrainingThread:
         self._iterates = False
 
     def _claim(self, what: str) -> None:
-        thread, me = self._thread, threading.current_thread()
-        if thread is me:
-            return
-        with self._lock:
-            thread = self._thread
-            if thread is not None and thread.is_alive() and (self._iterates or len(self._open)):
-                does = "iterates over hotrow.ahead" if self._iterates else "waits for its gradients"
-                raise RuntimeError(
-                    f"thread {me.name!r} {what}, but thread {thread.name!r} trains the same "
-                    f"collection and {does}. Train in one thread at a time; to read vectors beside "
-                    "it, use torch.no_grad() or torch.inference_mode(), which hold for one thread"
-                )
-            self._thread = me
+        if self._thread is not threading.current_thread():
+            with self._lock:
+                self.check(what)
+                self._thread = threading.current_thread()
+
+    def check(self, what: str) -> None:
+        """Refuse what the current thread is about to do if another one trains."""
+        if self.is_elsewhere and (self._iterates or len(self._open)):
+            assert self._thread is not None
+            does = "iterates over hotrow.ahead" if self._iterates else "waits for its gradients"
+            raise RuntimeError(
+                f"thread {threading.current_thread().name!r} {what}, but thread "
+                f"{self._thread.name!r} trains the same collection and {does}. Do it in the thread "
+                "that trains, or afterwards; to read vectors meanwhile, use torch.no_grad() or "
+                "torch.inference_mode(), which hold for one thread"
+            )
 
     # -- train() and eval() ------------------------------------------------------------
 

@@ -173,6 +173,7 @@ def prepare(
     if keep is not None:
         keep = whole("keep", keep, least=1)
     for each in collections_of(model).values():
+        each.check_thread("saves a checkpoint")  # rows and dense part would be of different steps
         if each.is_accumulating:
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
