@@ -21,7 +21,7 @@ SIZE = 5
 
 
 def collection(*tables: Table, **options: Any) -> hotrow.EmbeddingBagCollection:
-    options = {"strategy": "all-fast", **options}
+    options = {"strategy": "all-fast", "seed": 0, **options}
     return hotrow.EmbeddingBagCollection(tables or TABLES, hotrow.SGD(lr=0.1), **options)
 
 

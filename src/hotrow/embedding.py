@@ -162,6 +162,10 @@ class EmbeddingBagCollection(nn.Module):
     its contract: see the README. Rows are updated in `backward()`, by `optimizer`;
     `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
     `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
+
+    A row starts as a function of (`seed`, name of its table, row). Without `seed` one is drawn from
+    torch's default generator, so `torch.manual_seed` fixes it and two collections differ;
+    `embedding.seed` has it.
     """
 
     _prefix = "embedding_bags"
@@ -176,7 +180,7 @@ class EmbeddingBagCollection(nn.Module):
         *,
         strategy: str | Strategy = "lookahead",
         device: str | torch.device = "cpu",
-        seed: int = 0,
+        seed: int | None = None,
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
@@ -186,8 +190,8 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = usable_device(torch.device(device))
-        seed = plain(seed)
-        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
+        self.seed = _drawn_seed() if seed is None else plain(seed)
+        _check_arguments(self.seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
         self.tables = tuple(tables)
@@ -232,7 +236,7 @@ class EmbeddingBagCollection(nn.Module):
                 strategy=self.strategy,
                 share=None if shared is None else shared.shares[g],
                 device=self.device,
-                seed=seed,
+                seed=self.seed,
                 profile=profile,
                 window_bytes=self.window_bytes * len(layout.features) // len(self.features),
                 output_dtype=output_dtype,
@@ -1183,6 +1187,11 @@ def _engine(device: torch.device) -> Any:
             "`pip install triton` brings it. device='cpu' works without"
         ) from error
     return DeviceRows
+
+
+def _drawn_seed() -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_arguments(
