@@ -440,10 +440,9 @@ def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
             tables[column],
         )
     ids = values + values.new_tensor([group.bases[f.table] for f in group.features])
-    paddings = [PADDING if table.padding_idx is None else table.padding_idx for table in tables]
-    padded = values == values.new_tensor(paddings)
-    if any(table.padding_idx is not None for table in tables):
-        ids = ids.masked_fill(padded, PADDING)
+    skipped = [PADDING if table.skipped_idx is None else table.skipped_idx for table in tables]
+    if any(row != PADDING for row in skipped):
+        ids = ids.masked_fill(values == values.new_tensor(skipped), PADDING)
     return Lookups(
         ids=ids.flatten(),
         offsets=None,
@@ -458,8 +457,8 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
     for feature, (low, high) in zip(group.features, spans_of(batch, group), strict=True):
         table = group.tables[feature.table]
         ids = _checked(batch, low, high, feature, table) + group.bases[feature.table]
-        if table.padding_idx is not None:
-            ids = ids.masked_fill(ids == group.bases[feature.table] + table.padding_idx, PADDING)
+        if table.skipped_idx is not None:
+            ids = ids.masked_fill(ids == group.bases[feature.table] + table.skipped_idx, PADDING)
         parts.append(ids)
     x = outline_of(batch, group)
     ids = torch.cat(parts)
@@ -547,7 +546,7 @@ def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
         return None
     parts = []
     for feature, (low, high) in zip(group.features, x.spans, strict=True):
-        padding = group.tables[feature.table].padding_idx
+        padding = group.tables[feature.table].skipped_idx
         values = batch.values[low:high]
         parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
     return _divisor(torch.cat(parts) != PADDING, x, group)

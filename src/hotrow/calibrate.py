@@ -342,7 +342,7 @@ class _Choice:
         return False
 
     def _table_bytes(self, table: EmbeddingBagConfig) -> int:
-        rows = table.num_embeddings - (table.padding_idx is not None)
+        rows = table.num_embeddings - (table.skipped_idx is not None)
         return rows * self.row_bytes[table.name]
 
     def _add_small(self, limit: int) -> None:

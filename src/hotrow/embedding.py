@@ -688,7 +688,7 @@ class EmbeddingBagCollection(nn.Module):
         with uninterrupted():
             self._arrivals.clear()
             for group in self.groups:
-                mine = self._without_padding(given[group.dim])
+                mine = _with_padding(given[group.dim], group.layout)
                 every = sum(map(len, mine.values()))
                 share = min(1.0, room[group.dim] / max(1, every))
                 mine = {name: each[: int(share * len(each))] for name, each in mine.items()}
@@ -722,13 +722,6 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def _pinning(self) -> list[RowGroup]:
         return [group for group in self._slot_groups if not group.everything]
-
-    def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        paddings = {table.name: table.padding_idx for table in self.tables}
-        return {
-            name: each[each != paddings[name]] if paddings[name] is not None else each
-            for name, each in rows.items()
-        }
 
     def _refuse_if_running(self, what: str) -> None:
         if self._ahead is not None and self._ahead() is not None:
@@ -1086,6 +1079,20 @@ def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
         bad = given[(given < 0) | (given >= size)][0]
         raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
     return given.long()
+
+
+def _with_padding(rows: Mapping[str, Tensor], layout: WidthGroup) -> dict[str, Tensor]:
+    """Leave out rows that bags skip; put padding that is read first, as most samples read it."""
+    found = dict(rows)
+    for table in layout.tables:
+        mine = found.get(table.name, torch.empty(0, dtype=torch.int64))
+        if table.padding_idx is not None:
+            mine = mine[mine != table.padding_idx]
+        if table.untrained_idx is not None:
+            mine = torch.cat([torch.tensor([table.untrained_idx]), mine])
+        if table.name in found or len(mine):
+            found[table.name] = mine
+    return found
 
 
 def _first_of_each(numbers: Tensor) -> Tensor:

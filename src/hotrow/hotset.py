@@ -59,9 +59,9 @@ class Places:
     def paddings(self) -> list[int]:
         """The places of rows that are never read."""
         return [
-            self.bases[table.name] + table.padding_idx
+            self.bases[table.name] + table.skipped_idx
             for table in self.tables
-            if table.padding_idx is not None
+            if table.skipped_idx is not None
         ]
 
     def of(self, batch: Batch) -> Tensor:
@@ -111,7 +111,7 @@ class Places:
             limits=column(lambda table: table.num_embeddings, 0),
             outside=column(lambda _: self.no_row, self.nothing),
             paddings=column(
-                lambda table: -1 if table.padding_idx is None else table.padding_idx, -1
+                lambda table: -1 if table.skipped_idx is None else table.skipped_idx, -1
             )
             if self.paddings()
             else None,
@@ -125,7 +125,7 @@ class HotSet:
     """Rows of a collection that are hot: a byte for each row there is, on one device."""
 
     def __init__(self, places: Places, is_hot: Tensor) -> None:
-        """`is_hot` [places.num_rows] bool, table by table; padding rows are left out of it."""
+        """`is_hot` [places.num_rows] bool, table by table; rows that bags skip are left out."""
         if is_hot.shape != (places.num_rows,) or is_hot.dtype != torch.bool:
             raise ValueError(
                 f"is_hot must be {places.num_rows:,} bools, one for each row of the tables, "
