@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,7 +40,7 @@ from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
-from hotrow.scalars import plain
+from hotrow.scalars import plain, whole
 from hotrow.schedule import at_once
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.snapshot import Snapshot
@@ -143,6 +143,14 @@ class Embedded:
             )
         return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TypeError(
+            f"torch's {name}() takes tensors, and embedding(ids) holds vectors by feature; take "
+            "embedding(ids).values(), all features side by side, or embedding(ids)['feature']"
+        )
+
     def offsets(self, feature: str) -> Tensor:
         """Where each sample's lookups begin among a feature's vectors, [batch + 1]."""
         size, batch = self._batch.num_samples, self._batch
@@ -194,7 +202,7 @@ class EmbeddingBagCollection(nn.Module):
         _check_arguments(self.seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
-        self.tables = tuple(tables)
+        self.tables = _listed(tables)
         self.strategy = find_strategy(strategy)
         if self.strategy.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -670,7 +678,8 @@ class EmbeddingBagCollection(nn.Module):
 
         No `hotrow.ahead` may be running. Rows that are not pinned pass through what is left, which
         has to hold a batch: `room_for_pins()` says how many can be pinned. Of more than that, every
-        table of the width keeps the same share of its rows, the first ones. Gives what is pinned.
+        table of the width keeps the same share of its rows, the first ones. Padding rows of tables
+        without pooling are pinned, too, since most samples read them. Gives what is pinned.
         """
         self._refuse_if_running("pin_rows()")
         if self.is_on_host:
@@ -768,7 +777,9 @@ class EmbeddingBagCollection(nn.Module):
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
         group, _, size = self._place(table)
-        if weights.dim() != 2 or weights.shape[1] != group.dim or first + len(weights) > size:
+        first = whole("first", first)
+        fits = weights.dim() == 2 and weights.shape[1] == group.dim
+        if not fits or first < 0 or first + len(weights) > size:
             raise ValueError(
                 f"table {table!r} has {size:,} rows of {group.dim} weights; "
                 f"{list(weights.shape)} from row {first:,} on do not fit"
@@ -917,7 +928,12 @@ class EmbeddingBagCollection(nn.Module):
 
     def changed_rows(self, table: str, first: int, last: int) -> Tensor:
         """Those of the rows first..last-1 that were written since `note_changes()`."""
-        group, base, _ = self._place(table)
+        group, base, size = self._place(table)
+        if not 0 <= first <= last <= size:
+            raise ValueError(
+                f"table {table!r} has rows 0 to {size - 1:,}, and not all from {first:,} to "
+                f"{last - 1:,}"
+            )
         if group.changed is None:
             raise RuntimeError("note_changes() comes before changed_rows()")
         return group.changed.between(base + first, base + last) - base
@@ -1047,7 +1063,20 @@ class EmbeddingCollection(EmbeddingBagCollection):
     _prefix = "embeddings"
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
-        super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+        unpooled = [replace(table, pooling="none") for table in _listed(tables)]
+        super().__init__(unpooled, *args, **kwargs)
+
+
+def _listed(tables: Any) -> tuple[EmbeddingBagConfig, ...]:
+    listed = tuple(tables) if isinstance(tables, Iterable) else (tables,)
+    wrong = [each for each in listed if not isinstance(each, EmbeddingBagConfig)]
+    if wrong or not isinstance(tables, Iterable):
+        kind = type(wrong[0] if wrong else tables).__name__
+        raise TypeError(
+            "tables must be a list of hotrow.EmbeddingBagConfig, such as "
+            f"tables=[hotrow.EmbeddingBagConfig(...)]; got {'' if wrong else 'one '}{kind}"
+        )
+    return listed
 
 
 def _setting_for(
