@@ -447,7 +447,8 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
             f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
             "there, or iterate with hotrow.ahead, which does"
         )
-    return tensor.long()
+    numbers: Tensor = tensor.long()
+    return numbers
 
 
 def elsewhere(features: Any, batch: Batch) -> Batch:

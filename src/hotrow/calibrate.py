@@ -70,8 +70,8 @@ def _pool(process: int) -> ThreadPoolExecutor:
 class AccessCounts:
     """How often each row was read, exactly. Eight bytes per row, on any device.
 
-    Padding reads nothing and is not counted. Counts are of the batches given: `sampled` ones are
-    a sample, and shares of accesses are then estimates.
+    Padding that bags skip is not counted. Counts are of the batches given: `sampled` ones are a
+    sample, and shares of accesses are then estimates.
     """
 
     def __init__(

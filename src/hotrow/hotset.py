@@ -57,7 +57,7 @@ class Places:
         return slice(self.bases[table], self.bases[table] + size)
 
     def paddings(self) -> list[int]:
-        """The places of rows that are never read."""
+        """Return the places of rows that bags skip."""
         return [
             self.bases[table.name] + table.skipped_idx
             for table in self.tables
@@ -201,9 +201,9 @@ class HotSet:
 def popular(batch: Batch, hot: HotSet) -> Tensor:
     """Which samples read hot rows alone, [B] bool, on the batch's device, which must be `hot`'s.
 
-    Padding and empty bags read nothing, features of no table count for nothing. An id that no
-    table has makes its sample cold: whoever then reads the row names it. No device is waited for,
-    but when features come in an order not seen before.
+    Padding in bags and empty bags read nothing, features of no table count for nothing. An id that
+    no table has makes its sample cold: whoever then reads the row names it. No device is waited
+    for, but when features come in an order not seen before.
     """
     places = hot.places.of(batch)
     if batch.offsets is None:
