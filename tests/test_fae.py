@@ -383,7 +383,7 @@ class ThreeTables(nn.Module):
         shares = [hotrow.Share(slots, buffer_rows=64, dense_map=True) for slots in (120, 150)]
         budget = hotrow.Budget(tuple(shares), window_bytes=1 << 20)
         self.embedding = hotrow.EmbeddingBagCollection(
-            tables, RULES["sgd"], budget, strategy="static"
+            tables, RULES["sgd"], budget, strategy="static", seed=0
         )
         self.top = nn.Linear(24, 1)
 

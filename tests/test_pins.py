@@ -146,15 +146,15 @@ def test_of_too_many_rows_every_table_keeps_the_first() -> None:
         assert torch.equal(pinned.rows(name), given[:kept].sort()[0])
 
 
-def test_rows_given_twice_and_padding_take_no_slot_of_their_own() -> None:
+def test_rows_given_twice_take_one_slot_and_padding_that_is_read_is_pinned() -> None:
     case = CASES["unpooled"]
     batches = case.batches(STEPS)
     embedding = build(case, "sgd", "static", budget=budget_of(case, batches, 0.4, dense=True))
     embedding.reserve_like(batches[0])
     pinned = embedding.pin_rows({"a": torch.tensor([7, 0, 7, 3, 7, 3])})
-    assert pinned.rows("a").tolist() == [3, 7]  # 0 is padding
-    assert pinned.rows("b").tolist() == []
-    assert int((embedding.groups[0].pad.row_of_slot >= 0).sum()) == 2
+    assert pinned.rows("a").tolist() == [0, 3, 7]  # 0 is padding
+    assert pinned.rows("b").tolist() == [2]  # likewise
+    assert int((embedding.groups[0].pad.row_of_slot >= 0).sum()) == 4
     assert outcome(embedding, learn(embedding, batches)).same_bits(all_fast(case, "sgd", batches))
 
 

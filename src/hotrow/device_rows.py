@@ -45,7 +45,7 @@ class DeviceRows(DeviceFills):
         super().__init__(layout, **options)
         device = self.device
         columns = [
-            (layout.bases[f.table], table.num_embeddings, table.padding_idx, f.column)
+            (layout.bases[f.table], table.num_embeddings, table.skipped_idx, f.column)
             for f in layout.features
             for table in (layout.tables[f.table],)
         ]
@@ -363,7 +363,7 @@ class DeviceRows(DeviceFills):
         update.update_slots(
             self.slots, b.row_slots[: work.plan.lookups], segments, grads, work.bag_of,
             x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
-            self.frozen,
+            self.frozen, self.untrained,
         )  # fmt: skip
         return True
 
@@ -375,7 +375,7 @@ class DeviceRows(DeviceFills):
             self.gather(ids[part], out=rows)
             update.update_rows(
                 rows, None, ids[part], None, grads[part], self.optimizer.rule, scalars, bases,
-                self.dim, frozen=self.frozen,
+                self.dim, frozen=self.frozen, untrained=self.untrained,
             )  # fmt: skip
             self.scatter(ids[part], rows)
 

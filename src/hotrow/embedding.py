@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,7 +39,7 @@ from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
-from hotrow.scalars import plain
+from hotrow.scalars import plain, whole
 from hotrow.schedule import at_once
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.snapshot import Snapshot
@@ -143,6 +143,14 @@ class Embedded:
             )
         return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TypeError(
+            f"torch's {name}() takes tensors, and embedding(ids) holds vectors by feature; take "
+            "embedding(ids).values(), all features side by side, or embedding(ids)['feature']"
+        )
+
     def offsets(self, feature: str) -> Tensor:
         """Where each sample's lookups begin among a feature's vectors, [batch + 1]."""
         size, batch = self._batch.num_samples, self._batch
@@ -162,6 +170,10 @@ class EmbeddingBagCollection(nn.Module):
     its contract: see the README. Rows are updated in `backward()`, by `optimizer`;
     `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
     `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
+
+    A row starts as a function of (`seed`, name of its table, row). Without `seed` one is drawn from
+    torch's default generator, so `torch.manual_seed` fixes it and two collections differ;
+    `embedding.seed` has it.
     """
 
     _prefix = "embedding_bags"
@@ -176,7 +188,7 @@ class EmbeddingBagCollection(nn.Module):
         *,
         strategy: str | Strategy = "lookahead",
         device: str | torch.device = "cpu",
-        seed: int = 0,
+        seed: int | None = None,
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
@@ -187,11 +199,11 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = usable_device(torch.device(device))
-        seed = plain(seed)
-        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
+        self.seed = _drawn_seed() if seed is None else plain(seed)
+        _check_arguments(self.seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
-        self.tables = tuple(tables)
+        self.tables = _listed(tables)
         self.strategy = find_strategy(strategy)
         if self.strategy.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -235,7 +247,7 @@ class EmbeddingBagCollection(nn.Module):
                 strategy=self.strategy,
                 share=None if shared is None else shared.shares[g],
                 device=self.device,
-                seed=seed,
+                seed=self.seed,
                 profile=profile,
                 window_bytes=self.window_bytes * len(layout.features) // len(self.features),
                 output_dtype=output_dtype,
@@ -719,7 +731,8 @@ class EmbeddingBagCollection(nn.Module):
 
         No `hotrow.ahead` may be running. Rows that are not pinned pass through what is left, which
         has to hold a batch: `room_for_pins()` says how many can be pinned. Of more than that, every
-        table of the width keeps the same share of its rows, the first ones. Gives what is pinned.
+        table of the width keeps the same share of its rows, the first ones. Padding rows of tables
+        without pooling are pinned, too, since most samples read them. Gives what is pinned.
         """
         self._refuse_if_running("pin_rows()")
         if self.is_on_host:
@@ -737,7 +750,7 @@ class EmbeddingBagCollection(nn.Module):
         with self.lock.writing():
             self._arrivals.clear()
             for group in self.groups:
-                mine = self._without_padding(given[group.dim])
+                mine = _with_padding(given[group.dim], group.layout)
                 every = sum(map(len, mine.values()))
                 share = min(1.0, room[group.dim] / max(1, every))
                 mine = {name: each[: int(share * len(each))] for name, each in mine.items()}
@@ -771,13 +784,6 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def _pinning(self) -> list[RowGroup]:
         return [group for group in self._slot_groups if not group.everything]
-
-    def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        paddings = {table.name: table.padding_idx for table in self.tables}
-        return {
-            name: each[each != paddings[name]] if paddings[name] is not None else each
-            for name, each in rows.items()
-        }
 
     def _refuse_if_running(self, what: str) -> None:
         self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
@@ -842,7 +848,9 @@ class EmbeddingBagCollection(nn.Module):
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
         group, _, size = self._place(table)
-        if weights.dim() != 2 or weights.shape[1] != group.dim or first + len(weights) > size:
+        first = whole("first", first)
+        fits = weights.dim() == 2 and weights.shape[1] == group.dim
+        if not fits or first < 0 or first + len(weights) > size:
             raise ValueError(
                 f"table {table!r} has {size:,} rows of {group.dim} weights; "
                 f"{list(weights.shape)} from row {first:,} on do not fit"
@@ -999,7 +1007,12 @@ class EmbeddingBagCollection(nn.Module):
 
     def changed_rows(self, table: str, first: int, last: int) -> Tensor:
         """Those of the rows first..last-1 that were written since `note_changes()`."""
-        group, base, _ = self._place(table)
+        group, base, size = self._place(table)
+        if not 0 <= first <= last <= size:
+            raise ValueError(
+                f"table {table!r} has rows 0 to {size - 1:,}, and not all from {first:,} to "
+                f"{last - 1:,}"
+            )
         if group.changed is None:
             raise RuntimeError("note_changes() comes before changed_rows()")
         return group.changed.between(base + first, base + last) - base
@@ -1130,7 +1143,20 @@ class EmbeddingCollection(EmbeddingBagCollection):
     _prefix = "embeddings"
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
-        super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+        unpooled = [replace(table, pooling="none") for table in _listed(tables)]
+        super().__init__(unpooled, *args, **kwargs)
+
+
+def _listed(tables: Any) -> tuple[EmbeddingBagConfig, ...]:
+    listed = tuple(tables) if isinstance(tables, Iterable) else (tables,)
+    wrong = [each for each in listed if not isinstance(each, EmbeddingBagConfig)]
+    if wrong or not isinstance(tables, Iterable):
+        kind = type(wrong[0] if wrong else tables).__name__
+        raise TypeError(
+            "tables must be a list of hotrow.EmbeddingBagConfig, such as "
+            f"tables=[hotrow.EmbeddingBagConfig(...)]; got {'' if wrong else 'one '}{kind}"
+        )
+    return listed
 
 
 def _setting_for(
@@ -1162,6 +1188,20 @@ def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
         bad = given[(given < 0) | (given >= size)][0]
         raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
     return given.long()
+
+
+def _with_padding(rows: Mapping[str, Tensor], layout: WidthGroup) -> dict[str, Tensor]:
+    """Leave out rows that bags skip; put padding that is read first, as most samples read it."""
+    found = dict(rows)
+    for table in layout.tables:
+        mine = found.get(table.name, torch.empty(0, dtype=torch.int64))
+        if table.padding_idx is not None:
+            mine = mine[mine != table.padding_idx]
+        if table.untrained_idx is not None:
+            mine = torch.cat([torch.tensor([table.untrained_idx]), mine])
+        if table.name in found or len(mine):
+            found[table.name] = mine
+    return found
 
 
 def _first_of_each(numbers: Tensor) -> Tensor:
@@ -1256,6 +1296,11 @@ def _engine(device: torch.device) -> Any:
             "`pip install triton` brings it. device='cpu' works without"
         ) from error
     return DeviceRows
+
+
+def _drawn_seed() -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_arguments(

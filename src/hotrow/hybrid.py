@@ -21,7 +21,7 @@ from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spa
 from hotrow.budget import Share
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels import reference
-from hotrow.kernels.reference import SortedIds, in_bits, sort_ids
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.lanes import Mark
 from hotrow.optim import SGD, Scalars, per_row
@@ -163,7 +163,7 @@ class HostRows(RowGroup):
         self.traffic, self.loaded = self.traffic.cpu(), self.loaded.cpu()
         self.moved_floats = self.dim  # optimizer state stays where it is
         limits, paddings = zip(
-            *((table.num_embeddings, table.padding_idx) for table in layout.tables), strict=True
+            *((table.num_embeddings, table.skipped_idx) for table in layout.tables), strict=True
         )
         facts = [
             [layout.bases[f.table], limits[f.table], paddings[f.table], f.column]
@@ -554,17 +554,18 @@ class HostRows(RowGroup):
         arrived: Mark,
         settings: tuple[Scalars, bool],
     ) -> None:
-        moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
-        if moves is not None:
-            ids = ids[moves]
-        if self.changed is not None:
-            self.changed.note(ids)
         # What the lookup has read is still there, if nobody has written since.
-        is_held = plan is not None and self._held is plan and moves is None
+        is_held = plan is not None and self._held is plan
         self._held = None
         if not is_held:
             self._rows_sent.wait()
+        moves = self.moving(ids)
         values = [self._rows.take(len(ids))]
+        if moves is not None:
+            ids = ids[moves]
+            values = [values[0][moves] if is_held else values[0][: len(ids)]]
+        if self.changed is not None:
+            self.changed.note(ids)
         if len(self._columns) > 1:
             values.append(self._state.take(len(ids)))
         with in_any_order():

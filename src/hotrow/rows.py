@@ -50,6 +50,7 @@ class RowGroup:
     # Different ones of a batch, before the first is planned; None: nobody has said.
     expected_rows: int | None = None
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
+    untrained: Tensor | None = None  # ids of padding rows, which no step changes; None: none
     notes_changes = True  # this engine can say which rows it has written
     changed: ChangedRows | None = None  # where it does; None: nobody asks
     why_no_snapshot: str | None = None  # why not all that writes rows says so; None: it does
@@ -85,6 +86,8 @@ class RowGroup:
         self.state = optimizer.rule.state_columns(layout.dim)
         self.moved_floats = self.width  # of a row that moves
         self.everything = share is None
+        if layout.untrained:
+            self.untrained = torch.tensor(layout.untrained, device=self._frozen_on)
         self._make_rows(share)
         start = optimizer.rule.start_of_state()
         columns = [start] * (self.width - self.dim)
@@ -512,8 +515,8 @@ class RowGroup:
         if work is not None and self.slots_hold(work):
             assert work.plan is not None
             slots = work.plan.row_slots[:-1]
-        if self.frozen is not None:
-            moves = ~in_bits(self.frozen, ids)
+        moves = self.moving(ids)
+        if moves is not None:
             ids, grads = ids[moves], grads[moves]
             slots = None if slots is None else slots[moves]
         if self.changed is not None:
@@ -534,6 +537,18 @@ class RowGroup:
                 self.scatter(ids[part], rows)
             else:
                 self.slots.index_copy_(0, slots[part], rows)
+
+    def moving(self, ids: Tensor) -> Tensor | None:
+        """Return a mask of the rows that a step changes; None: all of them."""
+        moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
+        trained = self.trained(ids)
+        return trained if moves is None else moves if trained is None else moves & trained
+
+    def trained(self, ids: Tensor) -> Tensor | None:
+        """Return a mask of the rows that are not untrained padding; None: all of them."""
+        if self.untrained is None:
+            return None
+        return ~torch.isin(ids, self.untrained.to(ids.device))
 
     def freeze(self, ids: Tensor | None) -> None:
         """From the next step on, leave these rows and their state as they are; None: no row.

@@ -308,8 +308,9 @@ class StaticHybridRows(HostRows):
 
     def _freeze_slots(self) -> None:
         self._frozen_slots: Tensor | None = None
-        if self.frozen is not None:
-            slots = in_bits(self.frozen, self._hot_ids).nonzero().squeeze(1)
+        moves = self.moving(self._hot_ids)
+        if moves is not None:
+            slots = (~moves).nonzero().squeeze(1)
             self._frozen_slots = bits_of(slots.to(self.device), len(self.slots))
 
     # ----------------------------------------------------------------------------------

@@ -262,6 +262,9 @@ class PendingStep:
             return False
         for group, ids, grads, _ in updates:
             finite = torch.isfinite(grads)
+            trained = group.trained(ids)
+            if trained is not None:  # gradients of padding are dropped
+                finite |= ~trained.unsqueeze(1)
             if bool(finite.all()):
                 continue
             if self._on_nonfinite == "error":
