@@ -357,8 +357,20 @@ def _clicks(batches: Iterable[ClickBatch]) -> float:
     return sum(float(batch.label.sum()) for batch in batches)
 
 
-def measured(data: Data, base: str, skip: Any, deadline: float) -> dict[str, Any]:
-    """Train one epoch and test."""
+def stale_samples(slipstream: NotedSlipstream, batches: Iterable[ClickBatch]) -> Tensor:
+    """Which samples look up none but the rows that are stale at the end, [B] bool."""
+    skip: Any = slipstream._skip  # what is stale is not public
+    rows = torch.empty(0, dtype=torch.int64) if skip._stale is None else skip._stale
+    numbering, bits = skip._all, skip._all.bits(rows)
+    looked = [numbering.look(batch.sparse) for batch in batches]
+    found = [numbering.samples_with(x, numbering.are_in(bits, x), "all") for x in looked]
+    return torch.cat(found)
+
+
+def measured(
+    data: Data, base: str, skip: Any, deadline: float, slipstream: NotedSlipstream | None
+) -> dict[str, Any]:
+    """Train one epoch and test; `slipstream` is the one that `skip` is or follows."""
     trainer, started = trainer_of(data, base, skip), time.perf_counter()
     for _ in trainer.run(data.train):
         if time.time() > deadline:
@@ -367,15 +379,23 @@ def measured(data: Data, base: str, skip: Any, deadline: float) -> dict[str, Any
     labels = torch.cat([batch.label for batch in data.test]).double()
     total = sum(map(len, data.train))
     record = getattr(skip, "record", None)
+    losses = binary_cross_entropy_with_logits(scores, labels, reduction="none")
     found = {
         "auc": auc_of(scores.numpy(), labels.numpy()),
-        "log_loss": float(binary_cross_entropy_with_logits(scores, labels)),
+        "log_loss": float(losses.mean()),
         "bias": float(scores.sigmoid().mean() - labels.mean()),
         "click_rate": _clicks(data.train) / total,
         "samples": total,
         "dropped": 0,
         "seconds": time.perf_counter() - started,
     }
+    if slipstream is not None:
+        stale = stale_samples(slipstream, data.test)
+        found |= {
+            "stale_share": float(stale.double().mean()),
+            "stale_log_loss": float(losses[stale].mean()),
+            "other_log_loss": float(losses[~stale].mean()),
+        }
     if isinstance(record, SkipRecord):
         threshold = record.threshold
         found |= {
@@ -443,7 +463,7 @@ def perform(task: Task, folder: Path, results: harness.Results, deadline: float)
             else:
                 skip = NotedRandomDrop(like=like, seed=seed)
         try:
-            found = measured(data, task.base, skip, deadline)
+            found = measured(data, task.base, skip, deadline, slipstream)
         except harness.OutOfTime:
             said.append(f"{task.run}: {system} not measured, the minutes are over")
             break
