@@ -153,6 +153,8 @@ class RowGroup:
         slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
         if largest is None:
             return None
+        if self.pad.has_every_row:
+            return slots  # no batch needs room beside the pins
         largest = max(1, largest)  # a batch without a lookup tells nothing of the next
         return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
 
