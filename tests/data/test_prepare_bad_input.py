@@ -317,7 +317,7 @@ def test_numbers_and_texts_are_read_as_python_reads_them() -> None:
     assert found[0].tolist() == numbers
     assert not empty.any()
     assert not wrong.any()
-    keys = fields.texts(one(1))[0].tolist()
+    keys = fields.texts(one(1)).keys[0].tolist()
     assert len(set(keys[:8])) == 8
     assert keys[8:] == keys[: len(keys) - 8]
     assert fields.hexadecimal(one(2))[0][0].tolist() == list(range(len(numbers)))
@@ -359,7 +359,7 @@ def test_long_texts_have_numbers_of_their_own_wherever_they_differ() -> None:
     texts = ["x" * n for n in (9, 16, 17, 400, 3001)]
     texts += [each[:-1] + "y" for each in texts] + ["y" + each[1:] for each in texts[:5]]
     fields = Fields("\n".join(texts + texts).encode(), separator="|", columns=1)
-    keys = fields.texts(one(0))[0].tolist()
+    keys = fields.texts(one(0)).keys[0].tolist()
     assert len(set(keys)) == len(texts)
     assert keys[: len(texts)] == keys[len(texts) :]
 

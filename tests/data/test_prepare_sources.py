@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from clicks import assert_same_grouping, files_of, taobao_lines, write
 from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLines
+from hotrow.data.prepared.fields import BadLines, mixed
 from hotrow.data.prepared.layouts import Avazu
 from hotrow.data.prepared.settings import NoWatch, Settings
 from hotrow.data.prepared.sources import open_source
@@ -315,6 +317,121 @@ def test_parquet_and_csv_give_texts_the_same_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table(found), tmp_path / "a.parquet")
     other = run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=CSV)
     np.testing.assert_array_equal(all_of(one, "ids"), all_of(other, "ids"))
+
+
+ONE_COLUMN = 'label = "y"\ncategories = ["user"]\n'
+NULS = ["", "\0", "\0" * 8, "\0" * 20, "\0a", "a", "a\0", "a\0\0"]
+NULS += ["abcdefg", "abcdefg\0", "abcdefgh", "abcdefgh\0"]
+
+
+def uses_of_rows(tmp_path: Path, *parts: Any, **options: Any) -> list[int]:
+    """How often each row is used by values that lie in Parquet files, a file for each part."""
+    paths = []
+    for number, part in enumerate(parts):
+        paths.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.table({"y": [0] * len(part), "user": part}), paths[-1])
+    data = run("parquet", tmp_path / "out", *paths, toml=ONE_COLUMN, split="random", **options)
+    return sorted(Counter(all_of(data, "ids")[:, 0].tolist()).values())
+
+
+@pytest.mark.parametrize("kind", ["csv", "list", "string", "binary", "dictionary"])
+def test_values_that_end_in_nul_bytes_have_rows_of_their_own(tmp_path: Path, kind: str) -> None:
+    if kind in ("csv", "list"):
+        values = [each for each in NULS for _ in range(20) if each or kind == "csv"]
+        rows = [["y", "user"], *(["0", each + "|" * (kind == "list")] for each in values)]
+        path = write(tmp_path / "a.csv", rows, separator=",")
+        toml = ONE_COLUMN + ('[lists]\nuser = "|"' if kind == "list" else "")
+        data = run("csv", tmp_path / "out", path, toml=toml)
+        if kind == "list":
+            shards = [shard for split in EVERY for shard in data.shards(split)]
+            ids = np.concatenate([shard.jagged["user"].values for shard in shards])
+        else:
+            ids = all_of(data, "ids")[:, 0]
+        assert_same_grouping(ids, values)
+        return
+    column = pa.array([*NULS, None] * 20, pa.string())
+    column = {
+        "string": column,
+        "binary": column.cast(pa.binary()),
+        "dictionary": column.dictionary_encode(),
+    }[kind]
+    assert uses_of_rows(tmp_path, column) == [20] * (len(NULS) + 1)
+
+
+def test_negative_and_large_numbers_of_two_files_have_rows_of_their_own(tmp_path: Path) -> None:
+    numbers = [*range(-9, 9), -(2**63), 2**63 - 1] * 5
+    large = [0, 5, 2**63 - 1, 2**63, *(2**64 - each for each in range(1, 10))] * 5
+    signed, unsigned = pa.array(numbers, pa.int64()), pa.array(large, pa.uint64())
+    expected = sorted(Counter(numbers + large).values())
+    assert uses_of_rows(tmp_path, signed, unsigned) == expected
+
+
+def test_large_numbers_alone_keep_their_keys() -> None:
+    large = np.array([1, 2**63, 2**64 - 1], np.uint64)
+    assert columns.column_keys(pa.array(large)).keys.tolist() == large.tolist()
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint64", "binary"])
+def test_no_value_shares_the_row_of_what_is_missing(tmp_path: Path, kind: str) -> None:
+    bits = np.array([0x9D39247E33776D41], np.uint64)
+    value = {"int64": bits.astype(np.int64)[0], "uint64": bits[0], "binary": bits.tobytes()}[kind]
+    column = pa.array([value, None, value, None, None] * 8, getattr(pa, kind)())
+    assert uses_of_rows(tmp_path, column) == [16, 24]
+
+
+def same_hash() -> list[bytes]:
+    """Two texts of 16 bytes with one hash of 64 bits."""
+    first, second = np.array([7], np.uint64), np.array([8], np.uint64)
+    start = mixed(np.array([16], np.uint64))
+    last = mixed(start ^ first) ^ mixed(start ^ second)
+    return [first.tobytes() + bytes(8), second.tobytes() + last.tobytes()]
+
+
+def test_texts_with_the_same_hash_are_refused(tmp_path: Path) -> None:
+    others = [f"a text of some length {number}".encode() for number in range(400)]
+    one, other = same_hash()
+    message = "two different values of table 'user' have the same 64-bit hash"
+    for number, values in enumerate(([*others, one, other], [one, *others, other] * 3)):
+        (folder := tmp_path / str(number)).mkdir()
+        with pytest.raises(ValueError, match=message):
+            uses_of_rows(folder, pa.array(values, pa.binary()))
+    (folder := tmp_path / "hash").mkdir()
+    shared = uses_of_rows(folder, pa.array([one, other] * 9, pa.binary()), hash=True, max_rows=9)
+    assert shared == [18]
+
+
+def test_a_resumed_run_refuses_texts_with_the_same_hash(tmp_path: Path) -> None:
+    """One of them is in shards that are finished already."""
+    one, other = same_hash()
+    values = [one, *(f"a text of some length {number}".encode() for number in range(900)), other]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [0] * len(values), "user": pa.array(values, pa.binary())}), path)
+
+    class Full(Disk):
+        def open(self, path: Path) -> Any:
+            if path.name.startswith("train-00002"):
+                raise OSError(28, "No space left on device")
+            return super().open(path)
+
+    out, options = tmp_path / "out", {"toml": ONE_COLUMN, "split": "random"}
+    with pytest.raises(OSError, match="the disk is full"):
+        run("parquet", out, path, disk=Full(out), **options)
+    assert (out / "shards" / "train-00000.bin").exists()
+    with pytest.raises(ValueError, match="two different values of table 'user'"):
+        run("parquet", out, path, **options)
+
+
+def test_a_run_that_another_version_left_unfinished_is_not_resumed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["y", "user"], ["0", "a"], ["2", "b"]], separator=",")
+    out, options = tmp_path / "out", {"toml": ONE_COLUMN, "split": "random"}
+    with pytest.raises(ValueError, match="the label is '2'"):
+        run("csv", out, path, **options)
+    noted = out / ".work" / "settings.json"
+    settings = json.loads(noted.read_text())
+    del settings["work_format"]
+    noted.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"another version of hotrow.*--restart begins anew"):
+        run("csv", out, path, **options)
 
 
 LISTS = 'label = "y"\ncategories = ["user", "seen"]\n'

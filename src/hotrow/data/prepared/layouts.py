@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLines, Fields, Judge, one
+from hotrow.data.prepared.fields import EXACT, BadLines, Checks, Fields, Judge, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
@@ -35,6 +35,7 @@ class Samples:
     bad: BadLines = field(default_factory=BadLines)
     num_lines: int = 0  # good and bad ones
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
+    checks: dict[str, Checks] = field(default_factory=dict)  # like keys; without: all are EXACT
 
     @property
     def num_bytes(self) -> int:
@@ -44,8 +45,13 @@ class Samples:
             self.dense,
             *self.keys.values(),
             *self.lengths.values(),
+            *self.checks.values(),
         ]
         return sum(each.nbytes for each in arrays)
+
+    def checks_of(self, feature: str) -> Checks:
+        found = self.checks.get(feature)
+        return np.full(len(self.keys[feature]), EXACT) if found is None else found
 
 
 class Layout(Protocol):
@@ -121,6 +127,11 @@ def _together(parts: list[Samples]) -> Samples:
             name: np.concatenate([each.lengths[name] for each in parts])
             for name in parts[0].lengths
         },
+        checks={
+            name: np.concatenate([each.checks_of(name) for each in parts])
+            for name in parts[0].keys
+            if any(name in each.checks for each in parts)
+        },
     )
 
 
@@ -188,8 +199,10 @@ class Avazu:
         wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
         judge.refuse(wrong, one(2), lambda _, found: f"hour is {found!r}, not YYMMDDHH")
         dense = (hours % 100 / 24).astype(np.float32).T
-        keys = dict(zip(self.columns[3:], fields.texts(slice(3, 24)), strict=True))
-        return samples_of(fields, judge, label, dense, keys)
+        found, names = fields.texts(slice(3, 24)), self.columns[3:]
+        keys = dict(zip(names, found.keys, strict=True))
+        checks = {} if found.checks is None else dict(zip(names, found.checks, strict=True))
+        return samples_of(fields, judge, label, dense, keys, checks=checks)
 
 
 LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
@@ -216,13 +229,26 @@ def samples_of(
     dense: NDArray[Any],
     keys: dict[str, Keys],
     lengths: dict[str, NDArray[np.int64]] | None = None,  # of jagged ones
+    checks: dict[str, Checks] | None = None,
 ) -> Samples:
-    lines, good, lengths = fields.lines, judge.good, lengths or {}
-    if not good.all():
-        lines, label, dense = lines[good], label[good], dense[good]
-        keys = {
-            name: each[np.repeat(good, lengths[name]) if name in lengths else good]
-            for name, each in keys.items()
-        }
-        lengths = {name: each[good] for name, each in lengths.items()}
-    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines, lengths)
+    found = Samples(
+        fields.lines, label, dense, keys, judge.bad, fields.num_lines, lengths or {}, checks or {}
+    )
+    return found if judge.good.all() else only(found, judge.good)
+
+
+def only(samples: Samples, good: NDArray[np.bool_]) -> Samples:
+    """Return the samples that `good` marks."""
+    lengths = samples.lengths
+    masks = {
+        name: np.repeat(good, lengths[name]) if name in lengths else good for name in samples.keys
+    }
+    return replace(
+        samples,
+        lines=samples.lines[good],
+        label=samples.label[good],
+        dense=samples.dense[good],
+        keys={name: each[masks[name]] for name, each in samples.keys.items()},
+        lengths={name: each[good] for name, each in lengths.items()},
+        checks={name: each[masks[name]] for name, each in samples.checks.items()},
+    )

@@ -142,7 +142,7 @@ def _events(piece: Piece) -> tuple[Events, BadLines]:
         wrong = wrong | empty | (values < 0) | (values >= 2**32)
         judge.refuse(wrong, one(place), partial(_no_number, name))
         columns.append(values[0])
-    known = np.isin(fields.texts(one(3)), _BEHAVIOURS)
+    known = np.isin(fields.texts(one(3)).keys, _BEHAVIOURS)
     judge.refuse(~known, one(3), lambda _, found: f"behaviour is {found!r}, not pv, buy, cart, fav")
     return np.stack(columns, axis=1)[judge.good], judge.bad
 
