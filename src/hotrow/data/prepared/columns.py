@@ -250,6 +250,7 @@ class ParquetSource:
     name = "parquet"
     key_dtype = "uint64"
     times = False
+    first_line, header_lines = 1, 0  # as in CSV files, so that both are split alike
 
     def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
         self._columns, self.paths = columns, list(paths)
@@ -283,7 +284,7 @@ class ParquetSource:
         """Nothing is to be done before."""
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        return file_by_file(len(self.paths), self._file, start)
+        return file_by_file(len(self.paths), self._file, start or Place(line=self.first_line))
 
     def _file(self, place: Place) -> Iterator[Piece]:
         """Each piece is a part of one row group; `offset` counts row groups."""
@@ -331,14 +332,14 @@ class ParquetSource:
             wrong[:] |= found
 
         column = batch.column(columns.label)
-        values, missing = _floats(column)
+        values, missing = _floats(column, truths=True)
         refuse(missing | ((values != 0) & (values != 1)), no_label, column)
         label = np.where(values == 1, 1, 0).astype(np.uint8)
         dense = np.empty((len(batch), len(columns.dense)), np.float32)
         for place, name in enumerate(columns.dense):
             column = batch.column(name)
             values, missing = _floats(column)
-            values = np.where(missing, 0, values)
+            values = np.where(missing | np.isnan(values), 0, values)
             wrong_here = ~(np.abs(values) <= _LARGEST)  # also what is no number
             refuse(wrong_here, partial(_no_number, name, 0), column)
             dense[:, place] = _number(np.where(wrong_here, 0, values), log=name in columns.log)
@@ -467,13 +468,14 @@ def _is_text(kind: Any) -> bool:
     )
 
 
-def _floats(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _floats(column: Any, *, truths: bool = False) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """A column's numbers, and which are missing. `truths`: texts may also be true or false."""
     arrow = pyarrow()
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     if _is_text(column.type):
-        texts = (math.nan if each is None else _float(each) for each in column.to_pylist())
+        texts = (_float(each, truths=truths) for each in column.to_pylist())
         return np.fromiter(texts, np.float64, len(column)), missing
     if arrow.types.is_boolean(column.type):
         column = column.cast(arrow.int8())
@@ -481,12 +483,18 @@ def _floats(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     return values.to_numpy(zero_copy_only=False), missing
 
 
-def _float(text: str | bytes) -> float:
-    """As in CSV files; NaN, which is refused, for what is none."""
-    try:
-        return math.nan if "_" in str(text) else float(text)
-    except ValueError:
+def _float(text: str | bytes | None, *, truths: bool) -> float:
+    """As in CSV files: infinity, which is refused, for what is no number, and NaN for "nan"."""
+    if text is None:
         return math.nan
+    plain = text.decode(errors="replace") if isinstance(text, bytes) else text
+    if truths and (lower := plain.lower()) in ("true", "false"):
+        return float(lower == "true")
+    try:
+        found = math.inf if "_" in plain else float(plain)
+    except ValueError:
+        return math.inf
+    return math.inf if math.isnan(found) and plain.lower() != "nan" else found
 
 
 def column_keys(column: Any, *, has_negative: bool = False) -> Values:
@@ -531,5 +539,7 @@ def first_line(path: Path) -> bytes:
     from hotrow.data.prepared.text import TextFiles
 
     piece = next(TextFiles([path]).pieces(), None)
+    if piece and piece.bad:
+        raise ValueError(f"{path}, line 1: {piece.bad}")
     line: bytes = piece.data.partition(b"\n")[0] if piece else b""
     return line.rstrip(b"\r")

@@ -244,8 +244,16 @@ class Fields:
         keys = self._keys(begins[sizes > 0], sizes[sizes > 0])
         return keys, np.bincount(owners, minlength=len(starts))
 
+    def spelled(self, columns: slice, word: bytes) -> Mask:
+        """Which fields are a word of up to 8 lower-case letters, in upper or lower case."""
+        starts, lengths = self.span(columns)
+        letters = _FIRST_BYTES[len(word)]
+        lower = (self._words[starts] & letters) | (_each_byte(0x20) & letters)
+        return (lower == int.from_bytes(word, "little")) & (lengths == len(word))
+
     def numbers(self, columns: slice) -> tuple[NDArray[np.float64], Mask, Mask]:
-        """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""
+        """Numbers of any form; and which fields are empty or NaN, whose value is 0; and which are
+        wrong."""
         whole, empty, wrong = self.integers(columns)
         found = whole.astype(np.float64)
         if wrong.any():
@@ -254,6 +262,10 @@ class Fields:
             # Both are floats without rounding, so that their quotient is rounded once, and right.
             found[wrong] = digits / _TENS[np.maximum(places, 0)]
             wrong[wrong] = other | (np.abs(digits) > _MOST_EXACT)
+        if wrong.any():
+            missing = self.spelled(columns, b"nan")
+            found[missing], wrong = 0, wrong & ~missing
+            empty = empty | missing
         for column, line in zip(*np.nonzero(wrong), strict=True):  # exponents, very long ones
             text = self.value(columns.start + int(column), int(line), most=1 << 20)
             found[column, line], wrong[column, line] = _number(text)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import EXACT, BadLines, Checks, Fields, Judge, one
+from hotrow.data.prepared.fields import EXACT, BadLine, BadLines, Checks, Fields, Judge, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
@@ -72,6 +72,8 @@ class Source(Protocol):
     paths: list[Path]
     describes: dict[str, Any]  # what else decides about its samples
     times: bool  # whether samples' "lines" are times, of which quantiles make splits
+    first_line: int  # the number of the first sample, by which it is split
+    header_lines: int  # of each file
 
     def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None: ...  # before any piece
     def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
@@ -88,6 +90,7 @@ class TextSource:
         self.paths = self._files.paths
         self.describes: dict[str, Any] = getattr(layout, "describes", {})
         self.times = False
+        self.first_line = self.header_lines = 0 if layout.header is None else 1
 
     def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
         """Nothing is to be done before."""
@@ -97,6 +100,9 @@ class TextSource:
 
     def parse(self, piece: Piece) -> Samples:
         text: bytes = piece.data
+        if piece.bad:
+            bad = BadLines(1, (BadLine(0, piece.bad),))
+            return replace(self._layout.parse(b""), bad=bad, num_lines=1)
         first = line = 0
         if self._layout.header is not None and not piece.place.file_line:
             first, line = text.find(b"\n") + 1 or len(text), 1
@@ -215,9 +221,14 @@ def no_label(found: Any) -> str:
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     if (bits := fields.bits(column)) is not None:
         return bits
-    values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
-    wrong = wrong | empty | ((values != 0) & (values != 1))
-    judge.refuse(wrong, one(column), lambda _, found: no_label(found))
+    where = one(column)
+    is_true, is_false = fields.spelled(where, b"true"), fields.spelled(where, b"false")
+    if (is_true | is_false).all():
+        return is_true[0].astype(np.uint8)
+    values, empty, wrong = fields.numbers(where)  # 1.0 as well
+    values = np.where(is_true, 1, values)
+    wrong = (wrong | empty | ((values != 0) & (values != 1))) & ~(is_true | is_false)
+    judge.refuse(wrong, where, lambda _, found: no_label(found))
     label: NDArray[np.uint8] = np.where(wrong[0], 0, values[0]).astype(np.uint8)
     return label
 

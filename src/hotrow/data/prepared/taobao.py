@@ -47,6 +47,7 @@ class Taobao:
     name = "taobao"
     key_dtype = "uint32"
     times = True
+    first_line = header_lines = 0
     schema = Schema(
         "next",
         ("gap",),
@@ -134,6 +135,8 @@ class Taobao:
 
 def _events(piece: Piece) -> tuple[Events, BadLines]:
     """On a worker."""
+    if piece.bad:
+        return np.empty((0, 4), np.int64), BadLines(1, (BadLine(0, piece.bad),))
     fields = Fields(piece.data, separator=",", columns=5)
     judge = Judge(fields)
     columns = []

@@ -128,6 +128,7 @@ def _woven(is_old: NDArray[np.bool_], old: NDArray[Any], new: NDArray[Any]) -> N
 
 def joined(parts: list[Counted]) -> Counted:
     """Counts of several parts, added up."""
+    parts = [each for each in parts if len(each)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
     keys = np.concatenate([each.keys for each in parts])

@@ -144,7 +144,8 @@ def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
     if job.settings.split == "random":
         return AtRandom(job.settings.seed)
     if not job.source.times:
-        return last_day_halved(lines)
+        samples = [each - job.source.header_lines for each in lines]
+        return last_day_halved(samples, first_line=job.source.first_line)
     noted = job.out / WORK / "split.json"  # the spool goes while shards are made
     if not noted.exists():
         split = by_quantiles([job.spool.read(each).lines for each in stretches])
