@@ -233,8 +233,9 @@ def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
     needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
     if free < needed:
         show.warn(
-            f"the model will take {show_bytes(needed)}, and {folder} has {show_bytes(free)} free: "
-            "make room before the run ends, or it is not saved"
+            f"the model will take {show_bytes(needed, beside=free)}, and {folder} has "
+            f"{show_bytes(free, beside=needed)} free: make room before the run ends, or it is not "
+            "saved"
         )
 
 

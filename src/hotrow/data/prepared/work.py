@@ -135,8 +135,9 @@ def _check_room(job: Job, rows: int) -> None:
     free = shutil.disk_usage(job.out).free + there
     if 8 * rows > free:
         raise ValueError(
-            f"access counts of {rows:,} rows take {show_bytes(8 * rows)}, and {job.out} has "
-            f"{show_bytes(free)} free; lower --max-rows, or make room"
+            f"access counts of {rows:,} rows take {show_bytes(8 * rows, beside=free)}, and "
+            f"{job.out} has {show_bytes(free, beside=8 * rows)} free; lower --max-rows, or make "
+            "room"
         )
 
 
