@@ -19,6 +19,7 @@ from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
+from hotrow.cli._ranks import refuse_ranks
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
@@ -133,6 +134,7 @@ def train(
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
     is no number ends the run, too, which then exits with 3.
     """
+    refuse_ranks("train")
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
     if config.run.save:
