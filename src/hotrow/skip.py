@@ -27,7 +27,7 @@ from hotrow.hotset import HotSet
 from hotrow.samples import Take
 from hotrow.sorting import Sorter
 from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
-from hotrow.told import warn
+from hotrow.told import apart, warn
 
 MODES = ("samples", "rows")
 Ids = Callable[[Any], Any]  # a batch -> what its collection looks up
@@ -618,8 +618,9 @@ class SkipStale:
         self._above += 1
         if self._above < s.patience:
             return
+        now, before = apart(validation_loss, self._best, digits=6)
         said = (
-            f"validation loss rose to {validation_loss:.6g} from {self._best:.6g} while stale "
+            f"validation loss rose to {now} from {before} while stale "
             f"{s.mode} were skipped; from batch {self._position:,} on all are trained"
         )
         self.close()

@@ -646,3 +646,36 @@ def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folde
     assert running.returncode == 0, told
     assert read_run("runs/small").outcome == "finished"
     assert (folder / "runs/small/model/manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "size"])
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "process group"])
+def test_several_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, command: str, launcher: str
+) -> None:
+    if launcher == "process group":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    else:
+        monkeypatch.setenv(launcher, "2")
+    result = CliRunner().invoke(make_app(), [command, "run.toml"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: hotrow {command} was started as 2 ranks, ")
+    assert result.stderr.count("\n") == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["run.toml"]
+
+
+def test_one_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert CliRunner().invoke(make_app(), ["train", "run.toml"]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_torchrun_trains_nothing_twice() -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, "-m", "hotrow", "train", "run.toml"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "was started as 2 ranks" in done.stderr
+    assert not Path("runs").exists()

@@ -43,6 +43,7 @@ from hotrow.sizing import (
     plan_bytes_of,
 )
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.told import apart
 
 DEPTHS = (10, 50, 200)
 _SMALLEST = 1024  # of the rows, one part of so many
@@ -473,9 +474,10 @@ def _choose(
             return chosen, []
     nearest = min(best, key=lambda each: each.step_ms)
     least = f"{math.floor(100 * nearest.of_all_fast) / 100:g}"
+    wanted, found = apart(reach, nearest.of_all_fast, digits=0, kind="%")
     told = (
-        f"with fewer slots than rows no strategy has {reach:.0%} of all-fast's speed; nearest is "
-        f"{nearest.strategy} with {nearest.of_all_fast:.0%} in {show_bytes(nearest.budget_bytes)}"
+        f"with fewer slots than rows no strategy has {wanted} of all-fast's speed; nearest is "
+        f"{nearest.strategy} with {found} in {show_bytes(nearest.budget_bytes)}"
     )
     if not fits:
         return nearest, [f"{told}, and all rows do not fit {_memory(sizing)}"]
