@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Model(nn.Module):
             }
         ).to(device)
         self.optimizer = torch.optim.SGD(self.slopes.parameters(), lr=0.05)
+        self._saved: list[Any] = []
 
     def look_up(self, batch: Any) -> Vectors:
         raise NotImplementedError
@@ -89,6 +91,20 @@ class Model(nn.Module):
                 label = label.repeat_interleave(samples.lengths[name].to(label.device))
             total = total + self._loss(mine, self.slopes[name], label)
         return total
+
+    def tables(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights and row state, with their names."""
+        raise NotImplementedError
+
+    def save(self, how: str) -> None:
+        """Keep the tables as they are now."""
+        self._saved.append([(label, value.clone()) for label, value in self.tables()])
+
+    def saved(self) -> Iterator[tuple[str, Tensor]]:
+        """The tables as they were saved."""
+        for number, tables in enumerate(self._saved):
+            for label, value in tables:
+                yield f"checkpoint {number}: {label}", value
 
     def _loss(self, vectors: Tensor, slope: Tensor, label: Tensor) -> Tensor:
         label = label.to(vectors).unsqueeze(1)
@@ -400,6 +416,30 @@ class Rows(Model):
             group.pop("initial_lr", None)
         self.scheduled = Scheduled(self.program, self.embedding.optimizer)
         return self
+
+    def save(self, how: str) -> None:
+        if self.plainly:
+            super().save(how)
+            return
+        if not self._saved:
+            self._folder = tempfile.TemporaryDirectory()
+        save = hotrow.begin_checkpoint if how == "background" else hotrow.save_checkpoint
+        self._saved.append(
+            save(self._folder.name, self.embedding, step=len(self._saved), full_every=4)
+        )
+
+    def saved(self) -> Iterator[tuple[str, Tensor]]:
+        if self.plainly:
+            yield from super().saved()
+            return
+        for number, save in enumerate(self._saved):
+            path = save if isinstance(save, Path) else save.wait()
+            loaded = Rows(self.program, self.device, plainly=True)
+            hotrow.load_checkpoint(path, loaded.embedding)
+            for label, value in loaded.tables():
+                yield f"checkpoint {number}: {label}", value
+        if self._saved:
+            self._folder.cleanup()
 
     def change_engine(self) -> None:
         if self.plainly:

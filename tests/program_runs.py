@@ -115,7 +115,7 @@ def run(program: Program, model: Any, *, watched: bool = False) -> Trace:
         _run(program, model, trace, watch)
     for name, slope in model.slopes.items():
         trace.add(f"dense weight of feature {name!r}", slope)
-    for label, value in model.tables():
+    for label, value in (*model.tables(), *model.saved()):
         trace.add(label, value)
     return trace
 
@@ -219,6 +219,8 @@ def _act(program: Program, model: Any, trace: Trace, action: Action, label: str)
         model.require_grad(action.value)
     elif action.name == "round trip":
         model.round_trip(action.value)
+    elif action.name == "save":
+        model.save(action.value)
     elif action.name == "pin rows":
         model.pin_rows({action.value[0]: torch.tensor(action.value[1])})
     else:

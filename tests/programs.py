@@ -40,6 +40,7 @@ INGREDIENTS = {
     "refill": "the loader refills one set of buffers",
     "requires_grad": "requires_grad_(False), or True again",
     "round trip": "weights and row state are saved and loaded",
+    "save": "a checkpoint is saved, at once or in the background, and loaded in the end",
     "sum of two": "the losses of two batches have one backward pass",
     "thread": "another thread evaluates while this one trains",
     "twice": "one batch is looked up twice in one step",
@@ -222,7 +223,7 @@ def _draw_tables(
 ) -> tuple[hotrow.EmbeddingBagConfig, ...]:
     poolings = dice.choice([["sum"], ["sum"], ["mean"], ["none"], ["sum", "mean"], ["none", "sum"]])
     widths = dice.choice([[4], [4], [3, 6], [2, 4, 5]])
-    letters = iter("fghijklmnop")
+    letters = iter("fghijklmnopq")
     tables = []
     for name in "abcd"[: dice.choice([1, 2, 2, 3, 4])]:
         rows, pooling = dice.choice([1, 7, 20, 60, 90]), dice.choice(poolings)
@@ -312,6 +313,7 @@ def _draw_actions(
                                                   (table.name, some, "numbers")]))),
         (0.1, Action("load weights", (table.name, first, dice.randint(1, rows - first)))),
         (0.1, Action("requires_grad", dice.random() < 0.5)),
+        (0.08, Action("save", dice.choice(["now", "background"]))),
     ]  # fmt: skip
     # These need that no hotrow.ahead is running, and a thread would read a half of them.
     quiet = new_pass and not program.threads

@@ -26,6 +26,11 @@ SLOW = range(1000, 2000)
 ON_A_DEVICE = range(5000, 5300)
 
 
+@pytest.fixture(autouse=True)
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda file: None)
+
+
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_program_trains_like_torch_and_like_all_fast(seed: int) -> None:
     check(draw(seed))
