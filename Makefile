@@ -3,6 +3,7 @@
 #   make train ARGS="run.toml --json"   your own
 #   make test ARGS="-k planner"         some of the tests
 #   make test ARGS="-m slow"            those that are left out for their time
+#   make test ARGS="-m gpu -n 6 -p no:benchmark"    those that need a CUDA device
 
 PYTHON ?= python3
 VENV := .venv

@@ -162,6 +162,28 @@ def tight_budget(
     return hotrow.Budget(tuple(shares), window_bytes=1 << 20)
 
 
+def drifting_batches(period: int) -> list[Tensor]:
+    """Batches for "one-hot" whose hot row changes: row 0 of both tables, later row 1.
+
+    The last two batches of the second period use row 0 again. Pins that are learned once per
+    period are released after them, while they are in flight.
+    """
+    batches = []
+    for place in range(2 * period + 6):
+        hot = torch.tensor([int(place >= period)] + [0] * (2 * period - 2 <= place < 2 * period))
+        other = torch.arange(2 * place, 2 * place + 2)  # they fill the slots
+        rows = torch.cat([hot, 2 + other % 58]), torch.cat([hot, 2 + other % 38])
+        batches.append(torch.stack(rows, dim=1))
+    return batches
+
+
+def budget_with_pins(batches: Sequence[Tensor], hold: Hold, pins: int) -> hotrow.Budget:
+    """As many slots as the hold may need, and some for pins."""
+    slots = hold.batches * max(map(torch.numel, batches)) + pins
+    share = hotrow.Share(slots, buffer_rows=64, dense_map=True)
+    return hotrow.Budget((share,), window_bytes=1 << 20)
+
+
 # -- running ---------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -109,6 +110,31 @@ def test_a_bit_that_flips_anywhere_is_found(saved: tuple[Path, Training]) -> Non
                 assert is_old or same(found, expected), f"{path} at {place}"
         path.write_bytes(whole)
     assert same(loaded(root), expected)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["parent", "child"])
+def test_a_manifest_that_was_changed_is_refused(saved: tuple[Path, Training], number: int) -> None:
+    """Also where what it says could be true: only its checksum tells."""
+    root, training = saved
+    path = saved_in(root)[number] / "checkpoint.json"
+    whole = json.loads(path.read_text())
+    changes = {
+        "step": whole["step"] + 1,
+        "made_by": whole["made_by"] + "1",
+        "saved": whole["saved"] + "Z",
+        "checksum": whole["checksum"][::-1],
+        "tables": whole["tables"][::-1],
+        "parent": {"name": "00001-step-1", "checksum": "0" * 64} if number else None,
+        "a key that is not known": 1,
+    }
+    if not number:
+        del changes["parent"]
+    for key, value in changes.items():
+        path.write_text(json.dumps(whole | {key: value}))
+        with pytest.raises(ValueError, match="its checksum is another"):
+            loaded(root)
+    path.write_text(json.dumps(whole))  # with other white space
+    assert same(loaded(root), training.bits())
 
 
 def test_files_that_are_cut_or_missing_are_found(saved: tuple[Path, Training]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,34 @@ def test_nothing_is_built_upon_a_damaged_one(tmp_path: Path) -> None:
     first = loop.save(tmp_path, 1, full_every=9)
     (first / "checkpoint.json").write_text("{}")
     assert Checkpoint(loop.save(tmp_path, 2, full_every=9)).manifest.parent is None
+
+
+def test_a_checkpoint_of_another_folder_is_no_parent(tmp_path: Path) -> None:
+    """Changes are known since the last save, which went to another folder, under the same name."""
+    loop, one, two = Loop(), tmp_path / "one", tmp_path / "two"
+    loop.save(one, 1, full_every=9)
+    loop.train(0, 2)
+    assert loop.save(two, 1, full_every=9).name == saved_in(one)[0].name
+    loop.train(2, 3)
+    assert Checkpoint(loop.save(one, 2, full_every=9)).manifest.parent is None
+    expected, loaded = loop.everything(), Loop(seed=1)
+    loaded.load(one)
+    assert same(loaded, expected)
+
+
+def test_a_parent_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    loop, other = Loop(), Loop(seed=1)
+    parent = loop.save(tmp_path / "one", 1, full_every=9)
+    loop.train(0, 1)
+    child = loop.save(tmp_path / "one", 2, full_every=9)
+    assert Checkpoint(child).manifest.parent is not None
+    shutil.rmtree(parent)
+    other.save(tmp_path / "two", 1, full_every=9).rename(parent)
+    Checkpoint(parent).verify()  # a whole checkpoint, with the parent's name
+    before = copy.deepcopy(other.everything())
+    with pytest.raises(ValueError, match="is not the parent that"):
+        other.load(child)
+    assert same(other, before)
 
 
 def test_loading_forgets_what_has_changed(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from builders import (
     PlainRows,
     PlainTables,
     assert_close,
+    budget_with_pins,
+    drifting_batches,
     outcome,
     pairwise,
     readout,
@@ -36,6 +38,7 @@ from builders import (
     train,
     variant,
 )
+from hotrow import device_planner
 from hotrow.ahead import to_device
 from hotrow.device_rows import DeviceRows
 from hotrow.rows import RowGroup
@@ -140,6 +143,22 @@ def test_a_strategy_gives_the_bits_of_all_fast(choice: dict[str, str]) -> None:
         assert chunked == 0
     if choice["budget"] == "tight":
         assert embedding.traffic().evicted_rows > 0
+
+
+@pytest.mark.parametrize("victims", ["own", "most-recent"])
+def test_learned_pins_that_are_released_lose_no_update(
+    victims: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_planner, "_EARLY_RELEARN", (6, 12))
+    batches, strategy = drifting_batches(6), variant("static", "five", victims)
+    budget = budget_with_pins(batches, strategy.hold, pins=2)
+    embedding = build(ONE_HOT, "adagrad", strategy, budget=budget)
+    result = train(embedding, batches)
+    planner: Any = embedding.groups[0].planner
+    pinned = planner.pad.row_of_slot[planner.last_use == device_planner.PINNED]
+    assert set(pinned.tolist()) == {1, 61}
+    assert embedding.traffic().chunked_batches == 0
+    assert result.same_bits(train(build(ONE_HOT, "adagrad"), batches))
 
 
 def test_the_choices_have_everything_once() -> None:

@@ -630,6 +630,30 @@ def test_rows_used_most_are_pinned_while_running() -> None:
     assert set(pinned) == {0, 1}
 
 
+@pytest.mark.parametrize("order", ["least-recent", "most-recent"])
+@pytest.mark.parametrize("past", [1, 3])
+def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(past: int, order: str) -> None:
+    """The newest batch may use the pinned row, and trains `past` batches later."""
+    run = Run([], slots=past + 2, order=order, hold=Hold(past, 0))
+    planner = run.planner()
+
+    def plan(*rows: int) -> list[int]:
+        made = planner.plan(unannounced(planner, rows), buffers_for(planner))
+        assert outcome_of(planner, made) == words.PLANNED
+        return [leaves for _, leaves, _ in moves_of(made)]
+
+    planner.reserve(past + 2)
+    plan(*range(past + 2))
+    planner.last_use[planner.pad.row_of_slot == 0] = device_planner.PINNED
+    for _ in range(past + 1):
+        plan(0)
+    planner.pin_most_used(0)  # releases all pins
+    planner.check()
+    for row in range(20, 20 + past):
+        assert 0 not in plan(row)
+    assert 0 in plan(30, 31)
+
+
 def test_pins_give_way_to_a_batch_that_does_not_fit() -> None:
     pins = Pins(1.0, lambda count: torch.arange(40, 40 + count))
     planner = Run([], slots=10, pins=pins).planner()

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hotrow
-from builders import CASES, build, outcome, readout, tight_budget, train, variant
+from builders import (
+    CASES,
+    budget_with_pins,
+    build,
+    drifting_batches,
+    outcome,
+    readout,
+    tight_budget,
+    train,
+    variant,
+)
 from hotrow import planner as planner_module
 from hotrow.evict import DOUBLED, EVICTIONS, Eviction
 from hotrow.kernels.reference import SortedIds, sort_ids
@@ -666,6 +676,29 @@ def test_a_re_pin_lets_the_others_go() -> None:
     assert set(plan.moves.leaving.tolist()) == {0, 1, 2, 3} - {kept}
 
 
+@pytest.mark.parametrize("order", ["least-recent", "most-recent"])
+@pytest.mark.parametrize("hold", HOLDS, ids=str)
+def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(
+    hold: Hold, order: str
+) -> None:
+    """The newest batch may use the pinned row, and trains `hold.past` batches later."""
+    pad = Scratchpad(hold.past + 2, 1, ROWS, torch.device("cpu"), dense_map=True)
+    planner = Planner(pad, hold=hold, eviction=EVICTIONS[order])
+    planner.plan(ids_of(*range(hold.past + 2)))
+    planner.pin(pad.map.lookup(torch.tensor([0])))
+    for _ in range(hold.past + 1):
+        planner.plan(ids_of(0))
+    planner.pin(torch.empty(0, dtype=torch.int64))
+    planner.check()
+    for row in range(20, 20 + hold.past):
+        plan = planner.plan(ids_of(row))
+        assert plan is not None
+        assert 0 not in plan.moves.leaving.tolist()
+    plan = planner.plan(ids_of(30, 31))
+    assert plan is not None, "the slot of a released pin is never free again"
+    assert 0 in plan.moves.leaving.tolist()
+
+
 def test_rows_known_to_be_hot_come_with_the_first_batch_and_are_pinned() -> None:
     pad = Scratchpad(10, 1, ROWS, torch.device("cpu"), dense_map=True)
     pins = Pins(0.4, lambda count: torch.tensor([30, 2, 31, 32, 33, 34])[:count])
@@ -726,3 +759,19 @@ def test_rows_fetched_anew_keep_their_updates_over_several_passes(
     embedding = build(case, "adagrad", chosen, budget=budget)
     for each in passes:
         assert train(embedding, each).same_bits(train(right, each))
+
+
+# A released pin that leaves too early is collected before the batches in flight have updated it.
+@pytest.mark.parametrize("victims", ["own", "most-recent", "random"])
+@pytest.mark.parametrize("schedule", ["fused", "split", "five", "five-shuffled"])
+def test_learned_pins_that_are_released_lose_no_update(schedule: str, victims: str) -> None:
+    case, batches = CASES["one-hot"], drifting_batches(16)
+    strategy = variant("static", schedule, victims)
+    budget = budget_with_pins(batches, strategy.hold, pins=2)
+    embedding = build(case, "adagrad", strategy, budget=budget)
+    result = train(embedding, batches)
+    planner: Any = embedding.groups[0].planner
+    assert rows_in(planner.pad, planner.pinned_slots) == {1, 61}
+    assert planner.pins_version >= 3  # two re-pins
+    assert embedding.traffic().chunked_batches == 0
+    assert result.same_bits(train(build(case, "adagrad"), batches))
