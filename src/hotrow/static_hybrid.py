@@ -160,13 +160,14 @@ class StaticHybridRows(HostRows):
         return HotWork(self, batch)
 
     def _sort(self, keys: Tensor, bad: Tensor) -> HotPlan:
+        version = self._version  # first: another thread may let other rows be hot meanwhile
         slots, cold = self._find(keys)
         hot = segments_of(slots)
         # Of each table, where its lookups begin among the sorted ones, and its different rows.
         edges = torch.searchsorted(hot.ids.index_select(0, hot.rank), self._slot_edges)
         rows = torch.cat([hot.rank, hot.count]).index_select(0, edges)
         facts = self._sorted(cold, bad, edges, rows)
-        return HotPlan(keys, slots, hot, self._version, *facts)
+        return HotPlan(keys, slots, hot, version, *facts)
 
     def _planned(self, work: HostWork) -> HotPlan:
         plan = work.plan = self._current(super()._planned(work))
