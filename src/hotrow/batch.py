@@ -41,11 +41,12 @@ class KeyedJaggedTensor:
         for what, tensor in (("values", values), ("offsets", offsets), ("lengths", lengths)):
             if tensor is not None:
                 _check_integers(tensor, what)
-        _refuse_repeated_keys(keys)
+        self._keys = list(keys)
+        _refuse_repeated_keys(self._keys)
         if offsets is None:
             assert lengths is not None
             offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        self._keys, self._values, self._offsets = list(keys), values, offsets
+        self._values, self._offsets = values, offsets
         self._weights = weights
 
     @classmethod
