@@ -28,6 +28,7 @@ import json
 import math
 import multiprocessing
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -210,7 +211,7 @@ def _from_file(name: str, seed: int, folder: Path, share: float) -> Data:
 
 def generated(seed: int, share: float) -> Data:
     """Clicks with Kaggle's tables, a thousandth as large; a seed draws its own training samples."""
-    size, tested = SETTINGS["generated"].batch_size, 16_384
+    size, tested = SETTINGS["generated"].batch_size, max(2048, int(share * 16_384))
     rows = tuple(max(min(count, 100), count // 1000) for count in KAGGLE_ROWS)
     config = SyntheticConfig(rows=rows, batch_size=size)
     clicks = SyntheticClicks(config)
@@ -219,7 +220,7 @@ def generated(seed: int, share: float) -> Data:
     first, count = (1 + seed) * 1_000_000, int(share * 1200)
     return Data(
         "generated", seed, rows, list(clicks.batches(first, first + count)),
-        list(clicks.batches(0, VALIDATION)), list(test.batches(0, 12)),
+        list(clicks.batches(0, VALIDATION)), list(test.batches(0, max(1, round(12 * share)))),
     )  # fmt: skip
 
 
@@ -445,7 +446,12 @@ class Task:
 def perform(task: Task, folder: Path, results: harness.Results, deadline: float) -> list[str]:
     """Measure a task in this process; returns what to print."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _perform(task, folder, results, deadline)
+
+
+def _perform(task: Task, folder: Path, results: harness.Results, deadline: float) -> list[str]:
     said: list[str] = []
     data, slipstream = _kept_data(task.data, task.seed, folder, task.share), None
     for system in task.systems:
@@ -493,17 +499,22 @@ def missing(tasks: Iterable[Task], lines: Iterable[dict[str, Any]]) -> list[Task
 
 def study(tasks: Sequence[Task], asked: argparse.Namespace, results: harness.Results) -> bool:
     """Measure all tasks; returns whether all went well."""
-    deadline, is_fine = time.time() + 60 * asked.minutes, True
+    deadline, failed = time.time() + 60 * asked.minutes, 0
     do = partial(perform, folder=asked.data, results=results, deadline=deadline)
+    if asked.jobs == 1:
+        for task in tasks:
+            for line in do(task):
+                harness.say(line)
+        return True
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
         futures = [pool.submit(do, task) for task in tasks]
         for done, future in enumerate(as_completed(futures), start=1):
             error = future.exception()
-            is_fine &= error is None
+            failed += error is not None
             for line in future.result() if error is None else [f"FAILED: {error!r}"]:
                 harness.say(f"[{done}/{len(tasks)}] {line}")
-    return is_fine
+    return not failed
 
 
 # -- the table ---------------------------------------------------------------------------
@@ -532,42 +543,38 @@ class Interval:
 Lines = Iterable[dict[str, Any]]
 
 
-def table(lines: Lines, when: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Differences in AUC of Slipstream from its controls and from all samples, by seed."""
-    runs: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+HEAD = (
+    "data", "system", "code", "way", "seeds", "dropped", "AUC - random-drop", "AUC - random-hot",
+    "AUC - all samples",
+)  # fmt: skip
+
+
+def table(lines: Lines) -> list[tuple[str, ...]]:
+    """Rows under HEAD: differences in AUC of Slipstream from its controls, by seed."""
+    runs: dict[tuple[str, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
     for line in lines:
-        if line["when"] == when:
-            runs[line["data"], line["base"]][line["system"]][line["seed"]] = line
-    head = (
-        "data", "system", "way", "seeds", "dropped", "AUC, all samples", "- random-drop",
-        "- random-hot", "- all samples",
-    )  # fmt: skip
+        runs[line["data"], line["base"], line["when"], line["system"]][line["seed"]] = line
     rows = []
-    for (data, base), systems in sorted(runs.items()):
-        for way, by_seed in systems.items():
-            if not way.startswith("slipstream"):
-                continue
-            suffix = way.removeprefix("slipstream")
-            everything = systems.get("none", {})
-            share = fmean(line["dropped"] / line["samples"] for line in by_seed.values())
-            cells = [data, base, way, f"{len(by_seed)}", f"{share:.1%}"]
-            cells.append(
-                f"{fmean(line['auc'] for line in everything.values()):.5f}" if everything else "-"
-            )
-            for other in (f"random-drop{suffix}", f"random-hot{suffix}", "none"):
-                both = sorted(by_seed.keys() & systems.get(other, {}).keys())
-                apart = [by_seed[s]["auc"] - systems[other][s]["auc"] for s in both]
-                cells.append(str(Interval.of(apart)) if apart else "-")
-            rows.append(tuple(cells))
-    return head, rows
+    for (data, base, when, way), mine in sorted(runs.items()):
+        if not way.startswith("slipstream"):
+            continue
+        suffix = way.removeprefix("slipstream")
+        share = fmean(line["dropped"] / line["samples"] for line in mine.values())
+        cells = [data, base, when, way, f"{len(mine)}", f"{share:.1%}"]
+        for control in (f"random-drop{suffix}", f"random-hot{suffix}", "none"):
+            others = runs.get((data, base, when, control), {})
+            apart = [mine[seed]["auc"] - others[seed]["auc"] for seed in mine if seed in others]
+            cells.append(str(Interval.of(apart)) if apart else "-")
+        rows.append(tuple(cells))
+    return rows
 
 
 def main() -> None:
     options = harness.parser(__doc__.splitlines()[0])
     options.set_defaults(minutes=8)
-    options.add_argument("--data", type=Path, required=True, help="folder of the converted data")
+    options.add_argument(
+        "--data", type=Path, default=Path("build/skip"), help="folder of the converted data"
+    )
     options.add_argument("--criteo", type=Path, help="Criteo's train.txt, to be converted")
     options.add_argument("--movielens", type=Path, help="ml-1m.zip, to be converted")
     options.add_argument("--sets", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -579,6 +586,10 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=1, help="processes")
     options.add_argument("--when", default="now", help="name of this state of the code")
     asked = options.parse_args()
+    if asked.smoke:
+        asked.sets, asked.seeds, asked.share = ["generated"], asked.seeds[:1], 0.03
+        if not harness.keeps_results(asked):
+            asked.results = Path(tempfile.mkdtemp())
     given = {name: getattr(asked, name) for name in CONVERTERS if getattr(asked, name) is not None}
     for name, path in given.items():
         CONVERTERS[name](path, asked.data / f"{name}.npz")
@@ -597,8 +608,7 @@ def main() -> None:
     left = missing(tasks, harness.read_results(kept))
     harness.say(f"{len(left)} of {len(tasks)} tasks are to be measured in {asked.jobs} processes")
     is_fine = study(left, asked, results)
-    head, rows = table(harness.read_results(kept), asked.when)
-    print("\n".join(" | ".join(row) for row in (head, *rows)))
+    print("\n".join(" | ".join(row) for row in (HEAD, *table(harness.read_results(kept)))))
     sys.exit(not is_fine)
 
 
