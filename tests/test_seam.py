@@ -482,6 +482,18 @@ def test_two_iterators_at_once_on_one_collection_are_refused() -> None:
     assert len(list(hotrow.ahead(CASE.batches(5), embedding))) == 5
 
 
+def test_validation_by_a_second_iterator_is_told_to_call_the_model_directly() -> None:
+    embedding = tight()
+    batches = CASE.batches(6)
+    for number, batch in enumerate(hotrow.ahead(batches[:4], embedding)):
+        readout(embedding(batch)).backward()
+        if number == 2:
+            with pytest.raises(RuntimeError, match="inside its loop call the model directly"):
+                next(hotrow.ahead(batches[4:], embedding))
+            with torch.no_grad():  # as it says
+                assert all(readout(embedding(batch)).isfinite() for batch in batches[4:])
+
+
 def test_an_iterator_starts_over_when_it_has_finished() -> None:
     stream = hotrow.ahead(CASE.batches(5), tight())
     assert len(list(stream)) == 5

@@ -573,7 +573,8 @@ class EmbeddingBagCollection(nn.Module):
         if running is not None and running is not stream:
             raise RuntimeError(
                 "another hotrow.ahead iterator is running on this collection; two would move "
-                "each other's rows. Finish the first one's loop, or call its close()"
+                "each other's rows. For validation inside its loop call the model directly, "
+                "without ahead; else finish the first one's loop, or call its close()"
             )
         _refuse_replicas()
         self._thread.iterate()

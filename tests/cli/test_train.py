@@ -679,3 +679,30 @@ def test_torchrun_trains_nothing_twice() -> None:
     assert done.returncode != 0
     assert "was started as 2 ranks" in done.stderr
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("entropy", [1.00000001, 1.25, 1.0, 0.8, float("nan")])
+def test_a_run_worse_than_a_constant_prediction_says_so(
+    monkeypatch: pytest.MonkeyPatch, entropy: float
+) -> None:
+    def evaluate(self: Job, *, at_end: bool = False) -> EvalRecord:
+        return EvalRecord(10, 64, 0.5, 0.7, entropy)
+
+    monkeypatch.setattr(Job, "evaluate", evaluate)
+    result = CliRunner().invoke(make_app(), ["train", "run.toml", "--quiet"])
+    assert result.exit_code == 0
+    told = " ".join(result.stdout.split())
+    found = re.search(r"log-loss 0\.7000, normalised entropy (\S+): worse than always pred", told)
+    assert (found is not None) == (entropy > 1)
+    assert found is None or float(found[1]) > 1
+    assert "worse" in told or not entropy > 1
+
+
+def test_a_real_run_with_much_too_large_learning_rates_says_so() -> None:
+    words = ["train", "run.toml", "--set", "training.optimizer.lr=3"]
+    for result in (
+        CliRunner().invoke(make_app(), words),
+        CliRunner().invoke(make_app(), ["evaluate", "small"]),
+    ):
+        told = " ".join(result.stdout.split())
+        assert "worse than always predicting the share of clicks" in told

@@ -249,7 +249,8 @@ class Fields:
         starts, lengths = self.span(columns)
         letters = _FIRST_BYTES[len(word)]
         lower = (self._words[starts] & letters) | (_each_byte(0x20) & letters)
-        return (lower == int.from_bytes(word, "little")) & (lengths == len(word))
+        found: Mask = (lower == np.uint64(int.from_bytes(word, "little"))) & (lengths == len(word))
+        return found
 
     def numbers(self, columns: slice) -> tuple[NDArray[np.float64], Mask, Mask]:
         """Numbers of any form; and which fields are empty or NaN, whose value is 0; and which are

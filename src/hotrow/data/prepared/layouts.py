@@ -223,13 +223,14 @@ def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
         return bits
     where = one(column)
     is_true, is_false = fields.spelled(where, b"true"), fields.spelled(where, b"false")
+    label: NDArray[np.uint8] = is_true[0].astype(np.uint8)
     if (is_true | is_false).all():
-        return is_true[0].astype(np.uint8)
+        return label
     values, empty, wrong = fields.numbers(where)  # 1.0 as well
     values = np.where(is_true, 1, values)
     wrong = (wrong | empty | ((values != 0) & (values != 1))) & ~(is_true | is_false)
     judge.refuse(wrong, where, lambda _, found: no_label(found))
-    label: NDArray[np.uint8] = np.where(wrong[0], 0, values[0]).astype(np.uint8)
+    label = np.where(wrong[0], 0, values[0]).astype(np.uint8)
     return label
 
 
