@@ -115,7 +115,8 @@ class Reference:
     """Updates of the rows that have gradients, in float64."""
 
     def __init__(self, program: Program, weights: nn.ParameterDict) -> None:
-        self.rule, self.weights, self.steps = program.rule, weights, 0
+        self.rule, self.weights = program.rule, weights
+        self.steps = dict.fromkeys(weights, 0)
         start = self.rule.start_of_state()
         self.state = {
             table.name: [
@@ -133,8 +134,8 @@ class Reference:
     @torch.no_grad()
     def step(self, rates: dict[str, float]) -> None:
         grads = {name: w.grad.coalesce() for name, w in self.weights.items() if w.grad is not None}
-        self.steps += bool(grads)  # one number for all tables
         for name, grad in grads.items():
+            self.steps[name] += 1
             rows = grad.indices()[0]
             kept = ~self.frozen[name][rows]
             self._update(name, rows[kept], grad.values()[kept], rates[name])
@@ -151,7 +152,7 @@ class Reference:
         else:
             assert isinstance(rule, hotrow.Adam)
             (mean, square), (beta1, beta2) = state, rule.betas
-            first, second = 1 - beta1**self.steps, 1 - beta2**self.steps
+            first, second = 1 - beta1 ** self.steps[name], 1 - beta2 ** self.steps[name]
             mean[rows] = beta1 * mean[rows] + (1 - beta1) * grad
             square[rows] = beta2 * square[rows] + (1 - beta2) * grad.square()
             if isinstance(rule, hotrow.AdamW):
@@ -278,7 +279,10 @@ class Plain(Model):
     def tables(self) -> Iterator[tuple[str, Tensor]]:
         for table in self.program.tables:
             yield f"weights of table {table.name!r}", self.reference.weights[table.name].detach()
-            yield f"step of table {table.name!r}", torch.tensor(float(self.reference.steps))
+            yield (
+                f"step of table {table.name!r}",
+                torch.tensor(float(self.reference.steps[table.name])),
+            )
             names = self.program.rule.state_names
             for name, value in zip(names, self.reference.state[table.name], strict=True):
                 yield f"{name!r} of table {table.name!r}", value
