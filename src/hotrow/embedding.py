@@ -73,6 +73,7 @@ class Arrival:
     versions: tuple[Any, ...]  # of them
     batch: Batch
     works: tuple[Work, ...]  # one per width group
+    copies: tuple[Tensor, ...] = ()  # of the tensors; none where a device compares ids
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -87,6 +88,12 @@ class Arrival:
                 self.compared, versions_of(self.compared), self.versions, strict=True
             )
         )
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the ids are those that were planned, by value: numpy, and `.data`, change a
+        tensor without a new version."""
+        return not self.copies or all(map(torch.equal, self.compared, self.copies))
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -355,7 +362,8 @@ class EmbeddingBagCollection(nn.Module):
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
         # The newest first: a loader may hand out the same tensors again.
-        return next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        found = next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        return found if found is not None and found.is_as_read else None
 
     def _unplanned(self, features: Any) -> Arrival:
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
@@ -382,15 +390,22 @@ class EmbeddingBagCollection(nn.Module):
 
     # -- what hotrow.ahead asks for ----------------------------------------------------
 
-    def prepare(self, features: Any, device: torch.device | None = None) -> Arrival:
-        """Check a batch of ids, which is on `device` or anywhere; nothing moves."""
+    def prepare(
+        self, features: Any, device: torch.device | None = None, *, held: bool = False
+    ) -> Arrival:
+        """Check a batch of ids, which is on `device` or anywhere; nothing moves.
+
+        If it is `held` until it is looked up, its ids are compared then with what they are now.
+        """
         batch = parse(features, self.features, device if self._plans_later else self.device)
         works = tuple(group.work(batch) for group in self.groups)
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # or refuses
         tensors = compared(features)
-        return Arrival(features, tensors, versions_of(tensors), batch, works)
+        later = any(group.compares_later for group in self.groups)
+        copies = () if later or not held else tuple(map(torch.clone, tensors))
+        return Arrival(features, tensors, versions_of(tensors), batch, works, copies)
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""

@@ -30,6 +30,7 @@ from hotrow.batch import Batch, parse
 from hotrow.calibrate import most_used
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
+from hotrow.kept import Kept
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.samples import Take
 from hotrow.skip import (
@@ -132,6 +133,8 @@ class Hotline:
     mean by weights of classes, do not add up. It is tried once, before any batch is split, on the
     first one's predictions, and refused if they do not.
     """
+
+    keeps_batches = True
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class Hotline:
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Rows are pinned between two passes, when nothing is in flight."""
         count, self.epochs = self._count(batches), 0
-        stream = iter(batches)
+        stream = Kept(batches)
         try:
             for first in stream:
                 if not self._left or self._per_epoch is None:

@@ -41,6 +41,7 @@ class RowGroup:
     """Rows of one width."""
 
     plans_later = False  # what became of a plan is known when it was launched
+    compares_later = False  # a device finds out whether ids are still those that were planned
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
