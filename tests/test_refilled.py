@@ -11,13 +11,14 @@ from functools import cache
 from queue import Queue
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import hotrow
+from hotrow.copied import Copies, SetOptions
 from hotrow.strategy import STRATEGIES
 
 ROWS, SIZE, STEPS = 60, 8, 24
@@ -427,14 +428,18 @@ def test_a_loader_that_refills_late_is_an_error_or_right(write: str) -> None:
         to.numpy()[:] = part.numpy()
 
     loader = late(some(240), Tensor.copy_ if write == "torch" else by_numpy)
-    labels = []
+    labels: list[float] = []
     embedding = build("lookahead")
-    what = r"batch\['ids'\]" if write == "torch" else "its ids"
-    said = rf"batch 200 of this pass, counted from 0, was changed .*: {what}\. .*batch\.clone\(\)"
-    with pytest.raises(RuntimeError, match=said):
+
+    def loop() -> None:
         for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
             labels.append(float(batch["label"][0]))
             embedding(batch["ids"]).values().sum().backward()
+
+    what = r"batch\['ids'\]" if write == "torch" else "its ids"
+    said = rf"batch 200 of this pass, counted from 0, was changed .*: {what}\. .*batch\.clone\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        loop()
     assert labels == list(range(200))
     embedding.check()
 
@@ -512,12 +517,149 @@ def test_jagged_ids_that_a_loop_changes_are_looked_up_as_they_are(part: str) -> 
         ["f", "g"], torch.tensor([1, 2, 3, 4]), offsets=torch.tensor([0, 1, 2, 3, 4])
     )
     embedding = build("lookahead")
-    with pytest.warns(UserWarning, match="changed in place since"):
-        for ids in hotrow.ahead([batch], embedding):
-            if part == "values":
-                ids.values().numpy()[1] = 9
-            else:
-                ids.offsets().numpy()[1] = 0
+    for ids in hotrow.ahead([batch], embedding):
+        if part == "values":
+            ids.values().numpy()[1] = 9
+        else:
+            ids.offsets().numpy()[1] = 0
+        with pytest.warns(UserWarning, match="changed in place since"):
             found = embedding(ids).values()
     embedding.eval()
     assert torch.equal(found.detach(), embedding(batch).values())
+
+
+# -- systems that hold batches -------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        budget = hotrow.Budget((hotrow.Share(70, 64, dense_map=True),), window_bytes=1 << 20)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            TABLES, hotrow.SGD(lr=0.5), budget, strategy=strategy, seed=1
+        )
+        self.top = nn.Linear(11, 1)
+
+    def forward(self, batch: Parts) -> Tensor:
+        vectors = self.embedding(batch["ids"]).values()
+        logits: Tensor = self.top(torch.cat([batch["dense"], vectors], 1)).squeeze(1)
+        return logits
+
+
+class Again:
+    """Batches in one set of buffers, as often as they are asked for."""
+
+    def __init__(self, refill: str | None, batches: list[Parts]) -> None:
+        self._refill, self._batches = refill, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Parts]:
+        if self._refill is None:
+            return iter(copies(self._batches))
+        return iter(REFILLS[self._refill](self._batches))
+
+
+def clicks(count: int, kind: torch.dtype = torch.float32) -> list[Parts]:
+    """A few rows have most lookups, so that some samples are hot."""
+    draw = torch.Generator().manual_seed(3)
+    return [
+        {
+            "ids": (torch.rand(SIZE, 2, generator=draw) ** 4 * ROWS).long(),
+            "dense": torch.rand(SIZE, 3, generator=draw),
+            "label": torch.randint(0, 2, (SIZE,), generator=draw).to(kind),
+        }
+        for _ in range(count)
+    ]
+
+
+def trainer_of(strategy: str, system: Any = None) -> hotrow.Trainer[Parts]:
+    model = Model(strategy)
+    return hotrow.Trainer(
+        model,
+        functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch["ids"],
+        labels=lambda batch: batch["label"],
+        system=system,
+    )
+
+
+def slipstream(**options: Any) -> hotrow.Slipstream:
+    return hotrow.Slipstream(
+        target=0.4, tolerance=0.2, watched=0.1, sample_rate=0.2, hot_budget="80%",
+        validate_every=0, recheck_every=10, **options,
+    )  # fmt: skip
+
+
+SYSTEMS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "none": ("lookahead", lambda: None),
+    "hotline": ("static", lambda: hotrow.Hotline(window=64, relearn=2, floor=0.5)),
+    "slipstream": ("lookahead", slipstream),
+    "slipstream-rows": ("all-fast", lambda: slipstream(mode="rows")),
+    "random-drop": ("lookahead", lambda: hotrow.RandomDrop(0.2)),
+    "hotline+random-drop": ("static", lambda: hotrow.Hotline(skip=hotrow.RandomDrop(0.2))),
+    "fae": ("static", lambda: hotrow.FAE(sample_rate=0.5)),
+}
+
+
+@pytest.mark.parametrize("refill", ["one-tensor", "three-tensors", "one-array", "one-dict"])
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.filterwarnings("ignore:.*(test=|test samples|search|reached|popular)")
+def test_systems_may_be_given_a_loader_that_refills(system: str, refill: str) -> None:
+    strategy, make = SYSTEMS[system]
+    losses, bits = [], []
+    for kind in (None, refill):
+        trainer = trainer_of(strategy, make())
+        losses.append([record.loss for record in trainer.run(Again(kind, clicks(40)))])
+        bits.append(list(trainer.model.state_dict().values()))
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *bits))
+
+
+def test_a_system_may_pass_the_loaders_batches_on() -> None:
+    class Through:
+        def attach(self, trainer: Any) -> None: ...
+
+        def passes(self, batches: Any) -> Iterator[Any]:
+            yield batches
+
+    found = []
+    for kind in (None, "one-tensor"):
+        trainer = trainer_of("lookahead", Through())
+        found.append([record.loss for record in trainer.run(Again(kind, clicks(20)))])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_evaluation_keeps_the_labels_of_each_batch(kind: torch.dtype) -> None:
+    found = [
+        trainer_of("lookahead").evaluate(Again(refill, clicks(6, kind)))
+        for refill in (None, "one-tensor")
+    ]
+    assert found[0] == found[1]
+
+
+def test_samples_that_a_function_takes_may_be_views() -> None:
+    """FAE keeps them as long as it trains."""
+
+    def take(batch: Parts, places: Tensor) -> Any:
+        every = len(places) == SIZE
+        return {name: x if every else x[places] for name, x in batch.items()} | {"tag": Forbidden()}
+
+    def join(batches: list[Any]) -> Any:
+        return {
+            name: torch.cat([each[name] for each in batches])
+            for name in ("ids", "dense", "label")
+        }  # fmt: skip
+
+    found = []
+    for kind in (None, "one-array"):
+        options = SetOptions(SIZE, take=take, join=join)
+        copied = Copies(options, folder=None).of(
+            Again(kind, clicks(10)), lambda batch: torch.ones(SIZE, dtype=torch.bool)
+        )
+        found.append([each["label"] for each in copied.hot.batches()])
+    assert all(map(torch.equal, *found))

@@ -311,7 +311,7 @@ def _version(part: Part) -> int:
 
 
 def _is_whole(part: Part) -> bool:
-    """Whether a tensor has its memory for itself; views of one tensor count their changes as one."""
+    """Whether a tensor has its memory for itself: views of one tensor share their version."""
     return bool(part.untyped_storage().nbytes() == part.nbytes)
 
 
