@@ -86,6 +86,7 @@ LAYERS = [
         "budget",
         "changed",
         "evict",
+        "id_check",
         "machine",
         "scratchpad",
         "traffic",

@@ -132,12 +132,16 @@ class Ahead:
             ticket = next(self._running)
             assert isinstance(ticket, _Read)
             self._reader.check(ticket)
-        except BadId as error:
+            self._refuse_changed_ids()
+        except StopIteration:
             self.close()
+            raise
+        except BadId as error:
+            self._close()
             where = f"batch {self.position():,} of this pass, counted from 0"
             raise BadId(f"{error} ({where})") from None
         except BaseException:
-            self.close()
+            self._close()
             raise
         self._last = ticket
         self._note_mode()
@@ -145,7 +149,7 @@ class Ahead:
         if not ticket.is_landed:
             self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
-            collection.arrive(arrival)
+            collection.arrive(arrival, ticket.number)
         if self._landing is not None:
             self._landing.arrived(ticket.batch, ticket.arrivals)
         if ticket.is_split:
@@ -184,7 +188,18 @@ class Ahead:
 
     def close(self) -> None:
         """Finish what was planned; batches read ahead are dropped. In a forked child, which has
-        neither rows nor threads, nothing is done."""
+        neither rows nor threads, nothing is done.
+
+        Raises if a GPU has found that ids of a batch were changed after they were planned."""
+        if self._running is not None and os.getpid() == self._owner:
+            self._close()
+            self._refuse_changed_ids(waits=True)
+
+    def _refuse_changed_ids(self, *, waits: bool = False) -> None:
+        for collection in self._collections.values():
+            collection.refuse_changed_ids(waits=waits)
+
+    def _close(self) -> None:
         if os.getpid() != self._owner:
             return
         running, self._running = self._running, None
@@ -199,7 +214,10 @@ class Ahead:
 
     def __del__(self) -> None:
         if getattr(self, "_running", None) is not None and not sys.is_finalizing():
-            self.close()
+            try:
+                self.close()
+            except RuntimeError as error:  # a loop was left: there is no caller to raise it to
+                warn(str(error))
 
     def _start(self) -> None:
         entered = []

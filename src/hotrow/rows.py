@@ -239,6 +239,17 @@ class RowGroup:
         """Learn what became of a plan, here `plan` has said it; False if it halted others."""
         return True
 
+    def compare(self, work: Work) -> None:
+        """Launch a comparison of a batch's ids with those that were planned, where a device does
+        it; elsewhere that was done by value."""
+
+    def note_number(self, work: Work, number: int) -> None:
+        """A batch is yielded, which has this number in its pass."""
+
+    def take_changed(self) -> int | None:
+        """The number of a batch whose ids a device has found changed, once; None: of none."""
+        return None
+
     def take_back(self, work: Work) -> None:
         """A batch before this one failed to be planned; here no batch is planned behind it."""
 
