@@ -24,10 +24,10 @@ import hotrow.embedding
 from hotrow.changed import ChangedRows
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import Lock, clean, latest_in, named_in, saved_in
-from hotrow.checkpoint.random import random_states, restore_random_states
 from hotrow.data import ClickBatch
 from hotrow.device_rows import DeviceRows
 from hotrow.masters import MasterWeights
+from hotrow.random_states import random_states, restore_random_states
 from hotrow.run.job import same_bits
 
 Bag = hotrow.EmbeddingBagConfig

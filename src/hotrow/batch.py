@@ -195,6 +195,7 @@ class Batch:
     keys: tuple[str, ...]  # names of the F columns
     num_samples: int
     ends: tuple[int, ...] = ()  # jagged: where each feature's indices end, after a 0
+    given: tuple[Tensor, ...] = ()  # the user's own tensors, if a device compares ids later
 
     @property
     def num_values(self) -> int:
@@ -458,13 +459,13 @@ def elsewhere(features: Any, batch: Batch) -> Batch:
         values = (
             features if features.shape == batch.values.shape else features.view_as(batch.values)
         )
-        return Batch(values.long(), None, batch.keys, batch.num_samples, batch.ends)
+        return replace(batch, values=values.long(), given=(features,))
     if isinstance(features, tuple | list):
         values, offsets = features[:2]
     else:
         values, offsets = features.values(), features.offsets()
     # Offsets stay the user's own tensor: a captured step reads them where they are.
-    return replace(batch, values=values.long(), offsets=offsets)
+    return replace(batch, values=values.long(), offsets=offsets, given=(values, offsets))
 
 
 class BadId(ValueError):

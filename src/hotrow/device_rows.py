@@ -25,6 +25,7 @@ from hotrow.batch import (
 from hotrow.device_fill import DeviceFills
 from hotrow.device_planner import DevicePlan, Expected
 from hotrow.device_work import DevicePart, DeviceWork
+from hotrow.id_check import IdCheck
 from hotrow.kernels.triton import fill, lookup, start, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
@@ -40,6 +41,8 @@ from hotrow.uploads import TableScalars, Upload
 class DeviceRows(DeviceFills):
     """Rows of one width."""
 
+    compares_later = True
+
     def __init__(self, layout: WidthGroup, **options: Any) -> None:
         """As RowGroup's."""
         super().__init__(layout, **options)
@@ -53,6 +56,7 @@ class DeviceRows(DeviceFills):
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
         self._planned: list[weakref.ref[DeviceWork]] = []
+        self._id_check = IdCheck(self.features, layout.num_rows)
         names = tuple(table.name for table in layout.tables)
         self._table_scalars = TableScalars(partial(self.optimizer.table_scalars, names), self.lanes)
         self.is_pooled, self.room = is_pooled(layout), Room()
@@ -295,6 +299,26 @@ class DeviceRows(DeviceFills):
         if self.everything:
             return work.plan is not None
         return super().slots_hold(work)
+
+    # -- ids that were changed ---------------------------------------------------------
+
+    def compare(self, work: DeviceWork) -> None:  # type: ignore[override]
+        batch, plan = work.batch, work.plan
+        if plan is None or not batch.given or not self.slots_hold(work):
+            return  # what takes the direct way reads ids as they are
+        segments = plan.segments()
+        places = None if batch.offsets is None else self.columns(batch.keys).places
+        self._id_check.launch(
+            batch.given, places, batch.num_samples, segments.ids, (segments.order, segments.rank),
+            plan.buffers.number,
+        )  # fmt: skip
+
+    def note_number(self, work: DeviceWork, number: int) -> None:  # type: ignore[override]
+        if work.plan is not None:
+            self._id_check.note(work.plan.buffers.number, number)
+
+    def take_changed(self) -> int | None:
+        return self._id_check.take()
 
     # -- lookup and update -------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Arrival:
     versions: tuple[Any, ...]  # of them
     batch: Batch
     works: tuple[Work, ...]  # one per width group
+    copies: tuple[Tensor, ...] = ()  # of the tensors; none where a device compares ids
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -87,6 +88,12 @@ class Arrival:
                 self.compared, versions_of(self.compared), self.versions, strict=True
             )
         )
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the ids are those that were planned, by value: numpy, and `.data`, change a
+        tensor without a new version."""
+        return not self.copies or all(map(torch.equal, self.compared, self.copies))
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -408,7 +415,12 @@ class EmbeddingBagCollection(nn.Module):
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
         # The newest first: a loader may hand out the same tensors again.
-        return next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        found = next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        if found is None or not found.is_as_read:
+            return None
+        for work in found.works:
+            work.group.compare(work)
+        return found
 
     def _unplanned(self, features: Any) -> Arrival:
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
@@ -437,15 +449,24 @@ class EmbeddingBagCollection(nn.Module):
 
     # -- what hotrow.ahead asks for ----------------------------------------------------
 
-    def prepare(self, features: Any, device: torch.device | None = None) -> Arrival:
-        """Check a batch of ids, which is on `device` or anywhere; nothing moves."""
+    def prepare(
+        self, features: Any, device: torch.device | None = None, *, held: bool = False
+    ) -> Arrival:
+        """Check a batch of ids, which is on `device` or anywhere; nothing moves.
+
+        If it is `held` until it is looked up, its ids are compared then with what they are now.
+        """
         batch = parse(features, self.features, device if self._plans_later else self.device)
+        tensors = compared(features)
+        if held:
+            batch = replace(batch, given=tensors)
         works = tuple(group.work(batch) for group in self.groups)
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # or refuses
-        tensors = compared(features)
-        return Arrival(features, tensors, versions_of(tensors), batch, works)
+        later = any(group.compares_later for group in self.groups)
+        copies = tuple(map(torch.clone, tensors)) if held and not later else ()
+        return Arrival(features, tensors, versions_of(tensors), batch, works, copies)
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
@@ -549,9 +570,27 @@ class EmbeddingBagCollection(nn.Module):
         tensors = compared(features)
         return Arrival(features, tensors, versions_of(tensors), part, works)
 
-    def arrive(self, arrival: Arrival) -> None:
-        """The batch that `forward` will see next."""
+    def arrive(self, arrival: Arrival, number: int | None = None) -> None:
+        """The batch that `forward` will see next; its `number` in the pass."""
         self._arrivals.append(arrival)
+        if number is not None:
+            for work in arrival.works:
+                work.group.note_number(work, number)
+
+    def refuse_changed_ids(self, *, waits: bool = False) -> None:
+        """Raise if a device has found ids that are not those which were planned, so far."""
+        if waits and any(group.compares_later for group in self.every_group):
+            self.lanes.mark("train").wait()
+        numbers = [group.take_changed() for group in self.every_group]
+        number = min((each for each in numbers if each is not None), default=None)
+        if number is not None:
+            raise RuntimeError(
+                f"batch {number:,} of this pass, counted from 0: its ids were changed after they "
+                "were read, in a way that torch's versions do not see (.data, numpy, or a loader "
+                "that fills its buffers again), so its step looked up and updated the rows of the "
+                "ids before. Change ids where batches are made, by operations that torch sees, or "
+                "in a copy (ids.clone()), and train again from before that batch"
+            )
 
     @property
     def updates_at_once(self) -> bool:

@@ -123,6 +123,8 @@ class FAE:
     Changes results: the same samples in other batches.
     """
 
+    keeps_batches = True
+
     def __init__(
         self,
         *,

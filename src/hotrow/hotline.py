@@ -30,6 +30,7 @@ from hotrow.batch import Batch, parse
 from hotrow.calibrate import most_used
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
+from hotrow.kept import Kept
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
 from hotrow.per_sample import refuse_mixed_samples
 from hotrow.samples import Take
@@ -134,6 +135,8 @@ class Hotline:
     results for parts than for a whole batch. Both are tried once on the first batch, before any is
     split, and refused with a ValueError if the parts differ from the whole by more than rounding.
     """
+
+    keeps_batches = True
 
     def __init__(
         self,
@@ -246,7 +249,7 @@ class Hotline:
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Rows are pinned between two passes, when nothing is in flight."""
         count, self.epochs = self._count(batches), 0
-        stream = iter(batches)
+        stream = Kept(batches)
         try:
             for first in stream:
                 if not self._left or self._per_epoch is None:

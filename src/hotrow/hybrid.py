@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spans_of
 from hotrow.budget import Share
+from hotrow.id_check import IdCheck
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
@@ -110,6 +111,7 @@ class HostWork(Work):
 
     group: HostRows
     berth: int  # where a captured step reads it
+    number = 0  # in its pass
     plan: HostPlan | None  # type: ignore[assignment]
 
     def __init__(self, group: HostRows, batch: Batch) -> None:
@@ -188,7 +190,8 @@ class HostRows(RowGroup):
         if width > dim:
             self._columns.append(_Columns(rows[:, dim:]))
         # Without one nothing is copied, and nothing has to be waited for.
-        self.has_link = self.device.type == "cuda"
+        self.has_link = self.compares_later = self.device.type == "cuda"
+        self._id_check = IdCheck(self._features.t().contiguous(), layout.num_rows)
         self._rows, self._grads, self._bags = (_Room(dim, locked=self.has_link) for _ in range(3))
         self._state = _Room(width - dim, locked=False)
         self._held: HostPlan | None = None  # whose rows the room for rows holds, as the store does
@@ -315,6 +318,22 @@ class HostRows(RowGroup):
 
     # -- lookup ------------------------------------------------------------------------
 
+    def compare(self, work: HostWork) -> None:  # type: ignore[override]
+        batch, plan = work.batch, work.plan
+        if not self.compares_later or plan is None or not batch.given or capturing():
+            return
+        places = None
+        if batch.offsets is not None:
+            names = [batch.keys.index(feature.name) for feature in self.layout.features]
+            places = torch.tensor(names).to(self.device, non_blocking=True)
+        self._id_check.launch(batch.given, places, batch.num_samples, plan.keys, None, work.number)
+
+    def note_number(self, work: HostWork, number: int) -> None:  # type: ignore[override]
+        work.number = number
+
+    def take_changed(self) -> int | None:
+        return self._id_check.take()
+
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:  # type: ignore[override]
         if capturing():
             return self._cuts[work.berth].vectors.clone()  # a model may change what it gets
@@ -331,6 +350,7 @@ class HostRows(RowGroup):
 
     def bring(self, work: HostWork, cut: Cut) -> None:
         """Vectors to where the graph reads them."""
+        self.compare(work)
         cut.vectors.copy_(self.lookup(work, work.lookups))
 
     def take_home(self, work: HostWork, cut: Cut) -> None:

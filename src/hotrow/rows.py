@@ -43,6 +43,7 @@ class RowGroup:
     """Rows of one width."""
 
     plans_later = False  # what became of a plan is known when it was launched
+    compares_later = False  # a device finds out whether ids are still those that were planned
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
@@ -248,6 +249,17 @@ class RowGroup:
     def confirm(self, work: Work) -> bool:
         """Learn what became of a plan, here `plan` has said it; False if it halted others."""
         return True
+
+    def compare(self, work: Work) -> None:
+        """Launch a comparison of a batch's ids with those that were planned, where a device does
+        it; elsewhere that was done by value."""
+
+    def note_number(self, work: Work, number: int) -> None:
+        """A batch is yielded, which has this number in its pass."""
+
+    def take_changed(self) -> int | None:
+        """The number of a batch whose ids a device has found changed, once; None: of none."""
+        return None
 
     def take_back(self, work: Work) -> None:
         """A batch before this one failed to be planned; here no batch is planned behind it."""
