@@ -119,7 +119,8 @@ LAYERS = [
     {"skip", "split"},
     {"graphed"},
     {"trainer"},
-    {"fae", "hotline", "slipstream"},
+    {"fae", "per_sample", "slipstream"},
+    {"hotline"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 
