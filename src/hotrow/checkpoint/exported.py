@@ -105,7 +105,10 @@ def verify_export(folder: Path) -> VerifiedExport:
 def _table(read: Reader, found: Any) -> ExportedTable:
     found = read.table(found, "a table")
     rows, dim = read.number(found, "rows"), read.number(found, "dim")
-    return ExportedTable(read.text(found, "key"), read.path(found), rows, dim)
+    table = ExportedTable(read.text(found, "key"), read.path(found), rows, dim)
+    if Path(table.file).suffix not in TABLE_FILES:
+        raise read.wrong(f"{table.file} is no file of tables")
+    return table
 
 
 def _check_shape(path: Path, table: ExportedTable) -> None:
@@ -150,8 +153,8 @@ def _tables_of_served(folder: Path) -> list[Path]:
     for each in read.items(top, "tables"):
         about = read.table(each, "a table")
         path, dim = inside(folder, read.path(about)), read.number(about, "embedding_dim")
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; {_REMEDY}")
+        if not path.is_file() or path.suffix not in TABLE_FILES:
+            raise ValueError(f"{path} is missing or no file of tables; {_REMEDY}")
         shapes = [shape for name, shape, _ in read_tables(path) if name == "weight"]
         if [math.prod(shape[1:]) for shape in shapes] != [dim]:
             raise ValueError(f"{path} holds no rows of {dim} numbers; {_REMEDY}")
