@@ -65,7 +65,15 @@ class Model(nn.Module):
             }
         ).to(device)
         self.optimizer = torch.optim.SGD(self.slopes.parameters(), lr=0.05)
+        self.scale = program.grad_scale or 1.0
         self._saved: list[Any] = []
+
+    def step_of_slopes(self) -> None:
+        for slope in self.slopes.values():
+            if slope.grad is not None:
+                slope.grad /= self.scale
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def look_up(self, batch: Any) -> Vectors:
         raise NotImplementedError
@@ -132,13 +140,13 @@ class Reference:
         }
 
     @torch.no_grad()
-    def step(self, rates: dict[str, float]) -> None:
+    def step(self, rates: dict[str, float], scale: float) -> None:
         grads = {name: w.grad.coalesce() for name, w in self.weights.items() if w.grad is not None}
         for name, grad in grads.items():
             self.steps[name] += 1
             rows = grad.indices()[0]
             kept = ~self.frozen[name][rows]
-            self._update(name, rows[kept], grad.values()[kept], rates[name])
+            self._update(name, rows[kept], grad.values()[kept] / scale, rates[name])
             self.weights[name].grad = None
 
     def _update(self, name: str, rows: Tensor, grad: Tensor, rate: float) -> None:
@@ -242,7 +250,8 @@ class Plain(Model):
     def update(self) -> None:
         names = self.program.tables
         groups = self.row_optimizer.param_groups
-        self.reference.step({t.name: g["lr"] for t, g in zip(names, groups, strict=True)})
+        rates = {t.name: g["lr"] for t, g in zip(names, groups, strict=True)}
+        self.reference.step(rates, self.scale)
 
     def evaluate(self, number: int, how: str) -> Vectors:
         with torch.no_grad():
@@ -307,16 +316,24 @@ class Rows(Model):
         kind: Any = hotrow.EmbeddingBagCollection
         if all(table.pooling == "none" for table in program.tables):
             kind = hotrow.EmbeddingCollection
-        options: dict[str, Any] = {"seed": seed, "device": self.device}
+        options: dict[str, Any] = {
+            "seed": seed, "device": self.device, "on_nonfinite": program.on_nonfinite
+        }  # fmt: skip
         if self.plainly:
-            return kind(program.tables, program.rule, strategy="all-fast", **options)
+            embedding = kind(program.tables, program.rule, strategy="all-fast", **options)
+            embedding.grad_scale = program.grad_scale
+            return embedding
         strategy = STRATEGIES[program.strategy]
         if strategy.has_slots:
             strategy = variant(program.strategy, program.schedule, program.victims)
+        if program.profile:
+            rows = {table.name: table.num_embeddings for table in program.tables}
+            options["profile"] = {name: torch.arange(n, 0, -1) for name, n in rows.items()}
         budget = _budget_of(program, strategy)
         embedding = kind(program.tables, program.rule, budget, strategy=strategy, **options)
         for group in embedding.groups if strategy.on_host and self.device.type == "cpu" else ():
             group.has_link = program.late
+        embedding.grad_scale = program.grad_scale
         return embedding
 
     def look_up(self, batch: Any) -> Vectors:

@@ -143,8 +143,7 @@ def _run(program: Program, model: Any, trace: Trace, watch: Watch) -> None:
         _train(model, step, batches, trace, f"step {place}")
         if step.how != "no backward":
             rows_changed()
-            model.optimizer.step()
-            model.optimizer.zero_grad()
+            model.step_of_slopes()
             model.update()
             model.scheduled.step()
     batches.close()
@@ -170,7 +169,7 @@ def _train(model: Any, step: Step, batches: Iterator[Any], trace: Trace, label: 
         with model.accumulate():
             for _ in step.batches:
                 losses.append(model.loss(step, *pull()))
-                losses[-1].backward()
+                (losses[-1] * model.scale).backward()
     else:
         if step.how == "checkpoint":
             batch, samples = pull()
@@ -189,7 +188,7 @@ def _train(model: Any, step: Step, batches: Iterator[Any], trace: Trace, label: 
                 samples = replace(samples, label=samples.label.to(model.device))
             losses.append(model.loss(step, batch, samples))
         if step.how != "no backward":
-            torch.stack(losses).sum().backward()
+            (torch.stack(losses).sum() * model.scale).backward()
     note(losses)
     if model.program.weights == "learned" and step.how != "no backward":
         for number, batch in enumerate(seen):
@@ -334,7 +333,7 @@ def smaller(program: Program) -> Iterator[Program]:
         "rates": None, "scheduler": None, "weights": "none", "empty": frozenset(), "threads": 0,
         "buffers": "fresh", "loader": "direct", "schedule": "", "victims": "own", "room": "roomy",
         "id_type": torch.int64, "depth": None, "rule": hotrow.SGD(0.1), "strategy": "all-fast",
-        "late": False, "dense_map": True,
+        "late": False, "dense_map": True, "profile": False, "grad_scale": None,
     }  # fmt: skip
     for name, value in plainer.items():
         if getattr(program, name) != value:

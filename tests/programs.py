@@ -31,6 +31,7 @@ INGREDIENTS = {
     "evaluate": "vectors are read between two steps",
     "extra lookup": "the step also looks up a batch that hotrow.ahead does not know",
     "freeze rows": "freeze_rows() with some rows, or with None",
+    "grad_scale": "the loss is multiplied, and grad_scale says by what",
     "in place": "vectors are multiplied in place",
     "load weights": "load_weights() replaces some rows",
     "no backward": "a batch is looked up, and its loss is not used",
@@ -96,6 +97,9 @@ class Program:
     victims: str
     room: str  # tight, chunked or roomy
     dense_map: bool
+    profile: bool  # counts say which rows to pin
+    on_nonfinite: str
+    grad_scale: float | None
     late: bool  # updates of the host's rows wait, as on a GPU
     loader: str  # ahead, or direct: no hotrow.ahead
     buffers: str  # fresh, or refilled by: tensor, numpy or data
@@ -147,6 +151,7 @@ class Program:
             "changed ids": any(step.change == "tracked" for step in self.steps),
             "untracked ids": any(step.change in ("numpy", "data") for step in self.steps),
             "extra lookup": any(step.extra is not None for step in self.steps),
+            "grad_scale": self.grad_scale is not None,
             "in place": any(step.in_place for step in self.steps),
             "no samples": bool(self.empty & set(self.numbers)),
             "rates": bool(self.rates or self.scheduler),
@@ -206,6 +211,9 @@ def draw(seed: int, ingredients: Iterable[str] = EVERYTHING) -> Program:
         victims=victims if has_slots else "own",
         room=dice.choice(["tight", "tight", "roomy", "chunked"]),
         dense_map=chance(0.5),
+        profile=chance(0.3),
+        on_nonfinite=dice.choice(["propagate", "propagate", "error", "skip"]),
+        grad_scale=4.0 if chance(0.15, "grad_scale") else None,
         late=chance(0.15) and not threads,  # Triton's interpreter is slow, and has one thread
         loader=loader,
         buffers=buffers,
