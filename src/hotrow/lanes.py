@@ -85,13 +85,15 @@ class _On:
 
 
 class _Here(threading.local):
-    """Where one thread launches: torch's current stream is a thread's own, too."""
+    """Where one thread launches: torch's current stream is a thread's own, too.
+
+    Holds no event: a forked child destroys what other threads had, and CUDA ends it for that.
+    """
 
     inside: torch.cuda.Stream | None = None  # of the lane that is on
     outside: torch.cuda.Stream | None = None  # training's, while it is known
     has_turn = False
     trained_on: torch.cuda.Stream | None = None  # training's at the last turn
-    trained: Mark | None = None  # the last mark in that
 
 
 # Lower numbers first. A fill is first in line for the few multiprocessors it needs, and takes long;
@@ -109,7 +111,7 @@ class Lanes:
         self.device = device
         self._streams: dict[Name, torch.cuda.Stream] = {}
         self.here = _Here()
-        self._newest: dict[Name, Mark] = {}
+        self._newest: dict[Name | int, Mark] = {}  # by lane, or by the number of a stream
         self._training: dict[int, torch.cuda.Stream] = {}  # streams that any thread trains on
         self._made = WeakIdKeyDictionary()  # tensor -> when it is there, where that is known
         if device.type == "cuda":
@@ -168,11 +170,10 @@ class Lanes:
         """What has been launched in a lane so far."""
         if not self._streams:
             return _Passed()
-        mark = _Event(self._stream(name))
-        if name == "train":  # of this thread: others train elsewhere
-            self.here.trained = mark
-        else:
-            self._newest[name] = mark
+        stream = self._stream(name)
+        mark = _Event(stream)
+        # Threads train on streams of their own.
+        self._newest[stream.cuda_stream if name == "train" else name] = mark
         return mark
 
     @property
@@ -192,7 +193,10 @@ class Lanes:
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""
-        return self.here.trained if name == "train" else self._newest.get(name)
+        if name != "train":
+            return self._newest.get(name)
+        stream = self.here.trained_on
+        return None if stream is None else self._newest.get(stream.cuda_stream)
 
     def after(self, name: Name, mark: Mark | None) -> None:
         """What a lane is given from now on waits for a mark; the host does not."""
@@ -218,7 +222,7 @@ class Lanes:
         """All lanes, and training, wait for what the current thread has launched so far."""
         if self._streams:
             mine = self._stream("train")
-            mark = self.here.trained = _Event(mine)
+            mark = self._newest[mine.cuda_stream] = _Event(mine)
             for stream in (*self._streams.values(), *self._trained_elsewhere(mine)):
                 mark.event.wait(stream)
 
