@@ -755,11 +755,11 @@ class StandIn:
             return [(embedding, embedding.part(known, part["ids"], first))]
 
         self._split = replace(split, arrivals=arrivals)
-        self.updated = [embedding]
+        self.updated = [(embedding, None)]
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        (embedding,) = self.updated
+        ((embedding, _),) = self.updated
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hotrow.step, "capturing", lambda: True)
             for group in embedding.groups:

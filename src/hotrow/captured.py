@@ -275,8 +275,8 @@ class CapturedStep:
         for work, cut in cuts:
             work.group.bring(work, cut)
         with uninterrupted():  # or rows might miss an update that the dense part has had
-            for embedding in graph.updated:  # not one that is frozen, or has no part in the loss
-                embedding.optimizer.count_step()
+            for embedding, tables in graph.updated:
+                embedding.optimizer.count_step(tables)
                 if embedding.optimizer.rule.uses_step:
                     for group in embedding.groups:
                         if group.can_be_captured:
@@ -365,7 +365,7 @@ class CapturedStep:
         first = None
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
-            embedding.optimizer.is_in_graph = False
+            embedding.optimizer.in_graph = None
         cuts = [work.group.cut(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
@@ -389,7 +389,12 @@ class CapturedStep:
                     each.copy_(was)
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.captured]
-        updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
+        # Not those that are frozen, or have no part in the loss.
+        updated = [
+            (embedding, embedding.optimizer.in_graph)
+            for embedding in embeddings
+            if embedding.optimizer.in_graph is not None
+        ]
         return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
 
     def drop(self) -> None:
@@ -601,12 +606,13 @@ class _Graph:
         graph: Any,
         counted: list[Tensor],
         kept: Any,
-        updated: list[Any],
+        updated: list[tuple[Any, tuple[str, ...]]],
         cuts: list[Any],
         first: Any = None,
     ) -> None:
-        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in.
-        `first`: what comes before the rest's rows have arrived, if there is such a phase."""
+        """`updated`: the collections whose rows it updates, and which tables. `cuts`: where the
+        host steps in. `first`: what comes before the rest's rows have arrived, if there is such a
+        phase."""
         self._graph, self._counted, self._kept = graph, counted, kept
         self.updated, self.cuts, self._first = updated, cuts, first
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from hotrow.batch import (
     Batch,
-    Lookups,
     Room,
     compared,
     elsewhere,
@@ -46,7 +45,7 @@ from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.snapshot import Snapshot
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.static_hybrid import StaticHybridRows
-from hotrow.step import Lookup, PendingStep
+from hotrow.step import Lookup, PendingStep, by_feature
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.told import few, setting, warn
@@ -104,7 +103,12 @@ class _Side:
 
 
 class Embedded:
-    """The vectors of one batch, by feature."""
+    """The vectors of one batch, by feature.
+
+    They can be changed in place. If features are taken by name first, `values()` copies them as
+    they are then. If `values()` is called first, features are views of its result, and only that
+    can be changed in place.
+    """
 
     def __init__(
         self,
@@ -115,8 +119,11 @@ class Embedded:
         *,
         jagged: bool = False,
     ) -> None:
-        self._columns, self._vectors, self._batch = columns, vectors, batch
-        self._whole = whole  # all features side by side, where they already lie so
+        self._columns, self._batch = columns, batch
+        self._vectors: Mapping[str, Tensor] | None = vectors  # None: `values()` was asked first
+        # All features side by side, if they lie so, in the memory of `vectors`. Either this or
+        # those are handed out: autograd does not know that a change of one changes the other.
+        self._whole, self._whole_is_out = whole, False
         self._jagged = jagged  # some feature has one vector per lookup, any number per sample
 
     def keys(self) -> list[str]:
@@ -124,18 +131,35 @@ class Embedded:
 
     def __getitem__(self, feature: str) -> Tensor:
         """[batch, dim]; without pooling [lookups, dim]."""
-        if feature not in self._vectors:
+        vectors = self._by_name()
+        if feature not in vectors:
             raise KeyError(f"no feature {feature!r}; there are {few(self._columns)}")
-        return self._vectors[feature]
+        return vectors[feature]
 
     def to_dict(self) -> dict[str, Tensor]:
-        return {name: self._vectors[name] for name in self._columns}
+        vectors = self._by_name()
+        return {name: vectors[name] for name in self._columns}
+
+    def _by_name(self) -> Mapping[str, Tensor]:
+        if self._vectors is None:
+            assert self._whole is not None
+            width = self._whole.shape[1] // len(self._columns)
+            parts = self._whole.split(width, dim=1)
+            self._vectors = dict(zip(self._columns, parts, strict=True))
+        elif not self._whole_is_out:
+            self._whole = None
+        return self._vectors
 
     def values(self) -> Tensor:
-        """All features side by side, [batch, sum of dims]."""
+        """All features side by side, [batch, sum of dims].
+
+        A loss of it uses all tables, also those whose columns it leaves out.
+        """
         if self._whole is not None:
+            if not self._whole_is_out:
+                self._whole_is_out, self._vectors = True, None
             return self._whole
-        vectors = [self._vectors[name] for name in self._columns]
+        vectors = list(self.to_dict().values())
         if self._jagged:
             raise ValueError(
                 "values() needs one vector per sample; features without pooling have one per "
@@ -315,34 +339,26 @@ class EmbeddingBagCollection(nn.Module):
         for work in arrival.works:
             weights = weights_of(features, work.lookups, work.group.layout)
             vectors.append(Lookup.apply(self._anchor, weights, work, self._step))  # type: ignore[no-untyped-call]
-        return self._embedded(arrival.batch, vectors, [w.lookups for w in arrival.works])
+        return self._embedded(arrival.batch, vectors)
 
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are; no map, hold or counter changes."""
         batch = parse(features, self.features, self.device)
-        lookups, vectors = [], []
+        vectors = []
         with torch.no_grad():
             for group in self.groups:
                 x = lookups_of(batch, group.layout)
                 x = replace(x, weights=weights_of(features, x, group.layout))
-                lookups.append(x)
-                vectors.append(group.read(x))
-        return self._embedded(batch, vectors, lookups)
+                vectors.append(by_feature(group.read(x), x))
+        return self._embedded(batch, vectors)
 
-    def _embedded(
-        self, batch: Batch, vectors: Sequence[Tensor], lookups: Sequence[Lookups]
-    ) -> Embedded:
+    def _embedded(self, batch: Batch, vectors: Sequence[tuple[Any, ...]]) -> Embedded:
+        """`vectors` of each group, as `by_feature` gives them."""
         named: dict[str, Tensor] = {}
-        for group, found, x in zip(self.groups, vectors, lookups, strict=True):
+        for group, (_, *parts) in zip(self.groups, vectors, strict=True):
             names = [feature.name for feature in group.layout.features]
-            if x.by_sample:
-                parts = found.view(batch.num_samples, len(names), group.dim).unbind(1)
-            else:
-                parts = found.split(x.bags_per_feature)
             named.update(zip(names, parts, strict=True))
-        whole = None
-        if len(vectors) == 1 and lookups[0].by_sample:
-            whole = vectors[0].view(batch.num_samples, len(self.features) * self.groups[0].dim)
+        whole = vectors[0][0] if len(vectors) == 1 else None
         jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
         return Embedded(self.features, named, batch, whole, jagged=jagged)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -202,7 +202,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self._may_change = False  # settings may, in place: a tensor or a list is among them
         self._steps = [0] * len(tables)
         self._uncounted = 0  # of them, for every table
-        self.is_in_graph = False  # the step captured last has an update
+        # The tables that the step captured last updates; None: it has no update.
+        self.in_graph: tuple[str, ...] | None = None
+        self.counts_apart = False  # the rule's numbers may differ between tables by their steps
         self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
@@ -262,10 +264,20 @@ class RowOptimizer(torch.optim.Optimizer):
             self._uncounted = 0
         return self._steps
 
-    def count_step(self) -> None:
-        """One more update, for every table alike, also those without a lookup."""
-        self._uncounted += 1
+    def count_step(self, tables: Collection[str] | None = None) -> None:
+        """Count one more update of these tables; None: of all."""
+        if tables is None or len(tables) == len(self.names):
+            self._uncounted += 1
+        else:
+            self.counts_apart = self.rule.uses_step
+            places = zip(self.names, self.steps, strict=True)
+            self._steps = [step + (name in tables) for name, step in places]
         self._opt_called = True  # what torch's schedulers look for before they move
+
+    def capture_step(self, tables: tuple[str, ...]) -> None:
+        """An update of these tables is being captured; every replay counts it."""
+        self.in_graph = tables
+        self.counts_apart |= self.rule.uses_step and len(tables) < len(self.names)
 
     def step(self, closure: Any = None) -> Any:
         """Nothing: the rows were updated in `backward()`."""
