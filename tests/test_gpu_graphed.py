@@ -503,3 +503,33 @@ def test_features_without_a_gradient_make_nobody_wait() -> None:
         with no_synchronisation() if place > 3 else nullcontext():
             loss.backward()
         run.dense.step()
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_captured_steps_follow_when_rows_are_frozen_and_trained_again(rule: str) -> None:
+    source, outcomes = list(batches()), []
+    for graphs in (True, False):
+        run = Run("two-widths", rule, "lookahead", "60%")
+        step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
+        run.step = step if graphs else None
+        stream = hotrow.ahead(source, run.model, ids=lambda b: b.sparse, step=run.step)
+        frozen = None
+        for place, batch in enumerate(stream):
+            if place in (25, 45):
+                run.embedding.requires_grad_(place == 45)
+                now = run.embedding.state_dict()
+                assert frozen is None or all(torch.equal(now[key], frozen[key]) for key in now)
+                frozen = now
+            if graphs:
+                run._note(step(batch))
+                continue
+            loss = F.binary_cross_entropy_with_logits(run.model(batch), batch.label)
+            run.dense.zero_grad()
+            loss.backward()
+            run.dense.step()
+            run._note(loss.detach())
+        if graphs:
+            assert run.num_graphs > 1
+        assert run.embedding.optimizer.steps == [STEPS - 20] * 2
+        outcomes.append(run.found())
+    assert same_bits(*outcomes)

@@ -251,6 +251,25 @@ def test_a_captured_step_leaves_unused_tables_alone(tables: str, rule: str, seen
     assert outcomes[0].same_bits(outcomes[1])
 
 
+@without_gpu
+def test_a_captured_step_follows_when_rows_are_frozen(seen: Replays) -> None:
+    batches, outcomes = batches_of("sum", 16), []
+    for captured in (False, True):
+        model = make("sum", "adam")
+        step, embedding = step_of(model, captured=captured), model.embedding
+        captures = []
+        for number, batch in enumerate(stream(batches, model, step)):
+            if number in (6, 11):
+                embedding.requires_grad_(number == 11)
+                seen.tables = ("a", "b") if number == 11 else None
+                captures.append(seen.captures)
+            step(batch)
+        outcomes.append(found_in(model, []))
+        assert embedding.optimizer.steps == [11, 11]
+    assert 0 < captures[0] < captures[1] < seen.captures
+    assert outcomes[0].same_bits(outcomes[1])
+
+
 # -- fixed places ----------------------------------------------------------------------------
 
 

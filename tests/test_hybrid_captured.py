@@ -211,6 +211,28 @@ def test_features_without_a_gradient_leave_their_rows_alone(
     assert torch.equal(first[only_h], found_weights[0][only_h])
 
 
+def freeze(number: int, batch: ClickBatch, model: Model) -> None:
+    if number in (6, 9):
+        model.requires_grad_(number == 9)
+        model.top.requires_grad_(True)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_that_are_frozen_and_trained_again_are_seen(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    losses, weights, (_, steps) = run(monkeypatch, "adam", captured=False, before=freeze)
+    found, found_weights, (replays, found_steps) = run(
+        monkeypatch, "adam", captured=True, before=freeze
+    )
+    assert replays
+    assert steps == found_steps == [STEPS - 3] * 2
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
+
+
 def change_ids(number: int, batch: ClickBatch, model: Model) -> None:
     if number == 10:
         assert isinstance(batch.sparse, Tensor)

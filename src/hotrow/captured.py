@@ -412,6 +412,7 @@ class CapturedStep:
             [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
             [None if group.changed is None else group.changed.there.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
+            [each.requires_grad for each, _ in arrivals],
         )
         engines, is_first = _engines(arrivals), not self._settings
         known = self._settings.setdefault(engines, settings)  # nothing is captured before that

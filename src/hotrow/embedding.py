@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +209,7 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
+        _hear_of_freezing()
         self.device = usable_device(torch.device(device))
         seed = plain(seed)
         _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
@@ -566,6 +567,26 @@ class EmbeddingBagCollection(nn.Module):
         return int(min(affordable, max(planner.useful_depth() for planner in planners)))
 
     # -- training ----------------------------------------------------------------------
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze all rows and their state (False), or train them again (True), from the next
+        forward pass on.
+
+        `requires_grad_` of any module that holds this one does the same. A loop over
+        `parameters()` does not: there are no parameters here. Rows that `freeze_rows` names stay
+        frozen in either case.
+        """
+        self._anchor.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether rows are trained, as `requires_grad_` has set it."""
+        return self._anchor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
 
     def accumulate(self) -> Any:
         """`with embedding.accumulate():` joins all backward passes inside into one step."""
@@ -1224,6 +1245,26 @@ def _check_arguments(
         raise ValueError(
             f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, not {on_nonfinite!r}"
         )
+
+
+@cache
+def _hear_of_freezing() -> None:
+    """Let `requires_grad_` of any module reach the collections in it.
+
+    torch's own reaches parameters only, and a collection has none, so that
+    `model.requires_grad_(False)` would silently leave the rows unfrozen. Other modules are
+    handled as before.
+    """
+    of_torch = nn.Module.requires_grad_
+
+    @wraps(of_torch)
+    def requires_grad_(self: nn.Module, requires_grad: bool = True) -> nn.Module:
+        for module in self.modules():
+            if isinstance(module, EmbeddingBagCollection) and module is not self:
+                module.requires_grad_(requires_grad)
+        return of_torch(self, requires_grad)
+
+    nn.Module.requires_grad_ = requires_grad_  # type: ignore[assignment, method-assign]
 
 
 @cache

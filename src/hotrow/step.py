@@ -59,7 +59,7 @@ class Lookup(torch.autograd.Function):
             if used is not None:
                 weight_grads = weight_grads.masked_fill(~x.used_lookups(), 0.0)
         # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
-        if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+        if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             ctx.step.add(ctx.call, ctx.work, x, grads)
         return None, weight_grads, None, None
 
