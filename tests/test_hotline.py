@@ -235,7 +235,8 @@ def test_the_tolerance_would_show_two_updates(monkeypatch: pytest.MonkeyPatch) -
     batches, (expected, _) = batches_of(), plain(batches_of())
     monkeypatch.setattr(PendingStep, "accumulate", lambda self: nullcontext())
     model = Model("static")
-    list(trainer_of(model, hotline()).run(batches))
+    with pytest.warns(UserWarning, match=r"accumulate\(\)"):
+        list(trainer_of(model, hotline()).run(batches))
     with pytest.raises(AssertionError):
         assert_alike(model.numbers(), expected)
 

@@ -6,6 +6,7 @@ Knows inputs, outputs and manners; where rows are is the row groups' business.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from itertools import islice
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from hotrow import dense_steps
 from hotrow.batch import (
     Batch,
     Room,
@@ -58,6 +61,8 @@ FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 _LEAST_CHUNK = 1024
 _NEARLY_ALL = 0.9  # of the bytes of all rows: a budget that large saves nothing
+_NO_ACCIDENT = 3  # steps in the wrong mode
+_UPDATES = "row_updates"  # in a state dict's metadata: the number of updates so far
 _RECENT = 8  # batches among which ids that were built anew are looked for
 
 
@@ -210,6 +215,7 @@ class EmbeddingBagCollection(nn.Module):
         _refuse_replicas()
         _leave_out_of_graphs()
         _hear_of_freezing()
+        dense_steps.watch()
         self.device = usable_device(torch.device(device))
         seed = plain(seed)
         _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
@@ -288,6 +294,12 @@ class EmbeddingBagCollection(nn.Module):
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
         self._apart = False
+        # The module whose `train()` or `eval()` has set the mode of this one.
+        self._mode_set_on: Callable[[], nn.Module | None] = lambda: None
+        # Lookups in eval() mode since the last in train() mode, with an optimizer step between any
+        # two, and the number of steps at the first and at the last of them.
+        self._evaluated = self._first_steps = self._last_steps = 0
+        self._warned_of_eval = False
 
     def _share(
         self,
@@ -335,6 +347,7 @@ class EmbeddingBagCollection(nn.Module):
         """Look up a batch; in training mode `backward()` will update its rows."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(features)
+        self._evaluated = 0
         arrival = self._find(features) or self._unplanned(features)
         vectors = []
         for work in arrival.works:
@@ -344,6 +357,8 @@ class EmbeddingBagCollection(nn.Module):
 
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are; no map, hold or counter changes."""
+        if torch.is_grad_enabled():
+            self._note_evaluation()
         batch = parse(features, self.features, self.device)
         vectors = []
         with torch.no_grad():
@@ -362,6 +377,33 @@ class EmbeddingBagCollection(nn.Module):
         whole = vectors[0][0] if len(vectors) == 1 else None
         jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
         return Embedded(self.features, named, batch, whole, jagged=jagged)
+
+    def _note_evaluation(self) -> None:
+        """Warn once if a training loop has left the model in `eval()` mode.
+
+        That is so if an optimizer of the module that was put into this mode steps again and again
+        between lookups. `hotrow.ahead` warns by itself.
+        """
+        steps = dense_steps.count()
+        if self._evaluated and self._last_steps == steps:
+            return
+        if not self._evaluated:
+            self._first_steps = steps
+        self._evaluated, self._last_steps = self._evaluated + 1, steps
+        is_running = self._ahead is not None and self._ahead() is not None
+        if self._evaluated <= _NO_ACCIDENT or self._warned_of_eval or is_running:
+            return
+        model = self._mode_set_on()
+        if model is None or not self.requires_grad:
+            return
+        trained = {id(weight) for weight in dense_steps.weights_since(self._first_steps)}
+        if any(id(weight) in trained for weight in model.parameters()):
+            self._warned_of_eval = True
+            warn(
+                f"{_NO_ACCIDENT} optimizer steps followed lookups in eval() mode, in which no row "
+                "is updated. To train, call model.train(); to leave the rows as they are, call "
+                "embedding.requires_grad_(False)"
+            )
 
     def _find(self, features: Any) -> Arrival | None:
         if not self._arrivals:
@@ -587,6 +629,15 @@ class EmbeddingBagCollection(nn.Module):
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
         self.requires_grad_(requires_grad)
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`. Remembers the module whose `train()` or `eval()` was called."""
+        module: nn.Module = self
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is nn.Module.train.__code__:
+            module, frame = frame.f_locals["self"], frame.f_back
+        self._mode_set_on = weakref.ref(module)
+        return super().train(mode)
 
     def accumulate(self) -> Any:
         """`with embedding.accumulate():` joins all backward passes inside into one step."""
@@ -981,6 +1032,9 @@ class EmbeddingBagCollection(nn.Module):
             for first, weights in self.weights(table.name):
                 copy[first : first + len(weights)] = weights
             destination[prefix + self.key_of(table.name)] = copy
+        if self.tables and not self._apart and hasattr(destination, "_metadata"):
+            # Weights that no update has changed can be loaded without row state.
+            destination._metadata[prefix[:-1]][_UPDATES] = max(self.optimizer.steps)
 
     def _load_from_state_dict(
         self,
@@ -1004,6 +1058,8 @@ class EmbeddingBagCollection(nn.Module):
                 )
             else:
                 self.load_weights(table.name, 0, state_dict[key])
+                if local_metadata.get(_UPDATES) != 0:
+                    self.optimizer.weights_loaded()
         unexpected_keys.extend(
             key for key in state_dict if key.startswith(prefix) and key not in names
         )

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow import kernels
+from hotrow import dense_steps, kernels
 from hotrow.batch import Lookups
 from hotrow.interrupt import uninterrupted
 from hotrow.optim import RowOptimizer
 from hotrow.parts import Place
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
+from hotrow.told import warn
+
+_MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
 
 
 class Lookup(torch.autograd.Function):
@@ -160,6 +163,9 @@ class PendingStep:
         # The engine alone holds the promises: those that have died belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
+        # Steps of dense optimizers when the newest gradients came, and at the newest update.
+        self._added_at, self._updated_at = 0, -1
+        self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -183,6 +189,7 @@ class PendingStep:
 
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self._note_repetition()
         self._promise(current)
         mine = _RowGrads(call, work, x, grads, None, current)
         # Parts of a batch are joined first, bag by bag.
@@ -191,6 +198,25 @@ class PendingStep:
         self._waiting.append(mine)
         if grads.is_cuda:
             self._stream = torch.cuda.current_stream(grads.device)
+
+    def _note_repetition(self) -> None:
+        """Warn once where torch would add gradients up, but rows make a step of each pass.
+
+        That is so if a dense optimizer has gradients in this pass, and no optimizer has stepped
+        since the pass before. With a GradScaler nothing is said, because it skips steps.
+        """
+        steps = dense_steps.count()
+        if self._updated_at == steps and self._checks_left and not self._has_scaler:
+            self._checks_left -= 1
+            if dense_steps.are_in_this_pass():
+                self._checks_left = 0
+                warn(
+                    "a second backward() came without an optimizer step in between. Every "
+                    "backward() updates the rows, so they made two steps where the dense part "
+                    "makes one. To make one step of several backward passes, run them inside "
+                    "`with embedding.accumulate():`"
+                )
+        self._added_at = steps
 
     def _promise(self, number: int) -> None:
         self._forget_failed()
@@ -258,7 +284,7 @@ class PendingStep:
                 if capturing():  # nothing has run yet; a replay counts
                     self._optimizer.capture_step(tables)
                 else:
-                    self._optimizer.count_step(tables)
+                    self._count_step(tables)
                 for group, mine in by_group:
                     only = mine[0]
                     if (
@@ -275,9 +301,13 @@ class PendingStep:
         if self._skip(updates):
             return
         with uninterrupted():
-            self._optimizer.count_step(tables)
+            self._count_step(tables)
             for update in updates:
                 _update(*update)
+
+    def _count_step(self, tables: tuple[str, ...]) -> None:
+        self._optimizer.count_step(tables)
+        self._updated_at = self._added_at
 
     def _tables_in(self, by_group: Sequence[tuple[RowGroup, list[_RowGrads]]]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
@@ -300,10 +330,14 @@ class PendingStep:
         """Whether nobody looks at the sums between backward and update."""
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 
+    @property
+    def _has_scaler(self) -> bool:
+        return hasattr(self.grad_scale, "get_scale")
+
     def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
         """Whether a gradient is not finite and the update is to be left out."""
-        scaler = hasattr(self.grad_scale, "get_scale")  # a GradScaler counts on it
-        if self._on_nonfinite == "propagate" and not scaler:
+        # A GradScaler counts on it.
+        if self._on_nonfinite == "propagate" and not self._has_scaler:
             return False
         for group, ids, grads, _ in updates:
             finite = torch.isfinite(grads)
