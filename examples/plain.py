@@ -36,8 +36,10 @@ def make_clicks(num_samples):
 def set_weights(model):
     """Weights that depend on the shapes alone, whatever holds them."""
     torch.manual_seed(1)
-    shapes = {name: weight.shape for name, weight in sorted(model.state_dict().items())}
-    model.load_state_dict({name: 0.1 * torch.randn(shape) for name, shape in shapes.items()})
+    state = model.state_dict()
+    for _, weight in sorted(state.items()):
+        weight.copy_(0.1 * torch.randn(weight.shape))
+    model.load_state_dict(state)
 
 
 def main():

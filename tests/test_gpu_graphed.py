@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
+from builders import no_synchronisation
 from hotrow.data import ClickBatch
 
 pytestmark = [
@@ -454,3 +456,80 @@ def test_what_a_loop_does_between_steps_is_seen(change: str) -> None:
     assert not torch.equal(
         run.found()["losses"], Run("two-widths").by_hand(batches()).found()["losses"]
     )
+
+
+# -- features without a gradient, and frozen rows --------------------------------------------
+
+
+class Unused(Model):
+    """Of table b nothing is part of the loss, and of table a nothing that h looks up."""
+
+    def forward(self, batch: ClickBatch) -> Tensor:
+        out = self.embedding(batch.sparse)
+        parts = [out["f"], out["h"].detach(), out["g"].detach(), batch.dense]
+        parts[0] *= self.scale  # in place, as a model may
+        logits: Tensor = self.top(torch.cat(parts, dim=1)).squeeze(1)
+        return logits
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tables", TABLES)
+def test_captured_steps_leave_features_without_a_gradient_alone(tables: str, rule: str) -> None:
+    source = list(batches())
+    run, twin = Run(tables, rule, "lookahead", "60%"), Run(tables, rule)
+    start = run.embedding.state_dict()
+    for each in (run, twin):
+        each.model.__class__ = Unused
+    assert same_bits(run.graphed(source).found(), twin.by_hand(source).found())
+    assert run.num_graphs > 1
+    assert run.embedding.optimizer.steps == [STEPS, 0]
+    now = run.embedding.state_dict()
+    assert torch.equal(now["embedding_bags.b.weight"], start["embedding_bags.b.weight"])
+    read_by_f = torch.zeros(5000, dtype=torch.bool)
+    for batch in source:
+        sparse: Any = batch.sparse
+        read_by_f[sparse.values()[: int(sparse.offsets()[len(batch.label)])]] = True
+    before, after = start["embedding_bags.a.weight"], now["embedding_bags.a.weight"]
+    assert torch.equal(before[~read_by_f], after[~read_by_f])
+    assert not torch.equal(before, after)
+
+
+def test_features_without_a_gradient_make_nobody_wait() -> None:
+    run = Run("one-width", "adam", "lookahead", "60%")
+    run.model.__class__ = Unused
+    for place, batch in enumerate(hotrow.ahead(batches(), run.model, ids=lambda b: b.sparse)):
+        loss = F.binary_cross_entropy_with_logits(run.model(batch), batch.label)
+        run.dense.zero_grad()
+        with no_synchronisation() if place > 3 else nullcontext():
+            loss.backward()
+        run.dense.step()
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_captured_steps_follow_when_rows_are_frozen_and_trained_again(rule: str) -> None:
+    source, outcomes = list(batches()), []
+    for graphs in (True, False):
+        run = Run("two-widths", rule, "lookahead", "60%")
+        step = hotrow.graphed(run.model, F.binary_cross_entropy_with_logits, run.dense)
+        run.step = step if graphs else None
+        stream = hotrow.ahead(source, run.model, ids=lambda b: b.sparse, step=run.step)
+        frozen = None
+        for place, batch in enumerate(stream):
+            if place in (25, 45):
+                run.embedding.requires_grad_(place == 45)
+                now = run.embedding.state_dict()
+                assert frozen is None or all(torch.equal(now[key], frozen[key]) for key in now)
+                frozen = now
+            if graphs:
+                run._note(step(batch))
+                continue
+            loss = F.binary_cross_entropy_with_logits(run.model(batch), batch.label)
+            run.dense.zero_grad()
+            loss.backward()
+            run.dense.step()
+            run._note(loss.detach())
+        if graphs:
+            assert run.num_graphs > 1
+        assert run.embedding.optimizer.steps == [STEPS - 20] * 2
+        outcomes.append(run.found())
+    assert same_bits(*outcomes)

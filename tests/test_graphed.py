@@ -154,7 +154,7 @@ class Replays:
 
     def __init__(self) -> None:
         self.captures = self.replays = self.strange = 0
-        self.updates = True  # the step updates rows
+        self.tables: tuple[str, ...] | None = ("a", "b")  # that the step updates
 
 
 class StandIn:
@@ -202,7 +202,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
 
     def capture(launch: Callable[[], None], pool: Any, priority: int) -> StandIn:
         ((embedding, _),) = berths[0].arrivals
-        embedding.optimizer.is_in_graph = found.updates  # a real capture runs the backward pass
+        embedding.optimizer.in_graph = found.tables  # a real capture runs the backward pass
         return StandIn(launch, berths[0], found)
 
     monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
@@ -219,12 +219,55 @@ def test_a_step_that_updates_no_rows_counts_no_update(seen: Replays) -> None:
         def forward(self, batch: Any) -> Tensor:
             return readout(self.embedding(batch["ids"])).detach() * self.scale
 
-    seen.updates = False
+    seen.tables = None
     model = make("sum", "adam")
     model.__class__ = Frozen
     run(model, batches_of("sum", 12))
     assert seen.replays > 3
     assert model.embedding.optimizer.steps == [0, 0]
+
+
+class OneFeature(Model):
+    """Its loss has no part of table b."""
+
+    def forward(self, batch: Any) -> Tensor:
+        out = self.embedding(batch["ids"])["f"].tanh().sum()
+        return out * 0.01 * self.scale + self.bias[: len(batch["label"])]
+
+
+@without_gpu
+@pytest.mark.parametrize(("tables", "rule"), [("sum", "adamw"), ("mean", "adam")])
+def test_a_captured_step_leaves_unused_tables_alone(tables: str, rule: str, seen: Replays) -> None:
+    batches, outcomes = batches_of(tables, 12), []
+    seen.tables = ("a",)
+    for captured in (False, True):
+        model = make(tables, rule)
+        model.__class__ = OneFeature
+        start = model.embedding.state_dict()["embedding_bags.b.weight"]
+        outcomes.append(run(model, batches, captured=captured))
+        assert model.embedding.optimizer.steps == [12, 0]
+        assert torch.equal(model.embedding.state_dict()["embedding_bags.b.weight"], start)
+    assert seen.replays > 3
+    assert outcomes[0].same_bits(outcomes[1])
+
+
+@without_gpu
+def test_a_captured_step_follows_when_rows_are_frozen(seen: Replays) -> None:
+    batches, outcomes = batches_of("sum", 16), []
+    for captured in (False, True):
+        model = make("sum", "adam")
+        step, embedding = step_of(model, captured=captured), model.embedding
+        captures = []
+        for number, batch in enumerate(stream(batches, model, step)):
+            if number in (6, 11):
+                embedding.requires_grad_(number == 11)
+                seen.tables = ("a", "b") if number == 11 else None
+                captures.append(seen.captures)
+            step(batch)
+        outcomes.append(found_in(model, []))
+        assert embedding.optimizer.steps == [11, 11]
+    assert 0 < captures[0] < captures[1] < seen.captures
+    assert outcomes[0].same_bits(outcomes[1])
 
 
 # -- fixed places ----------------------------------------------------------------------------

@@ -237,7 +237,8 @@ def test_the_tolerance_would_show_two_updates(monkeypatch: pytest.MonkeyPatch) -
     batches, (expected, _) = batches_of(), plain(batches_of())
     monkeypatch.setattr(PendingStep, "accumulate", lambda self: nullcontext())
     model = Model("static")
-    list(trainer_of(model, hotline()).run(batches))
+    with pytest.warns(UserWarning, match=r"accumulate\(\)"):
+        list(trainer_of(model, hotline()).run(batches))
     with pytest.raises(AssertionError):
         assert_alike(model.numbers(), expected)
 
@@ -757,11 +758,11 @@ class StandIn:
             return [(embedding, embedding.part(known, part["ids"], first))]
 
         self._split = replace(split, arrivals=arrivals)
-        self.updated = [embedding]
+        self.updated = [(embedding, None)]
 
     @contextmanager
     def _as_captured(self) -> Iterator[None]:
-        (embedding,) = self.updated
+        ((embedding, _),) = self.updated
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hotrow.step, "capturing", lambda: True)
             for group in embedding.groups:

@@ -34,7 +34,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class Model(nn.Module):
-    def __init__(self, rule: str, *, frozen: bool = False, strategy: str = "hybrid") -> None:
+    def __init__(self, rule: str, *, unused: str = "", strategy: str = "hybrid") -> None:
         super().__init__()
         self.embedding = hotrow.EmbeddingBagCollection(
             [Table("a", 300, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
@@ -46,12 +46,12 @@ class Model(nn.Module):
         )
         torch.manual_seed(0)
         self.top = nn.Sequential(nn.Linear(14 + 3, 8), nn.ReLU(), nn.Linear(8, 1)).to(DEVICE)
-        self.frozen = frozen
+        self.unused = unused  # features that have no gradient
 
     def forward(self, batch: ClickBatch) -> Tensor:
-        vectors = self.embedding(batch.sparse).values()
-        if self.frozen:
-            vectors = vectors.detach()
+        out = self.embedding(batch.sparse)
+        parts = [out[name].detach() if name in self.unused else out[name] for name in "fhg"]
+        vectors = torch.cat(parts, dim=1)
         logits: Tensor = self.top(torch.cat([vectors, batch.dense], dim=1)).squeeze(1)
         return logits
 
@@ -107,12 +107,12 @@ def run(
     rule: str,
     *,
     captured: bool,
-    frozen: bool = False,
+    unused: str = "",
     strategy: str = "hybrid",
     before: Callable[[int, ClickBatch, Model], None] = nothing,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Losses, all weights, and how often graphs were replayed."""
-    model, replays = Model(rule, frozen=frozen, strategy=strategy), list[int]()
+    model, replays = Model(rule, unused=unused, strategy=strategy), list[int]()
     if DEVICE.type == "cpu":
         monkeypatch.setattr(
             hotrow.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
@@ -181,9 +181,56 @@ def test_hot_rows_on_the_device_are_part_of_what_is_cut(
 
 
 def test_rows_without_a_gradient_are_not_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, (replays, steps) = run(monkeypatch, "adam", captured=True, frozen=True)
+    _, _, (replays, steps) = run(monkeypatch, "adam", captured=True, unused="fhg")
     assert replays
     assert steps == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "static-hybrid"])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_features_without_a_gradient_leave_their_rows_alone(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    given = {"rule": "adam", "strategy": strategy, "unused": "hg"}
+    losses, weights, (_, steps) = run(monkeypatch, captured=False, **given)
+    found, found_weights, (replays, found_steps) = run(monkeypatch, captured=True, **given)
+    assert replays >= STEPS - 8
+    assert steps == found_steps == [STEPS, 0]
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
+    start = Model("adam").embedding.state_dict().values()
+    is_same = [torch.equal(*pair) for pair in zip(start, found_weights, strict=False)]
+    assert is_same == [False, True]
+    only_h = torch.ones(300, dtype=torch.bool)
+    for batch in batches():
+        assert isinstance(batch.sparse, Tensor)
+        only_h[batch.sparse[:, 0]] = False
+    first = next(iter(start))
+    assert torch.equal(first[only_h], found_weights[0][only_h])
+
+
+def freeze(number: int, batch: ClickBatch, model: Model) -> None:
+    if number in (6, 9):
+        model.requires_grad_(number == 9)
+        model.top.requires_grad_(True)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_that_are_frozen_and_trained_again_are_seen(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if place != DEVICE.type:
+        pytest.skip(f"this machine trains on {DEVICE.type}")
+    losses, weights, (_, steps) = run(monkeypatch, "adam", captured=False, before=freeze)
+    found, found_weights, (replays, found_steps) = run(
+        monkeypatch, "adam", captured=True, before=freeze
+    )
+    assert replays
+    assert steps == found_steps == [STEPS - 3] * 2
+    assert all(map(torch.equal, found, losses))
+    assert all(map(torch.equal, found_weights, weights))
 
 
 def change_ids(number: int, batch: ClickBatch, model: Model) -> None:

@@ -94,7 +94,7 @@ LAYERS = [
     },
     {"host_memory", "snapshot"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
-    {"parts"},
+    {"parts", "dense_steps"},
     {
         "stages",
         "device_planner",

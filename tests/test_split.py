@@ -129,6 +129,32 @@ def test_rows_are_updated_once_from_both_parts(engine: str, name: str) -> None:
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["shared", "multi-hot"])
+def test_parts_leave_features_without_a_gradient_alone(engine: str, name: str) -> None:
+    case = CASES[name]
+    batches = [each for each in case.batches(4) if num_samples(each) > 2]
+    whole, embedding, step = static(case, "adamw"), static(case, "adamw"), Step()
+    start = embedding.state_dict()["embedding_bags.b.weight"]
+    for batch in hotrow.ahead(batches, whole):
+        whole(batch)["f"].tanh().sum().backward()
+    for batch in Ahead([parted(each, 1) for each in batches], embedding, None, depth=0, step=step):
+        split = step.heard
+        assert split is not None
+        with embedding.accumulate():
+            for low, high in ((0, split.first), (split.first, split.size)):
+                part = split.cut(batch, low, high)
+                ((_, arrival),) = split.arrivals(part, low)
+                embedding.arrive(arrival)
+                embedding(part)["f"].tanh().sum().backward()
+                embedding.done_with(arrival)
+                split.wait()
+    assert embedding.optimizer.steps == whole.optimizer.steps == [len(batches), 0]
+    assert torch.equal(embedding.state_dict()["embedding_bags.b.weight"], start)
+    for table in case.tables:
+        (_, found), (_, expected) = next(embedding.rows(table.name)), next(whole.rows(table.name))
+        assert torch.equal(found, expected)
+
+
 def test_a_part_without_gradients_adds_nothing(engine: str) -> None:
     case = CASES["one-hot"]
     batch = case.batches(1)[0]

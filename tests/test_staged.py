@@ -345,6 +345,7 @@ def test_evaluation_and_reading_rows_find_the_newest_in_flight(name: str, late: 
     assert all(mine.same_bits(theirs) for mine, theirs in zip(between, then, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:weights were loaded .* but not the Adagrad state:UserWarning")
 def test_rows_replaced_while_batches_are_in_flight_are_fetched_as_they_are(late: Late) -> None:
     source = build(ONE_HOT, "adagrad")
     train(source, ONE_HOT.batches(3, seed=5))

@@ -313,6 +313,8 @@ class Lookups:
     # is launched depends on how many; only `offsets` tell, on the device.
     size: int | None = None
     spread: Spread | None = None  # None: as in the user's values
+    # In a backward pass: whether the vectors of each feature have a gradient. None: all have.
+    used: tuple[bool, ...] | None = None
 
     @property
     def num_bags(self) -> int:
@@ -332,6 +334,18 @@ class Lookups:
             found = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
             return found.clamp_(max=max(0, self.num_bags - 1))  # what is not taken: any
         return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.num_lookups)
+
+    def used_lookups(self) -> Tensor:
+        """Return whether each lookup's feature is `used`, [L] bool; waits for no device."""
+        assert self.used is not None
+        bags = torch.zeros(self.num_bags, dtype=torch.bool, device=self.ids.device)
+        by_feature = bags.split(list(self.bags_per_feature))
+        if self.by_sample:
+            by_feature = bags.view(-1, len(self.used)).unbind(1)
+        for part, is_used in zip(by_feature, self.used, strict=True):
+            if is_used:
+                part.fill_(True)
+        return bags if self.offsets is None else bags[self.bag_of()]
 
 
 def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) -> Batch:

@@ -278,8 +278,8 @@ class CapturedStep:
         with writing([embedding.lock for embedding, _ in berth.arrivals]):
             for work, cut in cuts:
                 work.group.bring(work, cut)
-            for embedding in graph.updated:  # not one that is frozen, or has no part in the loss
-                embedding.optimizer.count_step()
+            for embedding, tables in graph.updated:
+                embedding.optimizer.count_step(tables)
                 if embedding.optimizer.rule.uses_step:
                     for group in embedding.groups:
                         if group.can_be_captured:
@@ -371,7 +371,7 @@ class CapturedStep:
         first = None
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
-            embedding.optimizer.is_in_graph = False
+            embedding.optimizer.in_graph = None
         cuts = [work.group.cut(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
@@ -395,7 +395,12 @@ class CapturedStep:
                     each.copy_(was)
         self._pool = graph.pool()
         buffers = [work.plan.buffers for work in berth.captured]
-        updated = [embedding for embedding in embeddings if embedding.optimizer.is_in_graph]
+        # Not those that are frozen, or have no part in the loss.
+        updated = [
+            (embedding, embedding.optimizer.in_graph)
+            for embedding in embeddings
+            if embedding.optimizer.in_graph is not None
+        ]
         return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
 
     def drop(self) -> None:
@@ -413,6 +418,7 @@ class CapturedStep:
             [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
             [None if group.changed is None else group.changed.there.data_ptr() for group in groups],
             [each.grad_scale for each, _ in arrivals],
+            [each.requires_grad for each, _ in arrivals],
         )
         engines, is_first = _engines(arrivals), not self._settings
         known = self._settings.setdefault(engines, settings)  # nothing is captured before that
@@ -608,12 +614,13 @@ class _Graph:
         graph: Any,
         counted: list[Tensor],
         kept: Any,
-        updated: list[Any],
+        updated: list[tuple[Any, tuple[str, ...]]],
         cuts: list[Any],
         first: Any = None,
     ) -> None:
-        """`updated`: the collections whose rows it updates. `cuts`: where the host steps in.
-        `first`: what comes before the rest's rows have arrived, if there is such a phase."""
+        """`updated`: the collections whose rows it updates, and which tables. `cuts`: where the
+        host steps in. `first`: what comes before the rest's rows have arrived, if there is such a
+        phase."""
         self._graph, self._counted, self._kept = graph, counted, kept
         self.updated, self.cuts, self._first = updated, cuts, first
 

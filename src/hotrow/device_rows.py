@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hotrow.batch import (
     Batch,
@@ -384,12 +385,33 @@ class DeviceRows(DeviceFills):
         b, segments = work.plan.buffers, work.plan.segments()
         if self.changed is not None:
             start.note_written(self.changed.there, segments.ids, segments.count)
+        row_slots, weights = b.row_slots[: work.plan.lookups], x.weights
+        if x.used is not None:
+            row_slots, weights = self._only_used(row_slots, segments, x)
         update.update_slots(
-            self.slots, b.row_slots[: work.plan.lookups], segments, grads, work.bag_of,
-            x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
+            self.slots, row_slots, segments, grads, work.bag_of,
+            weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
             self.frozen, self.untrained,
         )  # fmt: skip
         return True
+
+    def _only_used(
+        self, row_slots: Tensor, segments: Segments, x: Lookups
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of unique rows, the null slot for rows without a gradient, and weights.
+
+        All shapes are fixed and no value is read back, so that a captured step can do it.
+        """
+        used = x.used_lookups()
+        weights = x.weights
+        if weights is not None:
+            weights = weights.masked_fill(~used, 0.0)  # 0 times NaN would be NaN
+        size = segments.order.numel()  # padding may stand behind the lookups
+        in_order = functional.pad(used, (0, size - used.numel()))[segments.order.long()]
+        before = functional.pad(in_order.cumsum(0), (1, 0))
+        starts = segments.starts.long().clamp(0, size)  # behind the last row they are not written
+        has_grad = before[starts].diff() > 0
+        return torch.where(has_grad, row_slots, self.pad.null_slot), weights
 
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         scalars, bases = self.device_scalars()
@@ -414,7 +436,7 @@ class DeviceRows(DeviceFills):
 
     @property
     def scalars_alike(self) -> bool:
-        return self._table_scalars.alike
+        return self._table_scalars.alike and not self.optimizer.counts_apart
 
     def check(self) -> None:
         # Between a plan that failed and its confirmation planning has halted, and rightly so.

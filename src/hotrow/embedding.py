@@ -6,21 +6,23 @@ Knows inputs, outputs and manners; where rows are is the row groups' business.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import islice
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from hotrow import dense_steps
 from hotrow.batch import (
     Batch,
-    Lookups,
     Room,
     compared,
     elsewhere,
@@ -45,7 +47,7 @@ from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.snapshot import Snapshot
 from hotrow.stages import SPLIT, Stage, Work
 from hotrow.static_hybrid import StaticHybridRows
-from hotrow.step import Lookup, PendingStep
+from hotrow.step import Lookup, PendingStep, by_feature
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.threads import RowLock, TrainingThread
@@ -59,6 +61,8 @@ FILLS = ("auto", "zero-copy", "bulk", "staged")
 _OLDEST_CAPABILITY = (8, 0)
 _LEAST_CHUNK = 1024
 _NEARLY_ALL = 0.9  # of the bytes of all rows: a budget that large saves nothing
+_NO_ACCIDENT = 3  # steps in the wrong mode
+_UPDATES = "row_updates"  # in a state dict's metadata: the number of updates so far
 _RECENT = 8  # batches among which ids that were built anew are looked for
 
 
@@ -111,7 +115,12 @@ class _Side:
 
 
 class Embedded:
-    """The vectors of one batch, by feature."""
+    """The vectors of one batch, by feature.
+
+    They can be changed in place. If features are taken by name first, `values()` copies them as
+    they are then. If `values()` is called first, features are views of its result, and only that
+    can be changed in place.
+    """
 
     def __init__(
         self,
@@ -122,8 +131,11 @@ class Embedded:
         *,
         jagged: bool = False,
     ) -> None:
-        self._columns, self._vectors, self._batch = columns, vectors, batch
-        self._whole = whole  # all features side by side, where they already lie so
+        self._columns, self._batch = columns, batch
+        self._vectors: Mapping[str, Tensor] | None = vectors  # None: `values()` was asked first
+        # All features side by side, if they lie so, in the memory of `vectors`. Either this or
+        # those are handed out: autograd does not know that a change of one changes the other.
+        self._whole, self._whole_is_out = whole, False
         self._jagged = jagged  # some feature has one vector per lookup, any number per sample
 
     def keys(self) -> list[str]:
@@ -131,18 +143,35 @@ class Embedded:
 
     def __getitem__(self, feature: str) -> Tensor:
         """[batch, dim]; without pooling [lookups, dim]."""
-        if feature not in self._vectors:
+        vectors = self._by_name()
+        if feature not in vectors:
             raise KeyError(f"no feature {feature!r}; there are {few(self._columns)}")
-        return self._vectors[feature]
+        return vectors[feature]
 
     def to_dict(self) -> dict[str, Tensor]:
-        return {name: self._vectors[name] for name in self._columns}
+        vectors = self._by_name()
+        return {name: vectors[name] for name in self._columns}
+
+    def _by_name(self) -> Mapping[str, Tensor]:
+        if self._vectors is None:
+            assert self._whole is not None
+            width = self._whole.shape[1] // len(self._columns)
+            parts = self._whole.split(width, dim=1)
+            self._vectors = dict(zip(self._columns, parts, strict=True))
+        elif not self._whole_is_out:
+            self._whole = None
+        return self._vectors
 
     def values(self) -> Tensor:
-        """All features side by side, [batch, sum of dims]."""
+        """All features side by side, [batch, sum of dims].
+
+        A loss of it uses all tables, also those whose columns it leaves out.
+        """
         if self._whole is not None:
+            if not self._whole_is_out:
+                self._whole_is_out, self._vectors = True, None
             return self._whole
-        vectors = [self._vectors[name] for name in self._columns]
+        vectors = list(self.to_dict().values())
         if self._jagged:
             raise ValueError(
                 "values() needs one vector per sample; features without pooling have one per "
@@ -205,6 +234,8 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
+        _hear_of_freezing()
+        dense_steps.watch()
         self.device = usable_device(torch.device(device))
         self.seed = _drawn_seed() if seed is None else plain(seed)
         _check_arguments(self.seed, optimizer, on_nonfinite, output_dtype)
@@ -286,6 +317,12 @@ class EmbeddingBagCollection(nn.Module):
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
         self._apart = False
+        # The module whose `train()` or `eval()` has set the mode of this one.
+        self._mode_set_on: Callable[[], nn.Module | None] = lambda: None
+        # Lookups in eval() mode since the last in train() mode, with an optimizer step between any
+        # two, and the number of steps at the first and at the last of them.
+        self._evaluated = self._first_steps = self._last_steps = 0
+        self._warned_of_eval = False
 
     # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
     @property
@@ -343,16 +380,19 @@ class EmbeddingBagCollection(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(features)
         self._thread.look_up()
+        self._evaluated = 0
         arrival = self._find(features) or self._unplanned(features)
         vectors = []
         for work in arrival.works:
             weights = weights_of(features, work.lookups, work.group.layout)
             vectors.append(Lookup.apply(self._anchor, weights, work, self._step))  # type: ignore[no-untyped-call]
-        return self._embedded(arrival.batch, vectors, [w.lookups for w in arrival.works])
+        return self._embedded(arrival.batch, vectors)
 
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are; no map, hold or counter changes. From any thread: all
         vectors are those of one finished step."""
+        if torch.is_grad_enabled():
+            self._note_evaluation()
         turn = self.lock.turn() if self._thread.is_elsewhere else nullcontext()
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
@@ -371,7 +411,9 @@ class EmbeddingBagCollection(nn.Module):
                             for group, mine in zip(groups, parts, strict=True)
                         ]
                         break
-        return self._embedded(batch, vectors, lookups)
+            pairs = zip(vectors, lookups, strict=True)
+            split = [by_feature(found, x) for found, x in pairs]
+        return self._embedded(batch, split)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -389,22 +431,42 @@ class EmbeddingBagCollection(nn.Module):
                 for group in self.groups:
                     group.settle()
 
-    def _embedded(
-        self, batch: Batch, vectors: Sequence[Tensor], lookups: Sequence[Lookups]
-    ) -> Embedded:
+    def _embedded(self, batch: Batch, vectors: Sequence[tuple[Any, ...]]) -> Embedded:
+        """`vectors` of each group, as `by_feature` gives them."""
         named: dict[str, Tensor] = {}
-        for group, found, x in zip(self.groups, vectors, lookups, strict=True):
+        for group, (_, *parts) in zip(self.groups, vectors, strict=True):
             names = [feature.name for feature in group.layout.features]
-            if x.by_sample:
-                parts = found.view(batch.num_samples, len(names), group.dim).unbind(1)
-            else:
-                parts = found.split(x.bags_per_feature)
             named.update(zip(names, parts, strict=True))
-        whole = None
-        if len(vectors) == 1 and lookups[0].by_sample:
-            whole = vectors[0].view(batch.num_samples, len(self.features) * self.groups[0].dim)
+        whole = vectors[0][0] if len(vectors) == 1 else None
         jagged = batch.offsets is not None and any(t.pooling == "none" for t in self.tables)
         return Embedded(self.features, named, batch, whole, jagged=jagged)
+
+    def _note_evaluation(self) -> None:
+        """Warn once if a training loop has left the model in `eval()` mode.
+
+        That is so if an optimizer of the module that was put into this mode steps again and again
+        between lookups. `hotrow.ahead` warns by itself.
+        """
+        steps = dense_steps.count()
+        if self._evaluated and self._last_steps == steps:
+            return
+        if not self._evaluated:
+            self._first_steps = steps
+        self._evaluated, self._last_steps = self._evaluated + 1, steps
+        is_running = self._ahead is not None and self._ahead() is not None
+        if self._evaluated <= _NO_ACCIDENT or self._warned_of_eval or is_running:
+            return
+        model = self._mode_set_on()
+        if model is None or not self.requires_grad:
+            return
+        trained = {id(weight) for weight in dense_steps.weights_since(self._first_steps)}
+        if any(id(weight) in trained for weight in model.parameters()):
+            self._warned_of_eval = True
+            warn(
+                f"{_NO_ACCIDENT} optimizer steps followed lookups in eval() mode, in which no row "
+                "is updated. To train, call model.train(); to leave the rows as they are, call "
+                "embedding.requires_grad_(False)"
+            )
 
     def _find(self, features: Any) -> Arrival | None:
         if not self._arrivals:
@@ -654,6 +716,35 @@ class EmbeddingBagCollection(nn.Module):
         return int(min(affordable, max(planner.useful_depth() for planner in planners)))
 
     # -- training ----------------------------------------------------------------------
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze all rows and their state (False), or train them again (True), from the next
+        forward pass on.
+
+        `requires_grad_` of any module that holds this one does the same. A loop over
+        `parameters()` does not: there are no parameters here. Rows that `freeze_rows` names stay
+        frozen in either case.
+        """
+        self._anchor.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether rows are trained, as `requires_grad_` has set it."""
+        return self._anchor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def train(self, mode: bool = True) -> Self:
+        """As `nn.Module.train`. Remembers the module whose `train()` or `eval()` was called."""
+        module: nn.Module = self
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is nn.Module.train.__code__:
+            module, frame = frame.f_locals["self"], frame.f_back
+        self._mode_set_on = weakref.ref(module)
+        return super().train(mode)
 
     def accumulate(self) -> Any:
         """`with embedding.accumulate():` joins all backward passes inside into one step."""
@@ -1077,6 +1168,9 @@ class EmbeddingBagCollection(nn.Module):
                 for first, weights in self.weights(table.name):
                     copy[first : first + len(weights)] = weights
                 destination[prefix + self.key_of(table.name)] = copy
+        if self.tables and not self._apart and hasattr(destination, "_metadata"):
+            # Weights that no update has changed can be loaded without row state.
+            destination._metadata[prefix[:-1]][_UPDATES] = max(self.optimizer.steps)
 
     def _load_from_state_dict(
         self,
@@ -1100,6 +1194,8 @@ class EmbeddingBagCollection(nn.Module):
                 )
             else:
                 self.load_weights(table.name, 0, state_dict[key])
+                if local_metadata.get(_UPDATES) != 0:
+                    self.optimizer.weights_loaded()
         unexpected_keys.extend(
             key for key in state_dict if key.startswith(prefix) and key not in names
         )
@@ -1366,6 +1462,26 @@ def _check_arguments(
         raise ValueError(
             f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, not {on_nonfinite!r}"
         )
+
+
+@cache
+def _hear_of_freezing() -> None:
+    """Let `requires_grad_` of any module reach the collections in it.
+
+    torch's own reaches parameters only, and a collection has none, so that
+    `model.requires_grad_(False)` would silently leave the rows unfrozen. Other modules are
+    handled as before.
+    """
+    of_torch = nn.Module.requires_grad_
+
+    @wraps(of_torch)
+    def requires_grad_(self: nn.Module, requires_grad: bool = True) -> nn.Module:
+        for module in self.modules():
+            if isinstance(module, EmbeddingBagCollection) and module is not self:
+                module.requires_grad_(requires_grad)
+        return of_torch(self, requires_grad)
+
+    nn.Module.requires_grad_ = requires_grad_  # type: ignore[assignment, method-assign]
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotrow import dense_steps
 from hotrow.captured import CapturedStep, run_phases
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.lanes import Lanes
@@ -158,6 +159,7 @@ class GraphedStep:
 
     def run(self, batch: Any) -> Tensor:
         """One step; the loss lasts until the next."""
+        dense_steps.note(self._optimizer)  # a replay calls no hook, and a step that fails is one
         if self._compiles:  # captured steps, which call nothing, count as well
             self._full = max(self._full, len(self.labels(batch)))
         if self._split is not None:

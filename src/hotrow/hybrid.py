@@ -89,6 +89,7 @@ class Cut:
     def __init__(self, vectors: Tensor) -> None:
         self.vectors = vectors  # [bags, dim], read by the graph
         self.grads: Tensor | None = None  # likewise, written by it; None: it has no update
+        self.used: tuple[bool, ...] | None = None  # the features that have gradients; None: all
 
     @property
     def num_bytes(self) -> int:
@@ -356,7 +357,9 @@ class HostRows(RowGroup):
     def take_home(self, work: HostWork, cut: Cut) -> None:
         """Gradients from where the graph has put them, if it has."""
         if cut.grads is not None:
-            self.update_at_once(work, work.lookups, cut.grads)
+            x = replace(work.lookups, used=cut.used)
+            if not self.update_at_once(work, x, cut.grads):
+                self.update(*self.grads_by_row(work, x, cut.grads), work)
 
     def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
@@ -507,7 +510,10 @@ class HostRows(RowGroup):
         self, work: HostWork, x: Lookups, grads: Tensor
     ) -> bool:
         if capturing():
-            self._cuts[work.berth].grads = grads
+            cut = self._cuts[work.berth]
+            cut.grads, cut.used = grads, x.used
+        elif x.used is not None:
+            return False
         else:
             self._update_planned(self._planned(work), work, x, grads)
         return True
@@ -533,6 +539,8 @@ class HostRows(RowGroup):
         """One optimizer step on unique rows, when their gradients have come to the host."""
         refuse_capture()
         plan = work.plan if isinstance(work, HostWork) else None
+        if plan is not None and len(ids) < plan.num_rows:
+            plan = None  # some of its rows have no gradient
         self._send_home(plan, ids.cpu() if plan is None else plan.ids, grads)
 
     def _send_home(self, plan: HostPlan | None, ids: Tensor, grads: Tensor) -> None:

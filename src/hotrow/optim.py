@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hotrow.kernels.reference import row_sum
 from hotrow.tables import EmbeddingBagConfig
+from hotrow.told import warn
 
 Setting = Mapping[str, Any]  # a rule's fields, for one table
 Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
@@ -212,7 +213,11 @@ class RowOptimizer(torch.optim.Optimizer):
         self._may_change = False  # settings may, in place: a tensor or a list is among them
         self._steps = [0] * len(tables)
         self._uncounted = 0  # of them, for every table
-        self.is_in_graph = False  # the step captured last has an update
+        # The tables that the step captured last updates; None: it has no update.
+        self.in_graph: tuple[str, ...] | None = None
+        self.counts_apart = False  # the rule's numbers may differ between tables by their steps
+        # Row state was loaded since the last update; weights were, and their state was not.
+        self._has_state = self._lacks_state = False
         self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
         # The collection; a strong reference would keep its memory for longer than it is used.
         self._owner: Callable[[], Any] = lambda: None
@@ -272,10 +277,39 @@ class RowOptimizer(torch.optim.Optimizer):
             self._uncounted = 0
         return self._steps
 
-    def count_step(self) -> None:
-        """One more update, for every table alike, also those without a lookup."""
-        self._uncounted += 1
+    def count_step(self, tables: Collection[str] | None = None) -> None:
+        """Count one more update of these tables; None: of all."""
+        if self._lacks_state:
+            self._tell_of_state()
+        self._has_state = False
+        if tables is None or len(tables) == len(self.names):
+            self._uncounted += 1
+        else:
+            self.counts_apart = self.rule.uses_step
+            places = zip(self.names, self.steps, strict=True)
+            self._steps = [step + (name in tables) for name, step in places]
         self._opt_called = True  # what torch's schedulers look for before they move
+
+    def capture_step(self, tables: tuple[str, ...]) -> None:
+        """An update of these tables is being captured; every replay counts it."""
+        self.in_graph = tables
+        self.counts_apart |= self.rule.uses_step and len(tables) < len(self.names)
+
+    def weights_loaded(self) -> None:
+        """Note that weights of rows were replaced, and their state was not."""
+        self._lacks_state = bool(self.rule.state_names) and not self._has_state
+
+    def _state_loaded(self) -> None:
+        self._has_state, self._lacks_state = True, False
+
+    def _tell_of_state(self) -> None:
+        self._lacks_state = False
+        warn(
+            f"weights were loaded by load_state_dict, but not the {type(self.rule).__name__} state "
+            f"of their rows ({', '.join(self.rule.state_names)}), which stays as it was. To go on "
+            "with a run, load that as well: embedding.optimizer.load_state_dict(saved). Where it "
+            "is meant to start anew, embedding.load_weights() loads weights without this warning"
+        )
 
     def step(self, closure: Any = None) -> Any:
         """Nothing: the rows were updated in `backward()`."""
@@ -308,6 +342,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 if key in mine:
                     group[key] = mine[key]
             self.steps[place] = int(found["steps"][group["name"]])
+        self._state_loaded()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         named = {group.get("name"): group for group in state_dict.get("param_groups", [])}
@@ -321,6 +356,7 @@ class RowOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
             self.steps[place] = int(state_dict["state"][name]["step"])
             self.rows.load_state(name, state_dict["state"][name])
+        self._state_loaded()
 
 
 def _fixed(value: Any) -> Any:

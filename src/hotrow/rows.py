@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hotrow import kernels
 from hotrow.batch import Batch, Lookups, lookups_of
@@ -519,6 +520,21 @@ class RowGroup:
             grads = grads / x.divisor
         return self.kernels.sum_by_row(grads, x.bag_of(), x.weights, work.ids)
 
+    def grads_by_row(self, work: Work, x: Lookups, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids of a batch's rows that have a gradient, each once, and the gradients.
+
+        A row that only features without a gradient look up has none.
+        """
+        if x.used is None:
+            return work.ids.ids, self.row_grads(work, x, grads)
+        used, ids = x.used_lookups(), work.ids
+        if x.weights is not None:
+            x = replace(x, weights=x.weights.masked_fill(~used, 0.0))  # 0 times NaN would be NaN
+        sums = self.row_grads(work, x, grads)
+        before = functional.pad(used[ids.order].cumsum(0), (1, 0))
+        has_grad = before[ids.starts].diff() > 0
+        return ids.ids[has_grad], sums[has_grad]
+
     def update_at_once(self, work: Work, x: Lookups, grads: Tensor) -> bool:
         """Update a batch's rows from the gradients of its bags, if that needs no sum in between."""
         return False
@@ -529,6 +545,8 @@ class RowGroup:
         if work is not None and self.slots_hold(work):
             assert work.plan is not None
             slots = work.plan.row_slots[:-1]
+            if ids.numel() < slots.numel():  # the others have no gradient
+                slots = slots[torch.searchsorted(work.ids.ids, ids)]
         moves = self.moving(ids)
         if moves is not None:
             ids, grads = ids[moves], grads[moves]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow import kernels
+from hotrow import dense_steps, kernels
 from hotrow.batch import Lookups
 from hotrow.interrupt import uninterrupted
 from hotrow.optim import RowOptimizer
@@ -24,39 +24,91 @@ from hotrow.parts import Place
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
 from hotrow.threads import Call, RowLock, TrainingThread
+from hotrow.told import warn
+
+_MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
 
 
 class Lookup(torch.autograd.Function):
-    """Bags to vectors; the way back hands gradients to the collection's pending step."""
+    """Bags to vectors, given as `by_feature` does. The way back learns which features have a
+    gradient, and hands the gradients to the collection's pending step."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, anchor: Tensor, weights: Tensor | None, work: Work, step: PendingStep
-    ) -> Tensor:
+    ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(*(() if weights is None else (weights,)))
         ctx.set_materialize_grads(False)
         ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
         ctx.call = step.begin_call()  # type: ignore[attr-defined]
+        x = work.lookups
         with step.writing(), work.group.timed(work):
-            return work.group.lookup(work, replace(work.lookups, weights=weights))
+            return by_feature(work.group.lookup(work, replace(x, weights=weights)), x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, whole: Tensor | None, *parts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.step.end_call(ctx.call)
+        grads, used = _of_bags(whole, parts, ctx.work.lookups)
         if grads is None:
             return None, None, None, None
         saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
         weights = saved[0] if saved else None
-        x = replace(ctx.work.lookups, weights=weights)
-        grads = grads.contiguous()
+        x = replace(ctx.work.lookups, weights=weights, used=used)
         weight_grads = None
         if ctx.needs_input_grad[1]:
             with ctx.step.writing(), ctx.work.group.timed(ctx.work):
                 weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
+            if used is not None:
+                weight_grads = weight_grads.masked_fill(~x.used_lookups(), 0.0)
         # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
-        if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+        if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             ctx.step.add(ctx.call, ctx.work, x, grads)
         return None, weight_grads, None, None
+
+
+def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
+    """Split the vectors of bags: all features side by side, or None, then those of each feature.
+
+    All share memory, but autograd takes none for a view, so that each can be changed in place.
+    The caller must hand out either the first one or the others, and never both.
+    """
+    sizes, dim = x.bags_per_feature, vectors.shape[1]
+    if len(sizes) == 1:
+        return None, vectors
+    if not x.by_sample:
+        return None, *torch.unsafe_split_with_sizes(vectors, list(sizes))
+    whole = torch.ops.aten._unsafe_view(vectors, (sizes[0], len(sizes) * dim))
+    return whole, *torch.unsafe_split(whole, dim, 1)
+
+
+def _of_bags(
+    whole: Tensor | None, parts: Sequence[Tensor | None], x: Lookups
+) -> tuple[Tensor | None, tuple[bool, ...] | None]:
+    """Join the gradients of what `by_feature` gave: [bags, dim], and which features have one.
+
+    A gradient of all features side by side uses them all, which is None.
+    """
+    sizes = x.bags_per_feature
+    given = next((each for each in parts if each is not None), None)
+    if given is None:
+        if whole is None:
+            return None, None
+        return whole.reshape(x.num_bags, whole.shape[1] // len(sizes)).contiguous(), None
+    used = tuple(each is not None for each in parts)
+    if not all(used):
+        zero = given.new_zeros(())
+        pairs = zip(parts, sizes, strict=True)
+        parts = [zero.expand(n, given.shape[1]) if each is None else each for each, n in pairs]
+    grads = given
+    if len(sizes) > 1:
+        every: Any = parts
+        grads = torch.stack(every, 1).flatten(0, 1) if x.by_sample else torch.cat(every)
+    if whole is not None:
+        grads = grads + whole.reshape(grads.shape)
+    return grads.contiguous(), None if whole is not None or all(used) else used
 
 
 @dataclass(frozen=True)
@@ -76,14 +128,14 @@ class _RowGrads:
     work: Work
     x: Lookups
     of_bags: Tensor | None  # [bags, dim], until they are summed
-    of_rows: Tensor | None  # [U, dim]
+    of_rows: tuple[Tensor, Tensor] | None  # ids, each once, and their gradients [n, dim]
     open_pass: int | None  # the backward pass that has yet to end well; None: it has
 
-    def summed(self) -> Tensor:
+    def summed(self) -> tuple[Tensor, Tensor]:
         """By row."""
         if self.of_rows is None:
             assert self.of_bags is not None
-            self.of_rows = self.work.group.row_grads(self.work, self.x, self.of_bags)
+            self.of_rows = self.work.group.grads_by_row(self.work, self.x, self.of_bags)
             self.of_bags = None
         return self.of_rows
 
@@ -120,6 +172,9 @@ class PendingStep:
         # The engine alone holds the promises: those that have died belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
+        # Steps of dense optimizers when the newest gradients came, and at the newest update.
+        self._added_at, self._updated_at = 0, -1
+        self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
         self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
 
     @property
@@ -142,10 +197,14 @@ class PendingStep:
             return _Call(self._calls, inside)
         return _Call(self._calls, inside, self._thread.open_call())
 
-    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+    def end_call(self, call: _Call) -> None:
+        """Gradients of a lookup have come."""
         if call.open is not None:
             self._thread.close_call(call.open)
+
+    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self._note_repetition()
         self._promise(current)
         mine = _RowGrads(call, work, x, grads, None, current)
         # Parts of a batch are joined first, bag by bag.
@@ -154,6 +213,25 @@ class PendingStep:
         self._waiting.append(mine)
         if grads.is_cuda:
             self._stream = torch.cuda.current_stream(grads.device)
+
+    def _note_repetition(self) -> None:
+        """Warn once where torch would add gradients up, but rows make a step of each pass.
+
+        That is so if a dense optimizer has gradients in this pass, and no optimizer has stepped
+        since the pass before. With a GradScaler nothing is said, because it skips steps.
+        """
+        steps = dense_steps.count()
+        if self._updated_at == steps and self._checks_left and not self._has_scaler:
+            self._checks_left -= 1
+            if dense_steps.are_in_this_pass():
+                self._checks_left = 0
+                warn(
+                    "a second backward() came without an optimizer step in between. Every "
+                    "backward() updates the rows, so they made two steps where the dense part "
+                    "makes one. To make one step of several backward passes, run them inside "
+                    "`with embedding.accumulate():`"
+                )
+        self._added_at = steps
 
     def _promise(self, number: int) -> None:
         self._forget_failed()
@@ -224,12 +302,13 @@ class PendingStep:
             for group in self.groups
             if (mine := [each for each in waiting if each.work.group is group])
         ]
+        tables = self._tables_in(by_group)
         if self.at_once:
             with uninterrupted():
                 if capturing():  # nothing has run yet; a replay counts
-                    self._optimizer.is_in_graph = True
+                    self._optimizer.capture_step(tables)
                 else:
-                    self._optimizer.count_step()
+                    self._count_step(tables)
                 for group, mine in by_group:
                     only = mine[0]
                     if (
@@ -246,19 +325,43 @@ class PendingStep:
         if self._skip(updates):
             return
         with uninterrupted():
-            self._optimizer.count_step()
+            self._count_step(tables)
             for update in updates:
                 _update(*update)
+
+    def _count_step(self, tables: tuple[str, ...]) -> None:
+        self._optimizer.count_step(tables)
+        self._updated_at = self._added_at
+
+    def _tables_in(self, by_group: Sequence[tuple[RowGroup, list[_RowGrads]]]) -> tuple[str, ...]:
+        """Return the tables whose vectors have a gradient: this step is theirs alone."""
+        names = self._optimizer.names
+        if len(by_group) == len(self.groups) and all(
+            each.x.used is None for _, mine in by_group for each in mine
+        ):
+            return tuple(names)
+        found = {
+            group.layout.tables[feature.table].name
+            for group, mine in by_group
+            for each in mine
+            for place, feature in enumerate(group.layout.features)
+            if each.x.used is None or each.x.used[place]
+        }
+        return tuple(name for name in names if name in found)
 
     @property
     def at_once(self) -> bool:
         """Whether nobody looks at the sums between backward and update."""
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 
+    @property
+    def _has_scaler(self) -> bool:
+        return hasattr(self.grad_scale, "get_scale")
+
     def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
         """Whether a gradient is not finite and the update is to be left out."""
-        scaler = hasattr(self.grad_scale, "get_scale")  # a GradScaler counts on it
-        if self._on_nonfinite == "propagate" and not scaler:
+        # A GradScaler counts on it.
+        if self._on_nonfinite == "propagate" and not self._has_scaler:
             return False
         for group, ids, grads, _ in updates:
             finite = torch.isfinite(grads)
@@ -292,11 +395,11 @@ def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Wo
     """Unique ids of one group, their summed gradients, and the batch if there is only one."""
     if len(waiting) == 1:
         only = waiting[0]
-        return only.work.ids.ids, only.summed(), only.work
+        return *only.summed(), only.work
     ops = kernels.for_device(group.device)
-    every = torch.cat([each.work.ids.ids for each in waiting])
-    ids = ops.sort_ids(every, group.layout.num_rows)
-    return ids.ids, ops.sum_pairs(torch.cat([each.summed() for each in waiting]), ids), None
+    every, grads = zip(*(each.summed() for each in waiting), strict=True)
+    ids = ops.sort_ids(torch.cat(every), group.layout.num_rows)
+    return ids.ids, ops.sum_pairs(torch.cat(grads), ids), None
 
 
 # -- parts -------------------------------------------------------------------------------
@@ -328,7 +431,15 @@ def _side_by_side(parts: list[_RowGrads]) -> _RowGrads:
         given = [each.x.weights for each in parts]
         weights = _placed(given, [_place(each).lookups for each in parts], x.num_lookups)
     every = _placed(grads, [_place(each).bags for each in parts], x.num_bags)
-    return _RowGrads(parts[0].call, whole, replace(x, weights=weights), every, None, None)
+    x = replace(x, weights=weights, used=_used_by_any(parts))
+    return _RowGrads(parts[0].call, whole, x, every, None, None)
+
+
+def _used_by_any(parts: list[_RowGrads]) -> tuple[bool, ...] | None:
+    """Return which features have a gradient in some part of a batch; None: all."""
+    found = [each.x.used for each in parts if each.x.used is not None]
+    used = tuple(map(any, zip(*found, strict=True)))
+    return None if len(found) < len(parts) or all(used) else used
 
 
 def _place(grads: _RowGrads) -> Place:
