@@ -972,13 +972,16 @@ def test_weights_of_samples_are_no_reason_to_refuse_a_loss() -> None:
 class Mixing(Model):
     """A model with a function between its hidden layer and its output."""
 
-    def __init__(self, strategy: str, between: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__(strategy)
+    def __init__(
+        self, strategy: str, between: Callable[[Any, Tensor], Tensor], device: str = "cpu"
+    ) -> None:
+        super().__init__(strategy, device=device)
         self.between = between
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("var", torch.ones(8))
         self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
         self.calls = 0  # in training mode
+        self.to(device)
 
     def forward(self, batch: Item) -> Tensor:
         self.calls += self.training
@@ -1036,6 +1039,17 @@ def test_a_model_that_looks_at_each_sample_by_itself_is_split(name: str) -> None
     trainer = trainer_of(Mixing("static", BY_SAMPLE[name]), system)
     list(trainer.run(batches_of()))
     assert system.record.split_batches > 0
+
+
+@marked
+@pytest.mark.parametrize("name", [*MIXING, *BY_SAMPLE])
+def test_models_on_a_gpu_are_tried(name: str) -> None:
+    between = (MIXING | BY_SAMPLE)[name]
+    model = Mixing("static", between, device="cuda")
+    trainer = trainer_of(model, hotline(), device="cuda", graphs=False)
+    refused = pytest.raises(ValueError, match="does not treat each sample by itself")
+    with refused if name in MIXING else nullcontext():
+        list(trainer.run(batches_of(30)))
 
 
 def test_to_try_a_model_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

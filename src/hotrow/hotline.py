@@ -359,12 +359,19 @@ class Hotline:
         if due and self._is_pinned:
             hot = {each.name: each.hot for each in self._members if each.hot is not None}
             if self._unchecked is not None:
-                refuse_mixed_samples(self._trainer, self._unchecked, self._splitter.taken)
-                _refuse_other_losses(self._trainer, self._unchecked)
+                self._try(self._unchecked)
                 self._unchecked = None
             self._splitter.pin(hot)
             self._classified = self._popular = self._gained = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
+
+    def _try(self, batch: Any) -> None:
+        """Refuse a model or a loss for which parts of the batch differ from the whole."""
+        size = self._parsed(batch, self._members[0].name).num_samples
+        refuse_mixed_samples(
+            self._trainer, batch, size, lambda places: self._splitter.taken(batch, places, size)
+        )
+        _refuse_other_losses(self._trainer, batch)
 
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Batches in order; whole while no rows are pinned."""

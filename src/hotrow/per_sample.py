@@ -28,15 +28,14 @@ _FEW = 100  # of so many samples one may differ: rounding can change a compariso
 
 
 def refuse_mixed_samples(
-    trainer: Trainer[Any], batch: Any, take: Callable[[Any, Tensor, int], Any]
+    trainer: Trainer[Any], batch: Any, size: int, take: Callable[[Tensor], Any]
 ) -> None:
-    """Raise a ValueError if a batch's samples get other outputs when the batch is split.
+    """Raise a ValueError if the samples of a batch get other outputs when it is split.
 
-    `take(batch, places, size)` returns the samples at some places of a batch of `size`. Models
-    that draw random numbers in training mode, other than by dropout modules, are tried in
+    The batch has `size` samples, and `take(places)` returns a batch of those at some places.
+    Models that draw random numbers in training mode, other than by dropout modules, are tried in
     evaluation mode.
     """
-    size = len(trainer.labels(batch))
     if size < 2:
         return
     with _nothing_changes(trainer):
@@ -45,16 +44,18 @@ def refuse_mixed_samples(
         if whole is None or not bool(whole.isfinite().all()):
             return
         # The halves differ as much as they can, and so does whatever is computed of a half.
-        order = whole[:, 0].argsort(stable=True).cpu()
+        where = next((each.device for each in tensors_in(batch)), whole.device)
+        order = whole[:, 0].argsort(stable=True).to(where)
         halves = order[: size // 2], order[size // 2 :]
-        parts = [_outputs(run(take(batch, half, size)), len(half)) for half in halves]
+        parts = [_outputs(run(take(half)), len(half)) for half in halves]
     how = _difference(whole, halves, parts, _rounding(trainer))
     if how:
+        name = type(_eager(trainer.model)).__name__
         raise ValueError(
-            f"Hotline trains each batch in two parts, and {type(trainer.model).__name__} does not "
-            f"treat each sample by itself: {how}. Its forward() uses the whole batch, as x.mean(0) "
-            "does, so results would not be those of whole batches. Use statistics of each sample, "
-            "as LayerNorm does, or train by another strategy, such as 'lookahead'"
+            f"Hotline trains each batch in two parts, and {name} does not treat each sample by "
+            f"itself: {how}. Its forward() uses the whole batch, as x.mean(0) does, so results "
+            "would not be those of whole batches. Use statistics of each sample, as LayerNorm "
+            "does, or train by another strategy, such as 'lookahead'"
         )
 
 
@@ -100,7 +101,7 @@ def _nothing_changes(trainer: Trainer[Any]) -> Iterator[None]:
 
 def _runner(trainer: Trainer[Any], batch: Any) -> Callable[[Any], Any]:
     """Return a function of a batch that gives equal outputs each time it gets an equal batch."""
-    twin = _twin(getattr(trainer.model, "_orig_mod", trainer.model))
+    twin = _twin(_eager(trainer.model))
     if twin is None:
         return trainer.predict
 
@@ -112,6 +113,12 @@ def _runner(trainer: Trainer[Any], batch: Any) -> Callable[[Any], Any]:
         for module in _dense_modules(twin):  # the collections are the trained model's own
             module.training = False
     return run
+
+
+def _eager(model: nn.Module) -> nn.Module:
+    """Return the model itself where torch.compile has wrapped it."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
 
 
 def _twin(model: nn.Module) -> nn.Module | None:
