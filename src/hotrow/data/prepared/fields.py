@@ -350,12 +350,16 @@ def _hashed(words: Words, starts: Places, lengths: Places) -> tuple[Words, Words
     """Two independent hashes of 64 bits."""
     first = mixed(lengths.astype(np.uint64))
     second = first.copy()
-    left = np.arange(len(lengths))  # the texts that go on; few of them may be very long
-    for done in range(0, int(lengths.max()), 8):
-        left = left[lengths[left] > done]
-        next_ = words[starts[left] + done] & _FIRST_BYTES[np.minimum(lengths[left] - done, 8)]
-        first[left] = mixed(first[left] ^ next_)
-        second[left] = stirred(second[left] ^ next_)
+    one, two, at = first, second, np.arange(len(lengths))
+    while len(at):
+        next_ = words[starts] & _FIRST_BYTES[np.minimum(lengths, 8)]
+        one, two = mixed(one ^ next_), stirred(two ^ next_)
+        starts, lengths = starts + 8, lengths - 8
+        left = lengths > 0
+        if not left.all():  # few texts may be very long
+            first[at], second[at] = one, two
+            one, two, at = one[left], two[left], at[left]
+            starts, lengths = starts[left], lengths[left]
     return first, second
 
 

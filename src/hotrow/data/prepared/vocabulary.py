@@ -192,7 +192,7 @@ class RowChecks:
     """
 
     def __init__(self, path: Path) -> None:
-        self._checks = np.memmap(path, np.uint32, "r+")
+        self._checks = np.asarray(np.memmap(path, np.uint32, "r+"))
         self._lock = Lock()  # else two threads could both find a row unused
 
     def confirm(self, rows: NDArray[np.int64], checks: Checks | None) -> bool:
