@@ -186,6 +186,7 @@ class Clicked(nn.Module):
             hotrow.SGD(lr=0.01),
             budget=hotrow.Budget((room,), window_bytes=1 << 24),
             strategy=strategy,
+            seed=0,
         )
         self.layer = nn.Linear(sum(table.embedding_dim for table in tables), 1)
 

@@ -276,7 +276,7 @@ def start_rows(shape: Shape) -> Case:
 
     state = torch.zeros(0, device=shape.device)
     return Case(
-        lambda: start_uniform(shape.store, state, first_id=0, word=1, low=-1.0, high=1.0),
+        lambda: start_uniform(shape.store, state, word=1, low=-1.0, high=1.0),
         _bytes(shape.store),
         over_link=True,
     )

@@ -326,7 +326,7 @@ class CpuAlone:
             for n, name in zip(s.rows, names, strict=True)
         ]
         self.embedding = hotrow.EmbeddingBagCollection(
-            tables, RULES[s.optimizer](lr=LR), strategy="cpu", device=device
+            tables, RULES[s.optimizer](lr=LR), strategy="cpu", device=device, seed=0
         )
         options = DenseOptions(compile=False, interaction="plain", masters="plain")
         dense = DenseModule(NUM_DENSE, len(s.rows), s.dim)

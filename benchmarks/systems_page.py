@@ -132,6 +132,17 @@ def quality(suites: Suites) -> str:
     return table(head, rows) + whence(lines)
 
 
+def skip_control(suites: Suites) -> str:
+    """Slipstream beside its controls, on each data set and system."""
+    lines = suites.get("skip_control", [])
+    if not lines:
+        return "Not measured yet.\n"
+    from skip_control import HEAD
+    from skip_control import table as rows_of
+
+    return table(HEAD, rows_of(lines)) + whence(lines)
+
+
 # -- real clicks ---------------------------------------------------------------------------
 
 
@@ -281,6 +292,7 @@ TABLES: dict[str, Callable[[Suites], str]] = {
     "targets": targets,
     "scratchpipe": scratchpipe,
     "quality": quality,
+    "skip_control": skip_control,
     "criteo": real("criteo"),
     "movielens": real("movielens"),
     "rounding": rounding,

@@ -118,9 +118,6 @@ class PlainTBSM(Twin):
     pooling = "none"
 
     def table(self, weight: Tensor, table: Bag) -> nn.Module:
-        # torch would keep the row that padding_idx names, and read it; hotrow reads zeros.
-        if table.padding_idx is not None:
-            weight[table.padding_idx] = 0
         return nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=table.padding_idx)
 
     def forward(self, batch: SequenceBatch) -> Tensor:

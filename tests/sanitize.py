@@ -123,11 +123,11 @@ def kernels() -> None:
         rows = torch.zeros(7, 3 + state, device=DEVICE)
         begin = torch.full((state,), 0.5, device=DEVICE)
         start.start_constant(rows, begin, value=1.0, padding=2)
-        start.start_uniform(rows, begin, first_id=3, word=2**63 + 1, low=-1.0, high=1.0, padding=6)
-        start.start_normal(rows, begin, first_id=3, words=(7, 9), mean=0.0, std=1.0)
+        start.start_uniform(rows, begin, word=2**63 + 1, low=-1.0, high=1.0, first_row=3, padding=6)
+        start.start_normal(rows, begin, first_row=3, words=(7, 9), mean=0.0, std=1.0)
         new = start.Unwritten(
             [0, 3, 9], [start.Beginning("other"), start.Beginning("uniform", (-1.0, 2.0), 1)],
-            (2**63 + 1, 7, 9), [0.5] * begin.numel(), rows.device,
+            [(2**63 + 1, 7, 9)] * 2, [0.5] * begin.numel(), rows.device,
         )  # fmt: skip
         new.note(torch.tensor([4, -1, 8], device=rows.device))
     for batch, features, dim in ((1, 1, 16), (3, 5, 16), (17, 26, 64)):
@@ -216,6 +216,7 @@ def collection(
             None if strategy == "all-fast" else budget,
             strategy=strategy,
             device=DEVICE,
+            seed=0,
             **options,
         )
     except ValueError as reason:

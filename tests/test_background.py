@@ -106,7 +106,7 @@ class Loop:
     def __init__(self, **options: Any) -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
-        options = {"strategy": "lookahead", "budget": "40%", **options}
+        options = {"strategy": "lookahead", "budget": "40%", "seed": 0, **options}
         self.embedding = hotrow.EmbeddingBagCollection(TABLES, hotrow.Adagrad(lr=0.1), **options)
         dense = torch.nn.Sequential(torch.nn.Linear(28, 6), torch.nn.Dropout(0.3))
         self.model = torch.nn.ModuleDict({"embedding": self.embedding, "dense": dense})

@@ -21,7 +21,7 @@ SIZE = 5
 
 
 def collection(*tables: Table, **options: Any) -> hotrow.EmbeddingBagCollection:
-    options = {"strategy": "all-fast", **options}
+    options = {"strategy": "all-fast", "seed": 0, **options}
     return hotrow.EmbeddingBagCollection(tables or TABLES, hotrow.SGD(lr=0.1), **options)
 
 
@@ -251,14 +251,108 @@ def test_what_embedding_bags_are_called_with_becomes_one_batch() -> None:
         ({"f": (long(1, 2), long(0, 2), torch.ones(3))}, "feature 'f' has 2 ids and 3 weights"),
         (
             {"f": torch.ones(2, 2, 2)},
-            r"feature 'f' must be ids .* got a tensor of shape \(2, 2, 2\)",
+            r"feature 'f' must be a tensor of ids .* got a tensor of shape \(2, 2, 2\)",
         ),
-        ({"f": [1, 2, 3, 4]}, "feature 'f' must be ids .* got <class 'list'>"),
+        (
+            {"f": long(1, 2, 3), "g": (long(1, 2), long(0, 2))},
+            r"as many samples each, and have {'f': 3, 'g': 1}",
+        ),
     ],
 )
 def test_features_that_do_not_go_together_are_named(features: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        hotrow.KeyedJaggedTensor.of(features)
+        hotrow.KeyedJaggedTensor.of(features, include_last_offset=True)
+
+
+def test_offsets_are_read_as_nn_embedding_bag_reads_them() -> None:
+    bag = torch.nn.EmbeddingBag(10, 3, mode="sum")
+    ended = torch.nn.EmbeddingBag(10, 3, mode="sum", include_last_offset=True, _weight=bag.weight)
+    embedding = collection(Table("a", 10, 3, ["f"]))
+    embedding.load_weights("a", 0, bag.weight)
+    for indices, offsets in ((long(1, 2), long(0, 2)), (long(4, 4, 5), long(0, 1, 1, 3))):
+        for plain, last in ((bag, False), (ended, True)):
+            kjt = hotrow.KeyedJaggedTensor.of({"f": (indices, offsets)}, include_last_offset=last)
+            found, expected = embedding(kjt).values(), plain(indices, offsets)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "offsets", [long(0, 2), long(0), long(0, 1)], ids=["last bag empty", "one", "last bag full"]
+)
+def test_offsets_that_could_be_read_in_two_ways_are_refused(offsets: Tensor) -> None:
+    count = len(offsets)
+    message = (
+        f"feature 'f' has {count} offsets, which are {count} samples, as nn.EmbeddingBag reads "
+        f"them, or {count - 1}, .* include_last_offset=False or True"
+    )
+    with pytest.raises(ValueError, match=message):
+        hotrow.KeyedJaggedTensor.of({"f": (long(1, 2), offsets), "g": (long(1, 2), offsets)})
+
+
+def test_another_feature_tells_how_offsets_are_meant() -> None:
+    for size, lengths in ((1, [1, 2]), (2, [1, 1, 2, 0])):
+        kjt = hotrow.KeyedJaggedTensor.of({"f": long(5, 6)[:size], "g": (long(1, 2), long(0, 2))})
+        assert kjt.lengths().tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ([1, 2], "list"),
+        ([1, 2, 3], "list"),
+        ([1, 2, 3, 4], "list"),
+        ((long(1, 2), [0, 1]), "tuple"),
+        ((long(1, 2).view(1, 2), long(0, 1)), "tuple"),
+        (7, "int"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_feature_that_is_no_tensor_is_told_what_to_be(given: Any, kind: str) -> None:
+    message = (
+        r"feature 'a' must be a tensor of ids \[B\] or \[B, n\], such as torch.tensor\(\[1, 2\]\), "
+        rf"or a tuple of tensors, .*; got <class '{kind}'>"
+    )
+    with pytest.raises(TypeError, match=message):
+        hotrow.KeyedJaggedTensor.of({"a": given})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_only_whole_numbers_make_a_keyed_jagged_tensor(dtype: torch.dtype) -> None:
+    bad, make = torch.ones(2).to(dtype), hotrow.KeyedJaggedTensor
+    said = rf" must be int64 \(or int32\), not {dtype}; if they are whole numbers, .long\(\)"
+    with pytest.raises(TypeError, match="^values" + said):
+        make(["f"], bad, lengths=long(1, 1))
+    with pytest.raises(TypeError, match="^lengths" + said):
+        make(["f"], long(1, 2), lengths=bad)
+    with pytest.raises(TypeError, match="^offsets" + said):
+        make(["f"], long(1, 2), offsets=bad)
+    with pytest.raises(TypeError, match="^ids of feature 'f'" + said):
+        make.of({"f": bad})
+    with pytest.raises(TypeError, match="^indices of feature 'f'" + said):
+        make.of({"f": (bad, long(0, 1))}, include_last_offset=False)
+    with pytest.raises(TypeError, match="^offsets of feature 'f'" + said):
+        make.of({"f": (long(1, 2), bad)}, include_last_offset=False)
+
+
+def test_a_list_is_no_tensor() -> None:
+    bad: Any = [1, 2]
+    with pytest.raises(TypeError, match="values must be a tensor, got list"):
+        hotrow.KeyedJaggedTensor(["f"], bad, lengths=long(1, 1))
+    with pytest.raises(TypeError, match="lengths must be a tensor, got list"):
+        hotrow.KeyedJaggedTensor(["f"], long(1, 2), lengths=bad)
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    message = "key 'f' is there twice; every feature has one place in a batch"
+    with pytest.raises(ValueError, match=message):
+        hotrow.KeyedJaggedTensor(["f", "g", "f"], long(1, 2, 3), lengths=long(1, 1, 1))
+    embedding = collection(Table("a", 10, 3, ["f"]))
+    foreign = Foreign(["g", "f", "f"], long(1, 2, 3), long(0, 1, 2, 3))
+    with pytest.raises(ValueError, match=message):
+        embedding(foreign)
+    with pytest.raises(ValueError, match=message):
+        next(iter(hotrow.ahead([foreign], embedding)))
 
 
 @pytest.mark.parametrize("parts", [{}, {"offsets": long(0, 1), "lengths": long(1)}], ids=str)

@@ -22,7 +22,7 @@ from hotrow.budget import (
     smallest_budget,
     write_budget,
 )
-from hotrow.told import settings_written
+from hotrow.told import apart, settings_written
 
 # -- what users write --------------------------------------------------------------------
 
@@ -44,6 +44,14 @@ from hotrow.told import settings_written
         (1e6, 1_000_000),
         ("1e6", 1_000_000),
         ("2.5E+3 kB", 2_500_000),
+        ("10G", 10 * 10**9),
+        ("10GB", 10 * 10**9),
+        ("10 GiB", 10 * 2**30),
+        ("10Gi", 10 * 2**30),
+        ("512M", 512 * 10**6),
+        ("1.5 k", 1500),
+        ("2T", 2 * 10**12),
+        ("5B", 5),
     ],
 )
 def test_a_budget_is_read_as_written(text: Any, value: int) -> None:
@@ -63,7 +71,7 @@ def test_a_percentage_is_of_the_total(text: str, value: int) -> None:
         " ",
         "GiB",
         "-1",
-        "4G",
+        "4Gb/s",
         "four",
         "4GiB extra",
         "1.2.3",
@@ -99,10 +107,71 @@ def test_a_percentage_of_nothing_is_refused() -> None:
         parse_bytes("10%")
 
 
+@pytest.mark.parametrize("text", ["5", " 10 ", "512", "1.5", "8_192", "99999"])
+def test_a_small_number_without_a_unit_is_refused(text: str) -> None:
+    number = text.strip()
+    with pytest.raises(
+        ValueError, match=rf"'{text}' has no unit; write '{number}GB' .*'{number}%'"
+    ):
+        parse_bytes(text, total=2000)
+    with pytest.raises(ValueError, match=rf"'{number}GiB' \({number} \* 2\*\*30\), or '{number}B'"):
+        parse_bytes(text)
+
+
+def test_a_collection_asks_for_the_unit_of_its_budget() -> None:
+    table = hotrow.EmbeddingBagConfig("item", 1000, 16, ["item"])
+    with pytest.raises(ValueError, match="'5' has no unit; write '5GB'"):
+        hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="5")
+    hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="10G")
+
+
 @pytest.mark.parametrize("text", [0, -1, "0", "0 GiB", "0.4", "0%"])
 def test_a_budget_of_nothing_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=f"must be above zero bytes, got {text!r}"):
         parse_bytes(text, total=2000)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (2**30, 2**30 + 1),
+        (2**30, 2**30 - 1),
+        (1000, 1001),
+        (5 * 2**40, 5 * 2**40 + 1),
+        (1536, 1537),
+        (3 * 2**30, 4 * 2**30),
+    ],
+)
+def test_different_numbers_of_bytes_look_different(numbers: tuple[int, int]) -> None:
+    one, other = numbers
+    assert show_bytes(one, beside=other) != show_bytes(other, beside=one)
+    assert show_bytes(one, beside=one) == show_bytes(one)
+    assert show_bytes(3 * 2**30, beside=4 * 2**30) == "3.0 GiB"
+
+
+def test_different_numbers_look_different() -> None:
+    assert apart(0.5, 0.25) == ["0.5", "0.25"]
+    assert apart(1e-3, 1e-3 + 1e-9, digits=2) == ["0.001", "0.001000001"]
+    assert apart(0.95, 0.946, digits=0, kind="%") == ["95.0%", "94.6%"]
+    assert apart(0.7, 0.7, digits=4, kind="f") == ["0.7000", "0.7000"]
+    assert len(set(apart(1.0, 1.0 + 2**-52))) == 2
+    assert apart(float("nan"), float("nan")) == ["nan", "nan"]
+
+
+def test_a_budget_just_too_small_does_not_look_like_one_that_is_enough() -> None:
+    table = hotrow.EmbeddingBagConfig("item", 100_000, 512, ["item"])
+
+    def collection(budget: int) -> None:
+        hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=budget)
+
+    with pytest.raises(ValueError, match="too small") as error:
+        collection(100_000)
+    smallest = int(re.search(r"\(([0-9,]+) bytes\)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
+    with pytest.raises(ValueError, match="too small") as error:
+        collection(smallest - 1)
+    sizes = re.search(r"budget of (.+) is too small; .* here is (.+) \(", str(error.value))
+    assert sizes is not None
+    assert sizes[1] != sizes[2]
 
 
 @pytest.mark.parametrize(

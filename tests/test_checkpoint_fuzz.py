@@ -20,6 +20,7 @@ import hotrow
 import hotrow.checkpoint.saving as saving
 from fuzzing import changed, damaged, fuzzed, odd
 from hotrow.checkpoint import Checkpoint
+from hotrow.checkpoint.exported import verify_export
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.manifest import read_manifest
 from hotrow.checkpoint.tables import export_tables, import_tables
@@ -33,7 +34,9 @@ TABLES = (hotrow.EmbeddingBagConfig("item", 60, 4, ["item"]),)
 
 
 def collection() -> hotrow.EmbeddingBagCollection:
-    return hotrow.EmbeddingBagCollection(TABLES, hotrow.Adagrad(lr=0.1), strategy="all-fast")
+    return hotrow.EmbeddingBagCollection(
+        TABLES, hotrow.Adagrad(lr=0.1), strategy="all-fast", seed=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +223,33 @@ def exported(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     for to in ("safetensors", "parquet", "npz"):
         export_tables(folders[0], root / to, to=to)
         (root / to / "dense.safetensors").unlink()
+        (root / to / "export.json").unlink()
     weights = np.ones((60, 4), np.float32)
     np.savez_compressed(root / "compressed.npz", **{"embedding_bags.item.weight": weights})
     return root
+
+
+@pytest.fixture(scope="module")
+def with_records(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("with-records")
+    for to in ("safetensors", "parquet", "npz"):
+        export_tables(folders[0], root / to, to=to)
+    return root
+
+
+@fuzzed
+@given(data=st.data(), to=st.sampled_from(["safetensors", "parquet", "npz"]))
+def test_records_of_exports(data: st.DataObject, to: str, with_records: Path) -> None:
+    record = with_records / to / "export.json"
+    verify_export(record.parent)
+    text = json.dumps(changed(json.loads(record.read_text()), data)).encode()
+
+    def verify() -> None:
+        with suppress(ValueError):
+            verify_export(record.parent)
+
+    with_other(record, text, verify)
+    with_other(record, damaged(record.read_bytes(), data), verify)
 
 
 @fuzzed

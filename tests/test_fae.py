@@ -383,7 +383,7 @@ class ThreeTables(nn.Module):
         shares = [hotrow.Share(slots, buffer_rows=64, dense_map=True) for slots in (120, 150)]
         budget = hotrow.Budget(tuple(shares), window_bytes=1 << 20)
         self.embedding = hotrow.EmbeddingBagCollection(
-            tables, RULES["sgd"], budget, strategy="static"
+            tables, RULES["sgd"], budget, strategy="static", seed=0
         )
         self.top = nn.Linear(24, 1)
 
@@ -440,8 +440,9 @@ def test_slipstream_on_few_hot_batches_trains_all() -> None:
     assert seen.samples == ALL
 
 
-def test_a_budget_for_every_row_makes_every_sample_hot() -> None:
-    model, twin = Model("adam", slots=600), Model("adam", "all-fast")
+@pytest.mark.parametrize("slots", [600, sum(ROWS)])  # no budget makes more than there are rows
+def test_a_budget_for_every_row_makes_every_sample_hot(slots: int) -> None:
+    model, twin = Model("adam", slots=slots), Model("adam", "all-fast")
     fae = FAE(sample_rate=0.5, cold="hybrid", hot_budget="100%", test=TEST)
     with pytest.warns(UserWarning, match="holds every row"):
         seen, records = train(model, fae)

@@ -249,7 +249,7 @@ class Run:
             budget=budget,
             strategy=strategy,
             device=DEVICE,
-            **(embedding_options or {}),
+            **{"seed": 0, **(embedding_options or {})},
         )
         self.model = DLRM(self.embedding, config.num_dense, bottom=(16, 8), top=(16, 1))
         self.model.to(DEVICE)

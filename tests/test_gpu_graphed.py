@@ -115,7 +115,7 @@ class Run:
         dense: str = "sgd",
     ) -> None:
         self.embedding = hotrow.EmbeddingBagCollection(
-            TABLES[tables], RULES[rule], budget, strategy=strategy, device="cuda"
+            TABLES[tables], RULES[rule], budget, strategy=strategy, device="cuda", seed=0
         )
         self.model = Model(self.embedding).cuda()
         parameters = self.model.parameters()

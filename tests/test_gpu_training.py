@@ -61,7 +61,7 @@ class Run:
             budget,
             strategy=strategy,
             device="cuda",
-            **options,
+            **{"seed": 0, **options},
         )
         self.model = DLRM(
             self.embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.captured
 import hotrow.embedding
+import hotrow.hotline
 import hotrow.step
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
@@ -964,6 +966,118 @@ def test_weights_of_samples_are_no_reason_to_refuse_a_loss() -> None:
         trainer.loss_fn = weighted
         list(trainer.run(batches_of()))
     assert_alike(models[0].numbers(), models[1].numbers())
+
+
+class Mixing(Model):
+    """A model with a function between its hidden layer and its output."""
+
+    def __init__(self, strategy: str, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(strategy)
+        self.between = between
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
+        self.calls = 0  # in training mode
+
+    def forward(self, batch: Item) -> Tensor:
+        self.calls += self.training
+        vectors = self.embedding(batch["ids"]).values()
+        hidden = self.between(self, self.top(torch.cat([batch["dense"], vectors], 1)))
+        logits: Tensor = self.out(hidden).squeeze(1)
+        return logits
+
+
+def normalise_by_batch(model: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(x, model.mean, model.var, training=model.training)
+
+
+def attend(model: Any, x: Tensor) -> Tensor:
+    """Attention over the sequence of a sample."""
+    steps = x.view(-1, 2, 4)
+    found: Tensor = model.attention(steps, steps, steps)[0]
+    return found.flatten(1)
+
+
+MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "centred": lambda _, x: x - x.mean(0),
+    "functional batch norm": normalise_by_batch,  # which looks at the batch in training mode only
+    "and dropout": lambda m, x: F.dropout(x - x.mean(0), 0.1, m.training),
+    "neighbours": lambda _, x: x + x.roll(1, 0),
+    "size": lambda _, x: 16 * x / len(x),
+    "softmax over samples": lambda _, x: x.softmax(0),
+    "largest": lambda _, x: x / x.abs().amax(0),
+}
+BY_SAMPLE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "softmax over features": lambda _, x: x.softmax(1),
+    "dropout": lambda m, x: F.dropout(x, 0.5, m.training),
+    "noise": lambda m, x: x + m.training * torch.randn_like(x),
+    "attention": attend,
+    "hard": lambda _, x: x * (x > 0),
+    "constant": lambda _, x: 0 * x,
+    "running mean": lambda m, x: x - m.mean,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_mixes_samples_is_refused(name: str) -> None:
+    model = Mixing("static", MIXING[name])
+    trainer, batches = trainer_of(model, hotline()), batches_of()
+    with pytest.raises(
+        ValueError, match=r"Mixing does not treat each sample by itself: .*'lookahead'"
+    ):
+        list(trainer.run(batches))
+    assert model.calls == trainer.step > 0  # the first batches were trained whole
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_a_model_that_looks_at_each_sample_by_itself_is_split(name: str) -> None:
+    system = hotline()
+    trainer = trainer_of(Mixing("static", BY_SAMPLE[name]), system)
+    list(trainer.run(batches_of()))
+    assert system.record.split_batches > 0
+
+
+def test_to_try_a_model_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(model: Any, x: Tensor) -> Tensor:
+        if model.training:
+            model.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return F.dropout(attend(model, x) - 0.01 * model.calls, 0.3, model.training) - model.mean
+
+    found = []
+    for tries in (True, False):
+        if not tries:
+            monkeypatch.setattr(hotrow.hotline, "refuse_mixed_samples", lambda *given: None)
+            monkeypatch.setattr(hotrow.hotline, "_refuse_other_losses", lambda *given: None)
+        torch.manual_seed(5)
+        model = Mixing("static", between)
+        list(trainer_of(model, hotline()).run(batches_of()))
+        found.append(
+            [*model.numbers(), model.mean, torch.tensor(model.calls), torch.get_rng_state()]
+        )
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_outputs_of_each_sample_for_all_others_are_refused() -> None:
+    class Pairs(Model):
+        def forward(self, batch: Item) -> Tensor:
+            hidden = self.top(torch.cat([batch["dense"], self.embedding(batch["ids"]).values()], 1))
+            scores: Tensor = hidden @ hidden.t()
+            return scores
+
+    trainer = trainer_of(Pairs("static"), hotline())
+    trainer.loss_fn = lambda scores, labels: scores.square().mean()
+    with pytest.raises(ValueError, match="outputs have another shape when a batch is split"):
+        list(trainer.run(batches_of()))
+
+
+def test_a_model_that_cannot_be_copied_is_tried_in_evaluation_mode() -> None:
+    model = Mixing("static", MIXING["centred"])
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match="does not treat each sample by itself"):
+        list(trainer_of(model, hotline()).run(batches_of()))
+    model = Mixing("static", BY_SAMPLE["dropout"])
+    model.lock = threading.Lock()
+    list(trainer_of(model, hotline()).run(batches_of()))
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "lru", "hybrid"])

@@ -574,7 +574,12 @@ def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> N
     results = []
     for strategy in ("all-fast", "hybrid"):
         embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.SGD(lr=0.05), strategy=strategy, device="cuda", output_dtype=dtype
+            tables,
+            hotrow.SGD(lr=0.05),
+            strategy=strategy,
+            device="cuda",
+            output_dtype=dtype,
+            seed=0,
         )
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()
@@ -633,6 +638,7 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
         hotrow.RowWiseAdagrad(lr=0.05),
         strategy=strategy,
         device=device,
+        seed=0,
     )
     model = DLRM(embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3))
     model.to(device)

@@ -68,10 +68,12 @@ LAYERS = [
         "hashing",
         "kernels",
         "interrupt",
+        "kept",
         "lanes",
         "manifests",
         "masters",
         "progress",
+        "random_states",
         "reuse",
         "scalars",
         "told",
@@ -84,6 +86,7 @@ LAYERS = [
         "budget",
         "changed",
         "evict",
+        "id_check",
         "machine",
         "scratchpad",
         "traffic",
@@ -116,7 +119,8 @@ LAYERS = [
     {"skip", "split"},
     {"graphed"},
     {"trainer"},
-    {"fae", "hotline", "slipstream"},
+    {"fae", "per_sample", "slipstream"},
+    {"hotline"},
 ]
 LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
 

@@ -12,7 +12,18 @@ from torch import Tensor
 
 import hotrow
 import hotrow.embedding
-from builders import CASES, RULES, Case, Outcome, build, outcome, readout, tight_budget, variant
+from builders import (
+    CASES,
+    RULES,
+    Case,
+    Outcome,
+    build,
+    outcome,
+    readout,
+    tight_budget,
+    unique_rows,
+    variant,
+)
 from hotrow.device_rows import DeviceRows
 from hotrow.hotset import popular
 from hotrow.stages import LATE
@@ -146,15 +157,15 @@ def test_of_too_many_rows_every_table_keeps_the_first() -> None:
         assert torch.equal(pinned.rows(name), given[:kept].sort()[0])
 
 
-def test_rows_given_twice_and_padding_take_no_slot_of_their_own() -> None:
+def test_rows_given_twice_take_one_slot_and_padding_that_is_read_is_pinned() -> None:
     case = CASES["unpooled"]
     batches = case.batches(STEPS)
     embedding = build(case, "sgd", "static", budget=budget_of(case, batches, 0.4, dense=True))
     embedding.reserve_like(batches[0])
     pinned = embedding.pin_rows({"a": torch.tensor([7, 0, 7, 3, 7, 3])})
-    assert pinned.rows("a").tolist() == [3, 7]  # 0 is padding
-    assert pinned.rows("b").tolist() == []
-    assert int((embedding.groups[0].pad.row_of_slot >= 0).sum()) == 2
+    assert pinned.rows("a").tolist() == [0, 3, 7]  # 0 is padding
+    assert pinned.rows("b").tolist() == [2]  # likewise
+    assert int((embedding.groups[0].pad.row_of_slot >= 0).sum()) == 4
     assert outcome(embedding, learn(embedding, batches)).same_bits(all_fast(case, "sgd", batches))
 
 
@@ -236,6 +247,67 @@ def test_rows_that_no_table_has_are_refused_and_nothing_changes() -> None:
     assert embedding.pins_version == version
 
 
+# -- a slot for every row ----------------------------------------------------------------
+
+
+def whole_budget(case: Case, *, spare: int = 0, dense: bool = True) -> hotrow.Budget:
+    """Return a budget with a slot for every row, and some more."""
+    widths: dict[int, int] = {}
+    for table in case.tables:
+        widths[table.embedding_dim] = widths.get(table.embedding_dim, 0) + table.num_embeddings
+    shares = [
+        hotrow.Share(rows + spare, buffer_rows=64, dense_map=dense) for rows in widths.values()
+    ]
+    return hotrow.Budget(tuple(shares), window_bytes=1 << 20)
+
+
+def profile_of(case: Case) -> hotrow.Profile:
+    """Return counts under which every other row is hot."""
+    return {table.name: torch.arange(table.num_embeddings) % 2 for table in case.tables}
+
+
+def count_rows(case: Case, batches: Sequence[Any]) -> int:
+    """Return how many different rows the batches look up."""
+    return sum(len(set().union(*ids)) for ids in unique_rows(case, batches))
+
+
+@pytest.mark.parametrize("spare", [0, 7])
+@pytest.mark.parametrize("pins", ["learned", "profile", "given"])
+@pytest.mark.parametrize("name", ["one-hot", "two-widths"])
+def test_with_a_slot_for_every_row_none_leaves(name: str, pins: str, spare: int) -> None:
+    case = CASES[name]
+    batches = case.batches(40)  # pins are learned after 16 and after 32
+    profile = profile_of(case) if pins == "profile" else None
+    budget = whole_budget(case, spare=spare)
+    embedding = build(case, "adam", "static", budget=budget, profile=profile)
+    if pins == "given":
+        embedding.reserve_like(batches[0])
+        embedding.pin_rows(some_rows(case, 0))
+    found = outcome(embedding, learn(embedding, batches))
+    traffic = embedding.traffic()
+    assert traffic.evicted_rows == 0
+    assert traffic.fetched_rows <= count_rows(case, batches)  # each once, if it was not pinned
+    assert found.same_bits(all_fast(case, "adam", batches))
+
+
+def test_uncached_fetches_rows_anew_also_with_a_slot_for_every_row() -> None:
+    case = CASES["one-hot"]
+    batches = case.batches(12)
+    embedding = build(case, "adam", "uncached", budget=whole_budget(case))
+    found = outcome(embedding, learn(embedding, batches))
+    traffic = embedding.traffic()
+    assert traffic.fetched_rows == traffic.unique_rows > count_rows(case, batches)
+    assert found.same_bits(all_fast(case, "adam", batches))
+
+
+def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
+    case = CASES["one-hot"]
+    embedding = build(case, "adam", "static", budget=whole_budget(case))
+    embedding.reserve_like(case.batches(1)[0])
+    every = {table.name: torch.arange(table.num_embeddings) for table in case.tables}
+    assert embedding.pin_rows(every).num_rows == embedding.num_rows
+
+
 # -- on a device -------------------------------------------------------------------------
 
 
@@ -301,6 +373,28 @@ def test_pins_on_a_device_give_way_and_the_version_tells() -> None:
         losses += learn(embedding, large)
     assert embedding.pins_version != version
     expected = all_fast(case, "adam", small + large, device=DEVICE)
+    assert outcome(embedding, losses).same_bits(expected)
+
+
+@pytest.mark.usefixtures("device_engine")
+@pytest.mark.parametrize(
+    ("name", "pins", "dense"),
+    [("one-hot", "learned", True), ("two-widths", "profile", False), ("one-hot", "given", False)],
+)
+def test_with_a_slot_for_every_row_none_leaves_a_device(name: str, pins: str, dense: bool) -> None:
+    case = CASES[name]
+    batches = case.batches(20 if pins == "learned" else 8)  # pins are learned after 16
+    profile = profile_of(case) if pins == "profile" else None
+    budget = whole_budget(case, dense=dense)
+    embedding = build(case, "adam", "static", budget=budget, profile=profile, device=DEVICE)
+    if pins == "given":
+        embedding.reserve_like(batches[0])
+        embedding.pin_rows(some_rows(case, 0))
+    losses = learn(embedding, batches)
+    traffic = embedding.traffic()
+    assert traffic.evicted_rows == 0
+    assert traffic.fetched_rows <= count_rows(case, batches)
+    expected = all_fast(case, "adam", batches, device=DEVICE)
     assert outcome(embedding, losses).same_bits(expected)
 
 

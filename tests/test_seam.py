@@ -482,6 +482,18 @@ def test_two_iterators_at_once_on_one_collection_are_refused() -> None:
     assert len(list(hotrow.ahead(CASE.batches(5), embedding))) == 5
 
 
+def test_validation_by_a_second_iterator_is_told_to_call_the_model_directly() -> None:
+    embedding = tight()
+    batches = CASE.batches(6)
+    for number, batch in enumerate(hotrow.ahead(batches[:4], embedding)):
+        readout(embedding(batch)).backward()
+        if number == 2:
+            with pytest.raises(RuntimeError, match="inside its loop call the model directly"):
+                next(hotrow.ahead(batches[4:], embedding))
+            with torch.no_grad():  # as it says
+                assert all(readout(embedding(batch)).isfinite() for batch in batches[4:])
+
+
 def test_an_iterator_starts_over_when_it_has_finished() -> None:
     stream = hotrow.ahead(CASE.batches(5), tight())
     assert len(list(stream)) == 5
@@ -1105,7 +1117,9 @@ def test_a_share_given_as_a_fraction_is_refused_with_the_right_form() -> None:
 def test_a_list_of_ids_that_gets_another_tensor_is_looked_up_anew() -> None:
     table = hotrow.EmbeddingBagConfig("a", 50, 4, ["a"])
     ahead_of, plain = (
-        hotrow.EmbeddingBagCollection([table], hotrow.SGD(lr=1.0), budget=5_000, strategy=name)
+        hotrow.EmbeddingBagCollection(
+            [table], hotrow.SGD(lr=1.0), budget=5_000, strategy=name, seed=0
+        )
         for name in ("lookahead", "all-fast")
     )
     offsets = torch.tensor([0, 1, 2])
@@ -1134,7 +1148,7 @@ def test_ids_built_anew_are_recognised_however_many_batches_were_pulled(pulled: 
     found = []
     for ids in (lambda batch: batch, torch.clone):
         embedding = hotrow.EmbeddingBagCollection(
-            [hotrow.EmbeddingBagConfig("a", 5000, 8, ["a"])], hotrow.SGD(0.1), "100KiB"
+            [hotrow.EmbeddingBagConfig("a", 5000, 8, ["a"])], hotrow.SGD(0.1), "100KiB", seed=0
         )
         stream = hotrow.ahead(batches, embedding, ids=ids)
         for first in stream:
@@ -1161,6 +1175,7 @@ def test_a_staged_batch_larger_than_the_buffer_fills_the_slots_all_the_same() ->
             hotrow.Adam(0.1),
             hotrow.Budget((hotrow.Share(1400, 60, True),), window_bytes=1 << 14),
             strategy=strategy,
+            seed=0,
         )
         for batch in hotrow.ahead(batches, embedding, ids=lambda batch: batch):
             embedding(batch).values().square().sum().backward()

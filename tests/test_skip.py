@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +37,9 @@ def ids_of(batch: Clicks) -> Any:
 class Moving:
     """Rows that move as they are told, whenever a sample looks them up."""
 
-    def __init__(self, steps: Tensor) -> None:
+    def __init__(self, steps: Tensor, init: Any = None) -> None:
         self.steps = steps  # [rows of "a"]; those of "b" rest
-        tables = [Table("a", len(steps), 2, ["f"]), Table("b", 4, 3, ["g"])]
+        tables = [Table("a", len(steps), 2, ["f"], init=init), Table("b", 4, 3, ["g"])]
         self.embedding = hotrow.EmbeddingBagCollection(
             tables, hotrow.SGD(), strategy="all-fast", seed=1
         )
@@ -370,19 +370,65 @@ def test_rows_that_move_again_are_no_longer_stale(mode: str) -> None:
         for batch in mine:
             moving.train(batch)
         if len(sizes) == 3:
-            moving.steps = torch.cat([moving.steps[:2], torch.ones(8)])  # row 2 wakes up
+            # Row 2 moves again, and row 3 has come to rest.
+            moving.steps = torch.tensor([0.001, 0.001, 1, 0.001, 1, 1, 1, 1, 1, 1])
     # Before the snapshots, between them, skipping 5 batches, trying 11, skipping 5, trying 6.
-    assert stale == [0, 0, 3, 3, 2, 2]
+    assert stale == [0, 0, 3, 3, 3, 3]
     tried = 11 * SIZE
     if mode == "samples":
         assert sizes[2] < 5 * SIZE
         assert sizes[3] >= tried
         assert sizes[4] < 5 * SIZE
         assert 2 in rows[4]
-        assert not {0, 1} & rows[4]
+        assert not {0, 1, 3} & rows[4]
     else:
         assert sizes == [2 * SIZE, tried, 5 * SIZE, tried, 5 * SIZE, 6 * SIZE]
     assert (skip.record.rechecks, skip.record.moving_again) == (1, 1)
+
+
+def rechecked(
+    moving: Moving, batches: list[Clicks], change: Callable[[], None], **changes: Any
+) -> SkipStale:
+    """Train until a re-check has been done; `change` is called when the first decision was made."""
+    skip = moving.slipstream(40, recheck_every=5, sample_rate=0.5, **changes)
+    for count, segment in enumerate(skip.segments(batches)):
+        if count == 2:
+            change()
+        for batch in segment:
+            moving.train(batch)
+        if skip.record.rechecks:
+            break
+    return skip
+
+
+def stale_in(skip: SkipStale) -> list[int]:
+    """The stale rows of table "a"."""
+    assert skip._stale is not None
+    return skip._all.by_table(skip._stale).get("a", torch.empty(0)).tolist()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3], ids=["as before", "at a smaller learning rate"])
+def test_a_recheck_finds_rows_that_rest_now(factor: float) -> None:
+    moving = Moving(STEPS)
+
+    def change() -> None:
+        steps = moving.steps.clone()
+        steps[2], steps[5] = 0.5, 0.001  # one moves again, another has come to rest
+        moving.steps = factor * steps
+
+    skip = rechecked(moving, moving.batches(40), change)
+    assert stale_in(skip) == [0, 1, 5]
+    assert (skip.record.rechecks, skip.record.moving_again) == (1, 1)
+
+
+@pytest.mark.parametrize("visits", [0, 1])
+def test_a_row_without_visits_in_a_recheck_is_stale_only_as_published(visits: int) -> None:
+    moving = Moving(STEPS)
+    batches = moving.batches(40)
+    for batch in batches[18:]:  # the first decision comes after 13
+        batch.sparse[batch.sparse[:, 0] == 1, 0] = 7
+    skip = rechecked(moving, batches, lambda: None, least_visits=visits)
+    assert (1 in stale_in(skip)) is (visits == 0)
 
 
 def noted(skip: SkipStale, *losses: float) -> None:
@@ -476,7 +522,7 @@ def test_what_losses_vary_by_is_neither_trend_nor_step() -> None:
 
 @pytest.mark.parametrize("mode", ["samples", "rows"])
 def test_a_search_that_does_not_converge_is_reported_and_takes_less(mode: str) -> None:
-    moving = Moving(torch.ones(10) * 0.5)
+    moving = Moving(torch.ones(10) * 0.5, hotrow.Constant(0.0))
     batches = moving.batches()
     for batch in batches:  # rows 0 to 7 are visited in every batch, and so move alike
         batch.sparse[:8, 0] = torch.arange(8)
@@ -497,7 +543,7 @@ def test_a_search_that_does_not_converge_is_reported_and_takes_less(mode: str) -
         assert r.stale_rows == {"b": 4}
     else:
         assert "makes 0.0%" in r.threshold.said
-        assert "Nothing is skipped; a target of 0.6 would" in r.threshold.said
+        assert "Nothing is skipped; a target of 1 would" in r.threshold.said
         assert r.stale_rows == {}
         assert all(group.frozen is None for group in moving.embedding.groups)
 

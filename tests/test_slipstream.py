@@ -40,6 +40,7 @@ class Model(nn.Module):
             budget=hotrow.Budget((hotrow.Share(60, 64, dense_map=True),), window_bytes=1 << 20),
             strategy=strategy,
             device=device,
+            seed=0,
         )
         self.top = nn.Linear(11, 1)
 

@@ -598,7 +598,7 @@ def test_on_a_gpu_large_batches_keep_their_rows_apart(
         {"strategy": "static-hybrid", "budget": "5%", "profile": profile},
     ):
         embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.RowWiseAdagrad(lr=0.05), device="cuda", **options
+            tables, hotrow.RowWiseAdagrad(lr=0.05), device="cuda", seed=0, **options
         )
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()
@@ -619,7 +619,7 @@ def test_on_a_gpu_the_trainer_trains_it_in_cut_steps(compiled: bool) -> None:
     for strategy in ("static-hybrid", "all-fast"):
         tables = [Table(f"t{i}", n, 16, [f"f{i}"]) for i, n in enumerate((5000, 300, 20000, 40))]
         embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.RowWiseAdagrad(lr=0.05), "10%", strategy=strategy, device="cuda"
+            tables, hotrow.RowWiseAdagrad(lr=0.05), "10%", strategy=strategy, device="cuda", seed=0
         )
         model = DLRM(embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3))
         model.to("cuda")

@@ -1,4 +1,4 @@
-"""Rows start as a function of (seed, id) alone, and the store keeps what it is given."""
+"""Rows start by (seed, table name, row) alone, and the store keeps what it is given."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# -- a function of (seed, id) ------------------------------------------------------------
+# -- a function of (seed, table name, row) ----------------------------------------------
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -70,13 +70,6 @@ def test_rows_do_not_depend_on_the_number_of_threads(
     alone = rows_of(300, init=INITS[init])
     torch.set_num_threads(4)
     assert torch.equal(rows_of(300, init=INITS[init]), alone)
-
-
-@pytest.mark.parametrize("init", ["uniform", "normal"])
-def test_rows_do_not_depend_on_how_ids_are_divided_into_tables(init: str) -> None:
-    one = rows_of(100, init=INITS[init])
-    assert torch.equal(rows_of(60, 40, init=INITS[init]), one)
-    assert torch.equal(rows_of(1, 98, 1, init=INITS[init]), one)
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal"])

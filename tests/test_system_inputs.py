@@ -27,7 +27,9 @@ class Weighed(nn.Module):
     def __init__(self, strategy: str, rule: RowRule) -> None:
         super().__init__()
         tables = [hotrow.EmbeddingBagConfig("a", 300, 4, ["f"])]
-        self.embedding = hotrow.EmbeddingBagCollection(tables, rule, "6KiB", strategy=strategy)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            tables, rule, "6KiB", strategy=strategy, seed=0
+        )
         draw = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.rand(300, generator=draw))
         self.top = nn.Parameter(torch.rand(4, generator=draw))
@@ -86,7 +88,7 @@ class TwoWidths(nn.Module):
             hotrow.EmbeddingBagConfig("b", 200, 8, ["g"]),
         ]
         self.embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.SGD(lr=0.1), "12KiB", strategy="static"
+            tables, hotrow.SGD(lr=0.1), "12KiB", strategy="static", seed=0
         )
         self.top = nn.Linear(12, 1)
 

@@ -30,7 +30,7 @@ def batches(count: int = 3) -> list[Tensor]:
 
 def trained(strategy: str, **options: Any) -> hotrow.EmbeddingBagCollection:
     embedding = hotrow.EmbeddingBagCollection(
-        TABLES, hotrow.RowWiseAdagrad(lr=0.1), budget="50%", strategy=strategy, **options
+        TABLES, hotrow.RowWiseAdagrad(lr=0.1), budget="50%", strategy=strategy, seed=0, **options
     )
     for ids in hotrow.ahead(batches(), embedding):
         embedding(ids).values().sum().backward()

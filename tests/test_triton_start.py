@@ -11,7 +11,7 @@ from torch import Tensor
 import hotrow
 from hotrow.kernels.triton import start
 from hotrow.kernels.triton.start import start_constant, start_normal, start_uniform
-from hotrow.store import host_rows, initialise, seed_word, start_weights
+from hotrow.store import host_rows, initialise, seed_words, start_weights
 from hotrow.tables import group_by_width
 
 SEED = 5
@@ -25,13 +25,13 @@ def state(device: torch.device, *values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def uniform(rows: Tensor, init: hotrow.Uniform, first_id: int, seed: int = SEED) -> Tensor:
+def uniform(rows: Tensor, init: hotrow.Uniform, first_row: int, seed: int = SEED) -> Tensor:
     dim = rows.shape[1]
     start_uniform(
         rows,
         state(rows.device),
-        first_id=first_id,
-        word=seed_word(seed, 0, dim),
+        first_row=first_row,
+        word=seed_words(seed, "t", dim)[0],
         low=init.low,
         high=init.high,
     )
@@ -43,22 +43,23 @@ def uniform(rows: Tensor, init: hotrow.Uniform, first_id: int, seed: int = SEED)
 def test_uniform_rows_have_the_cpus_bits(dim: int, num_rows: int, device: torch.device) -> None:
     init = hotrow.Uniform(-0.37, 0.21)
     got = uniform(empty(num_rows, dim, device), init, 1234)
-    want = start_weights(init, dim, 0, num_rows, base=1234, seed=SEED)
+    want = start_weights(init, dim, 1234, 1234 + num_rows, table="t", seed=SEED)
     assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
-@pytest.mark.parametrize("first_id", [0, 2**31 - 3, 2**32 - 3, 2**40 + 7])
+@pytest.mark.parametrize("first_row", [0, 2**31 - 3, 2**32 - 3, 2**40 + 7])
 @pytest.mark.parametrize("seed", range(4))  # half of the words have the highest bit
-def test_uniform_rows_have_the_cpus_bits_for_any_id(
-    first_id: int, seed: int, device: torch.device
+def test_uniform_rows_have_the_cpus_bits_for_any_row(
+    first_row: int, seed: int, device: torch.device
 ) -> None:
     init = hotrow.Uniform(-1 / 3, 0.1)
-    got = uniform(empty(8, 20, device), init, first_id, seed)
-    assert torch.equal(got, start_weights(init, 20, first_id, first_id + 8, seed=seed))
+    got = uniform(empty(8, 20, device), init, first_row, seed)
+    want = start_weights(init, 20, first_row, first_row + 8, table="t", seed=seed)
+    assert torch.equal(got, want)
 
 
 def test_words_with_and_without_their_highest_bit_are_tried() -> None:
-    assert {seed_word(seed, 0, 20) >> 63 for seed in range(4)} == {0, 1}
+    assert {seed_words(seed, "t", 20)[0] >> 63 for seed in range(4)} == {0, 1}
 
 
 @pytest.mark.parametrize("bound", [1e-42, 3e-5, 1 / 7, 2.4e38])
@@ -66,15 +67,15 @@ def test_uniform_rows_round_twice_as_on_the_cpu(bound: float, device: torch.devi
     """Many values, so that one rounding instead of two would show."""
     init = hotrow.Uniform(-bound, bound / 3)
     got = uniform(empty(512, 64, device), init, 0)
-    assert torch.equal(got, start_weights(init, 64, 0, 512, seed=SEED))
+    assert torch.equal(got, start_weights(init, 64, 0, 512, table="t", seed=SEED))
 
 
 @pytest.mark.parametrize("dim", [3, 64])
 def test_normal_rows_have_the_cpus_values(dim: int, device: torch.device) -> None:
     rows = empty(600, dim, device)
-    words = seed_word(SEED, 1, dim), seed_word(SEED, 2, dim)
-    start_normal(rows, state(device), first_id=77, words=words, mean=0.1, std=2.0)
-    want = start_weights(hotrow.Normal(0.1, 2.0), dim, 0, 600, base=77, seed=SEED)
+    _, *words = seed_words(SEED, "t", dim)
+    start_normal(rows, state(device), first_row=77, words=tuple(words), mean=0.1, std=2.0)
+    want = start_weights(hotrow.Normal(0.1, 2.0), dim, 77, 677, table="t", seed=SEED)
     # The cosine near its zeros has the angle's rounding, at most 2**-22, times the radius.
     torch.testing.assert_close(rows.cpu(), want, rtol=1e-6, atol=5e-6)
 
@@ -102,10 +103,8 @@ def test_a_table_among_others_starts_as_the_store_starts_it(device: torch.device
         rows, first = got[base : base + table.num_embeddings], state(device, 0.5, 7.0, -0.0)
         init = table.start
         if isinstance(init, hotrow.Uniform):
-            word = seed_word(SEED, 0, 6)
-            start_uniform(
-                rows, first, first_id=base, word=word, low=init.low, high=init.high, padding=9
-            )
+            word = seed_words(SEED, table.name, 6)[0]
+            start_uniform(rows, first, word=word, low=init.low, high=init.high, padding=9)
         else:
             start_constant(rows, first, value=init.value, padding=9)
         after = got[base + table.num_embeddings :]

@@ -155,7 +155,7 @@ def test_a_row_starts_as_its_own_table_says(count: int, device: str) -> None:
     unwritten = Unwritten(
         list(range(0, 4 * count + 1, 4)),
         [Beginning("constant", (float(table), 0.0)) for table in range(count)],
-        (1, 2, 3), [], torch.device(device),
+        [(1, 2, 3)] * count, [], torch.device(device),
     )  # fmt: skip
     slots = torch.full((4 * count, 3), -1.0, device=device)
     moves = torch.arange(4 * count, device=device)

@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -20,11 +20,12 @@ from hotrow.clock import Clock
 from hotrow.embedding import Arrival, EmbeddingBagCollection
 from hotrow.forks import bind_to_this_process
 from hotrow.interrupt import Standing, uninterrupted
+from hotrow.kept import Held, Kept, gives_new_memory
 from hotrow.lanes import Lanes, Mark, Name
 from hotrow.parts import Parted, Split
 from hotrow.schedule import Ticket
-from hotrow.stages import FUSED, SPLIT
-from hotrow.strategy import Strategy
+from hotrow.stages import FUSED, SPLIT, hold_of, sequential
+from hotrow.strategy import Strategy, as_listed
 from hotrow.told import few, warn
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
@@ -58,8 +59,12 @@ def ahead(
 
     `ids` tells which part of a batch holds the ids: whatever `model` hands to its collection, or
     a dict from the collections' names in `model.named_modules()` to theirs. Without it the batch
-    itself is taken. `depth` is how many batches may be known ahead; by default ("auto", or None)
-    as many as pay and fit the budget. `step` is what `hotrow.graphed` gave, if that trains them.
+    itself is taken. `depth` is how many batches may be known beyond those whose rows are on their
+    way; by default ("auto", or None) as many as pay and fit the budget. With 0 no batch is read
+    before the one before it was trained; nothing overlaps then, uploads to a GPU included. `step`
+    is what `hotrow.graphed` gave, if that trains them.
+
+    A loader may fill the same buffers for each batch: its batches are then copied as they are read.
 
         for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse):
             model(batch).backward()
@@ -78,8 +83,10 @@ class Ahead:
         *,
         depth: int | str | None,
         step: Any = None,
+        is_kept: bool = False,
     ) -> None:
-        """`step.landing` puts a batch on the device, instead of `to_device`."""
+        """`step.landing` puts a batch on the device, instead of `to_device`. `is_kept`: batches of
+        this loader stay as they are however long they are held."""
         if not isinstance(loader, Iterable):
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
         if ids is not None and not callable(ids):
@@ -95,7 +102,7 @@ class Ahead:
                 f"step must be what hotrow.graphed gave, got {type(step).__name__}; a step of your "
                 "own needs no mention"
             )
-        self._loader, self._ids, self._depth = loader, ids, depth
+        self._loader, self._ids, self._depth, self._is_kept = loader, ids, depth, is_kept
         self._step = step
         self._landing: Landing | None = None if step is None else step.landing
         self._standing = Standing()
@@ -119,25 +126,33 @@ class Ahead:
             if self._reader is not None:
                 raise StopIteration
             self._start()
+        else:
+            for collection in self._collections.values():
+                collection.take_next()
         assert self._running is not None
         assert self._reader is not None
         try:
             ticket = next(self._running)
-        except BadId as error:
+            assert isinstance(ticket, _Read)
+            self._reader.check(ticket)
+            self._refuse_changed_ids()
+        except StopIteration:
             self.close()
+            raise
+        except BadId as error:
+            self._close()
             where = f"batch {self.position():,} of this pass, counted from 0"
             raise BadId(f"{error} ({where})") from None
         except BaseException:
-            self.close()
+            self._close()
             raise
-        assert isinstance(ticket, _Read)
         self._last = ticket
         self._note_mode()
         self._reader.yielded += 1
         if not ticket.is_landed:
             self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
-            collection.arrive(arrival)
+            collection.arrive(arrival, ticket.number)
         if self._landing is not None:
             self._landing.arrived(ticket.batch, ticket.arrivals)
         if ticket.is_split:
@@ -176,7 +191,18 @@ class Ahead:
 
     def close(self) -> None:
         """Finish what was planned; batches read ahead are dropped. In a forked child, which has
-        neither rows nor threads, nothing is done."""
+        neither rows nor threads, nothing is done.
+
+        Raises if a GPU has found that ids of a batch were changed after they were planned."""
+        if self._running is not None and os.getpid() == self._owner:
+            self._close()
+            self._refuse_changed_ids(waits=True)
+
+    def _refuse_changed_ids(self, *, waits: bool = False) -> None:
+        for collection in self._collections.values():
+            collection.refuse_changed_ids(waits=waits)
+
+    def _close(self) -> None:
         if os.getpid() != self._owner:
             return
         running, self._running = self._running, None
@@ -191,7 +217,10 @@ class Ahead:
 
     def __del__(self) -> None:
         if getattr(self, "_running", None) is not None and not sys.is_finalizing():
-            self.close()
+            try:
+                self.close()
+            except RuntimeError as error:  # a loop was left: there is no caller to raise it to
+                warn(str(error))
 
     def _start(self) -> None:
         entered = []
@@ -212,6 +241,7 @@ class Ahead:
                 self._landing,
                 self._step,
                 self.clock,
+                self._is_kept,
             )
             if self._landing is not None:
                 self._landing.begin(self._reader.lane)
@@ -221,9 +251,9 @@ class Ahead:
             raise
         self._last = None
         self._running = schedule.run(
-            self._strategy.timed_stages,
+            self._reader.stages,
             self._reader.admit,
-            self._strategy.order_in_cycle,
+            as_listed if self._reader.is_serial else self._strategy.order_in_cycle,
             self._reader.lanes,
             self.clock,
         )
@@ -243,6 +273,8 @@ class _Read(Ticket):
         super().__init__(batch, [w for _, each in arrivals for w in each.works], error)
         self.arrivals, self.names = arrivals, names
         self.loader_state: Any = None
+        self.number = 0  # in its pass
+        self.held: Held | None = None  # as the loader gave it, until it is yielded
         self.is_landed = False  # at a place of its own, which nobody frees
         self.parted: Parted | None = None  # its first samples need no rows that are to arrive
         self.there: Mark | None = None  # when the batch itself is on the device
@@ -272,15 +304,26 @@ class _Reader:
         landing: Landing | None,
         step: Any,
         clock: Clock,
+        is_kept: bool,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
         self._can_split = hasattr(step, "split")
         self._reading = clock.part("read")
-        self._strategy, self._depth, self._landing = strategy, depth, landing
+        self._strategy, self._landing = strategy, landing
         self.lanes = next(iter(collections.values())).lanes
+        self._depth = strategy.look_ahead if depth is None else depth
+        self.stages = strategy.timed_stages
+        if depth == 0 or not strategy.reads_ahead_on(self.lanes.device):
+            self._depth, self.stages = 0, sequential(strategy.stages)
+        # Whether a batch has been trained when the next is read.
+        self.is_serial = self._depth == 0 and all(stage.cycle == 0 for stage in self.stages)
+        self._least = 1 + hold_of(self.stages).future
         # Training waits for whatever comes last before it, and so for all in the same lane.
-        self.lane = strategy.timed_stages[-2].lane
-        self._iterator = iter(loader)
+        self.lane = self.stages[-2].lane
+        self._iterator: Iterator[Any] = iter(loader) if is_kept or self.is_serial else Kept(loader)
+        # In which a GPU may still read a batch that lies in page-locked memory.
+        self._reads_later = self.is_serial and not gives_new_memory(loader)
+        self._sent: list[Mark] = []
         self._known: deque[_Read] = deque()
         self._exhausted = False
         self._count = 0
@@ -290,7 +333,7 @@ class _Reader:
 
     def admit(self) -> _Read | None:
         """The next batch to plan; reads on, so that what the plan must know is known."""
-        least = 1 + self._strategy.hold.future
+        least = self._least
         if self.yielded:
             # Two are read for each one that leaves, until the window is full.
             wanted = max(least, self._wanted())
@@ -312,6 +355,9 @@ class _Reader:
         """Move the batch itself to the device: only its ids went there before."""
         device, landing = self.lanes.device, self._landing
         if (device.type != "cpu" or landing is not None) and read.error is None:
+            read.error = self._why_changed(read)
+        if (device.type != "cpu" or landing is not None) and read.error is None:
+            is_read_later = self._reads_later and any(x.is_pinned() for x in tensors_in(read.batch))
             with self.lanes.on(self.lane):
                 landed = None if landing is None else landing.land(read.batch, read.arrivals)
                 read.is_landed = landed is not None
@@ -323,7 +369,32 @@ class _Reader:
                 ]
                 if read.parted is not None:
                     read.there = self.lanes.mark(self.lane)
+            if is_read_later:
+                self._sent = [self.lanes.mark("plan"), self.lanes.mark(self.lane)]
         return read
+
+    def check(self, read: _Read) -> None:
+        """Raise if a batch that is about to be yielded is no longer what was read."""
+        if (error := self._why_changed(read)) is not None:
+            raise error
+        read.held = None
+
+    def _why_changed(self, read: _Read) -> Exception | None:
+        """Return the error of a batch that its loader has changed; None: it is as it was."""
+        held, source = read.held, self._iterator
+        if held is None or not isinstance(source, Kept):
+            return None
+        what = source.check(held)
+        if what is None and held.is_watched and not all(x.is_as_read for _, x in read.arrivals):
+            what = "its ids"
+        if what is None:
+            return None
+        return RuntimeError(
+            f"batch {read.number:,} of this pass, counted from 0, was changed between reading and "
+            f"training: {what}. The loader fills memory again that it gave for a batch which was "
+            "still to be trained, after many batches with memory of their own. Let it give new "
+            "tensors for each batch, such as batch.clone(), or read none ahead: depth=0"
+        )
 
     def split(self, read: _Read) -> Split:
         """What a step has to know to train a batch in two parts."""
@@ -350,9 +421,8 @@ class _Reader:
         return 1 + int(min([self._useful(), *(each for each in most if each is not None)]))
 
     def _useful(self) -> int:
-        limit = self._strategy.look_ahead if self._depth is None else self._depth
-        if limit is not None:
-            return limit
+        if self._depth is not None:
+            return self._depth
         # It changes slowly once the slots are full, so it is not asked every time.
         if self.yielded < 64 or self.yielded >= self._asked + 16:
             self._asked = self.yielded
@@ -362,9 +432,14 @@ class _Reader:
         return self._last_useful
 
     def _read(self) -> None:
+        for mark in self._sent:
+            mark.wait()
+        held, source = None, self._iterator
         try:
             with self._reading:
-                batch = next(self._iterator)
+                if isinstance(source, Kept):
+                    held = source.read(self._count - self.yielded)
+                batch = next(source) if held is None else held.batch
             self._count += 1
         except StopIteration:
             self._exhausted = True
@@ -387,6 +462,7 @@ class _Reader:
         if hasattr(self._loader, "state_dict"):
             # A copy: it may give what it goes on counting in.
             read.loader_state = copy.deepcopy(self._loader.state_dict())
+        read.held, read.number = held, self._count - 1
         self._known.append(read)
 
     def _end_with(self, error: Exception) -> None:
@@ -400,7 +476,7 @@ class _Reader:
             for name, collection in self._collections.items():
                 if collection.training:
                     mine = features_of(features, name, self._collections)
-                    arrivals.append((collection, collection.prepare(mine)))
+                    arrivals.append((collection, collection.prepare(mine, held=True)))
                     names.append(name)
         except (TypeError, ValueError) as error:
             if self._ids is not None or isinstance(error, BadId):

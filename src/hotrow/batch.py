@@ -38,23 +38,35 @@ class KeyedJaggedTensor:
     ) -> None:
         if (offsets is None) == (lengths is None):
             raise ValueError("give exactly one of offsets= and lengths=")
+        for what, tensor in (("values", values), ("offsets", offsets), ("lengths", lengths)):
+            if tensor is not None:
+                _check_integers(tensor, what)
+        self._keys = list(keys)
+        _refuse_repeated_keys(self._keys)
         if offsets is None:
             assert lengths is not None
             offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        self._keys, self._values, self._offsets = list(keys), values, offsets
+        self._values, self._offsets = values, offsets
         self._weights = weights
 
     @classmethod
-    def of(cls, features: Mapping[str, Tensor | tuple[Tensor, ...]]) -> Self:
-        """From what `nn.EmbeddingBag`s are called with, feature by feature.
+    def of(
+        cls,
+        features: Mapping[str, Tensor | tuple[Tensor, ...]],
+        *,
+        include_last_offset: bool | None = None,
+    ) -> Self:
+        """Join what `nn.EmbeddingBag`s are called with, feature by feature.
 
-        Each has ids [B], ids [B, n], (indices, offsets) or (indices, offsets, weights). Offsets may
-        leave out the last one, the number of ids, where another feature tells how large B is. If
-        one has weights, those of the others are 1.
+        Each feature has ids [B], ids [B, n], (indices, offsets) or (indices, offsets, weights).
+        `include_last_offset` is nn.EmbeddingBag's: offsets have B + 1 entries and end with the
+        number of ids (True), or have B (False). None decides by B where another feature has ids [B]
+        or [B, n], and refuses offsets otherwise: they could be read both ways. If one feature has
+        weights, those of the others are 1.
         """
-        known = [len(each) for each in features.values() if isinstance(each, Tensor)]
+        known = [len(ids) for ids in features.values() if isinstance(ids, Tensor) and ids.ndim]
         parts = {
-            name: _bags_of(name, given, known[0] if known else None)
+            name: _bags_of(name, given, known[0] if known else None, include_last_offset)
             for name, given in features.items()
         }
         sizes = {name: len(lengths) for name, (_, lengths, _) in parts.items()}
@@ -101,15 +113,29 @@ class KeyedJaggedTensor:
 
 
 def _bags_of(
-    name: str, given: Tensor | tuple[Tensor, ...], num_samples: int | None
+    name: str,
+    given: Tensor | tuple[Tensor, ...],
+    num_samples: int | None,
+    include_last_offset: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One feature's ids, how many each sample has, and their weights."""
+    """Return one feature's ids, how many each sample has, and their weights."""
     if isinstance(given, Tensor) and given.ndim in (1, 2):
+        _check_integers(given, f"ids of feature {name!r}")
         each = 1 if given.ndim == 1 else given.shape[1]
         return given.reshape(-1), torch.full((len(given),), each, device=given.device), None
-    if isinstance(given, tuple | list) and len(given) in (2, 3):
+    if _are_tensors(given):
         indices, offsets = given[:2]
-        if len(offsets) == num_samples:
+        _check_integers(indices, f"indices of feature {name!r}")
+        _check_integers(offsets, f"offsets of feature {name!r}")
+        if include_last_offset is None:
+            if num_samples is None:
+                raise ValueError(
+                    f"feature {name!r} has {len(offsets)} offsets, which are {len(offsets)} "
+                    f"samples, as nn.EmbeddingBag reads them, or {len(offsets) - 1}, if the last "
+                    "is the number of ids; say which by include_last_offset=False or True"
+                )
+            include_last_offset = len(offsets) != num_samples
+        if not include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
         weights = given[2] if len(given) == 3 else None
         if weights is not None and len(weights) != len(indices):
@@ -120,15 +146,41 @@ def _bags_of(
         if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
             raise ValueError(
                 f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
-                "they begin with 0, and end with the number of ids, which may be left out where "
-                "another feature's ids are a tensor [B] or [B, n]"
+                "they begin with 0, and end with the number of ids, unless they leave it out "
+                "(include_last_offset=False)"
             )
         return indices, lengths, weights
     shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
     raise TypeError(
-        f"feature {name!r} must be ids [B], ids [B, n], (indices, offsets) or (indices, offsets, "
-        f"weights), got {shape}"
+        f"feature {name!r} must be a tensor of ids [B] or [B, n], such as torch.tensor([1, 2]), or "
+        f"a tuple of tensors, (indices, offsets) or (indices, offsets, weights); got {shape}"
     )
+
+
+def _are_tensors(given: object) -> bool:
+    """Whether this is (indices, offsets) or (indices, offsets, weights), one dimension each."""
+    return (
+        isinstance(given, tuple | list)
+        and len(given) in (2, 3)
+        and all(isinstance(part, Tensor) and part.ndim == 1 for part in given)
+    )
+
+
+def _check_integers(tensor: Any, what: str) -> None:
+    """Refuse what holds no whole numbers, so that nothing is rounded or read as 0 and 1."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{what} must be int64 (or int32), not {tensor.dtype}; if they are whole numbers, "
+            ".long() makes them so"
+        )
+
+
+def _refuse_repeated_keys(keys: Sequence[str]) -> None:
+    if len(set(keys)) < len(keys):
+        name = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise ValueError(f"key {name!r} is there twice; every feature has one place in a batch")
 
 
 @dataclass(frozen=True)
@@ -143,6 +195,7 @@ class Batch:
     keys: tuple[str, ...]  # names of the F columns
     num_samples: int
     ends: tuple[int, ...] = ()  # jagged: where each feature's indices end, after a 0
+    given: tuple[Tensor, ...] = ()  # the user's own tensors, if a device compares ids later
 
     @property
     def num_values(self) -> int:
@@ -293,6 +346,7 @@ def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) 
         return _parse_jagged(columns, indices, offsets, rest[0] if rest else None, columns, device)
     if all(callable(getattr(features, name, None)) for name in ("keys", "values", "offsets")):
         keys = tuple(features.keys())
+        _refuse_repeated_keys(keys)
         weights = raw_weights(features)
         return _parse_jagged(keys, features.values(), features.offsets(), weights, columns, device)
     raise TypeError(
@@ -385,17 +439,18 @@ def _check_weights(weights: Any, values: Tensor) -> None:
 
 
 def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
+    _check_integers(tensor, what)
     if tensor.dtype not in (torch.int64, torch.int32):
-        hint = "" if tensor.is_floating_point() else "; .long() makes them so"
-        raise TypeError(f"{what} must be int64 (or int32), not {tensor.dtype}{hint}")
+        raise TypeError(
+            f"{what} must be int64 (or int32), not {tensor.dtype}; .long() makes them so"
+        )
     if device is not None and tensor.device.type != device.type:
         raise ValueError(
             f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
             "there, or iterate with hotrow.ahead, which does"
         )
-    return tensor.long()
+    numbers: Tensor = tensor.long()
+    return numbers
 
 
 def elsewhere(features: Any, batch: Batch) -> Batch:
@@ -404,13 +459,13 @@ def elsewhere(features: Any, batch: Batch) -> Batch:
         values = (
             features if features.shape == batch.values.shape else features.view_as(batch.values)
         )
-        return Batch(values.long(), None, batch.keys, batch.num_samples, batch.ends)
+        return replace(batch, values=values.long(), given=(features,))
     if isinstance(features, tuple | list):
         values, offsets = features[:2]
     else:
         values, offsets = features.values(), features.offsets()
     # Offsets stay the user's own tensor: a captured step reads them where they are.
-    return replace(batch, values=values.long(), offsets=offsets)
+    return replace(batch, values=values.long(), offsets=offsets, given=(values, offsets))
 
 
 class BadId(ValueError):
@@ -440,10 +495,9 @@ def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
             tables[column],
         )
     ids = values + values.new_tensor([group.bases[f.table] for f in group.features])
-    paddings = [PADDING if table.padding_idx is None else table.padding_idx for table in tables]
-    padded = values == values.new_tensor(paddings)
-    if any(table.padding_idx is not None for table in tables):
-        ids = ids.masked_fill(padded, PADDING)
+    skipped = [PADDING if table.skipped_idx is None else table.skipped_idx for table in tables]
+    if any(row != PADDING for row in skipped):
+        ids = ids.masked_fill(values == values.new_tensor(skipped), PADDING)
     return Lookups(
         ids=ids.flatten(),
         offsets=None,
@@ -458,8 +512,8 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
     for feature, (low, high) in zip(group.features, spans_of(batch, group), strict=True):
         table = group.tables[feature.table]
         ids = _checked(batch, low, high, feature, table) + group.bases[feature.table]
-        if table.padding_idx is not None:
-            ids = ids.masked_fill(ids == group.bases[feature.table] + table.padding_idx, PADDING)
+        if table.skipped_idx is not None:
+            ids = ids.masked_fill(ids == group.bases[feature.table] + table.skipped_idx, PADDING)
         parts.append(ids)
     x = outline_of(batch, group)
     ids = torch.cat(parts)
@@ -547,7 +601,7 @@ def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
         return None
     parts = []
     for feature, (low, high) in zip(group.features, x.spans, strict=True):
-        padding = group.tables[feature.table].padding_idx
+        padding = group.tables[feature.table].skipped_idx
         values = batch.values[low:high]
         parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
     return _divisor(torch.cat(parts) != PADDING, x, group)

@@ -70,8 +70,8 @@ def _pool(process: int) -> ThreadPoolExecutor:
 class AccessCounts:
     """How often each row was read, exactly. Eight bytes per row, on any device.
 
-    Padding reads nothing and is not counted. Counts are of the batches given: `sampled` ones are
-    a sample, and shares of accesses are then estimates.
+    Padding that bags skip is not counted. Counts are of the batches given: `sampled` ones are a
+    sample, and shares of accesses are then estimates.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class _Choice:
         return False
 
     def _table_bytes(self, table: EmbeddingBagConfig) -> int:
-        rows = table.num_embeddings - (table.padding_idx is not None)
+        rows = table.num_embeddings - (table.skipped_idx is not None)
         return rows * self.row_bytes[table.name]
 
     def _add_small(self, limit: int) -> None:

@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from hotrow.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.batch import Room, parts_of
 from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.interrupt import uninterrupted
-from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture
+from hotrow.lanes import PRIORITIES, Lanes, Mark, Name, capture, is_spoiled
 from hotrow.parts import Split
+from hotrow.threads import writing
 from hotrow.told import warn
 from hotrow.watch import Watch
 
 _EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
 _FORGOTTEN = 64  # batches after which a shape that did not come again gives way to another
+_MOST_SPOILED = 20  # captures that other threads may spoil before steps run kernel by kernel
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
@@ -84,6 +85,7 @@ class CapturedStep:
         self._pool: Any = None
         self._stale = 0
         self._refused = False
+        self._spoiled = 0  # captures
         for module in self._collections():
             for group in module.every_group:
                 group.berths = _BERTHS
@@ -272,9 +274,10 @@ class CapturedStep:
         if berth.late is not None:
             berth.late()  # its place is taken now
         cuts = list(zip(berth.cut, graph.cuts, strict=True))
-        for work, cut in cuts:
-            work.group.bring(work, cut)
-        with uninterrupted():  # or rows might miss an update that the dense part has had
+        # Whole, or rows might miss an update that the dense part has had.
+        with writing([embedding.lock for embedding, _ in berth.arrivals]):
+            for work, cut in cuts:
+                work.group.bring(work, cut)
             for embedding in graph.updated:  # not one that is frozen, or has no part in the loss
                 embedding.optimizer.count_step()
                 if embedding.optimizer.rule.uses_step:
@@ -335,6 +338,9 @@ class CapturedStep:
             try:
                 graph = self._capture(berth, split)
             except RuntimeError as error:
+                if is_spoiled(error) and self._spoiled < _MOST_SPOILED:
+                    self._spoiled += 1  # it is tried again with the next batch
+                    return None
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
                     "on a tensor) cannot"
@@ -369,7 +375,7 @@ class CapturedStep:
         cuts = [work.group.cut(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
-        with berth.as_it_lies():
+        with writing([embedding.lock for embedding in embeddings]), berth.as_it_lies():
             try:
                 if phases is not None:
                     # What the second phase needs of it stays alive, and so keeps its place.
@@ -486,11 +492,12 @@ class Late:
     def __init__(self, place: Tensor, lanes: Lanes, there: Mark | None = None) -> None:
         """Until it is known when it is `there`, all that training was given is waited for."""
         self._place, self._lanes, self.there = place, lanes, there
+        self._stream = lanes.trained_on
         self._value: float | None = None
 
     def __call__(self) -> float:
         if self._value is None:
-            (self.there or self._lanes.trained_so_far()).wait()
+            (self.there or self._lanes.launched_on(self._stream)).wait()
             self._value = float(self._place)
         return self._value
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hotrow.host_memory import available_bytes
-from hotrow.lanes import lanes_of
+from hotrow.lanes import lanes_of, synchronize
 from hotrow.machine import THIS, Machine, Points, at, machines
 from hotrow.simulate import simulate
 from hotrow.store import Store
@@ -119,7 +119,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
 
 
 def _copy_gb(device: torch.device) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hotrow.lanes import synchronize
+
 
 class ChangedRows:
     """32 rows in a word of int32, as everywhere where rows have bits. Noted where the ids are."""
@@ -68,7 +70,7 @@ class TouchedRows:
             for each in (torch.device("cpu"), device)
         }
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # whoever notes does so in a lane of his own
+            synchronize(device)  # whoever notes does so in a lane of his own
 
     def note(self, ids: Tensor) -> None:
         """Rows, each given once, are about to be written; -1: none."""

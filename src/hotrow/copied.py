@@ -29,6 +29,7 @@ from torch import Tensor
 from hotrow import samples
 from hotrow.blocks import Order, Stretch
 from hotrow.disk import Disk
+from hotrow.kept import copy_of
 from hotrow.order import BatchSet, NoBatches, Separated
 from hotrow.samples import Take
 
@@ -137,7 +138,10 @@ class Copies:
         places = mask.nonzero().squeeze(1)
         if not len(places):
             return
-        self._waiting[is_hot].append(self._options.taken(batch, places, len(mask)))
+        taken = self._options.taken(batch, places, len(mask))
+        if self._options.take is not None:
+            taken = copy_of(taken)  # which may be views of memory that the loader fills again
+        self._waiting[is_hot].append(taken)
         self._counts[is_hot] += len(places)
         if self._counts[is_hot] >= _BLOCK:
             self._flush(is_hot)

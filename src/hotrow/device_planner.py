@@ -21,7 +21,7 @@ from hotrow.kernels.triton import ranking, words
 from hotrow.kernels.triton.maps import FREE, DeviceMap
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.window import enter_window, leave_window
-from hotrow.lanes import Mark, Recorder
+from hotrow.lanes import Mark, Recorder, synchronize
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.planner import OLDEST, Hold, Pins
 
@@ -68,6 +68,11 @@ class DeviceScratchpad:
     @property
     def null_slot(self) -> int:
         return self.num_slots
+
+    @property
+    def has_every_row(self) -> bool:
+        """Whether there is a slot for every row, so that none ever has to leave."""
+        return self.num_slots >= self.num_rows
 
     def clear(self) -> None:
         """Every slot is free again."""
@@ -141,7 +146,9 @@ class DevicePlanner:
         tracks_slots: bool = True,
     ) -> None:
         self.pad, self.hold, self.eviction = pad, hold, eviction
-        self.refetch, self.pins, self.window_bytes = refetch, pins, window_bytes
+        # As in planner.py: with pins and a slot for every row, no row has to leave.
+        self.refetch = refetch and (pins is None or not pad.has_every_row)
+        self.pins, self.window_bytes = pins, window_bytes
         self.number = 0  # of the next batch to be planned, as far as the host knows
         self._origin = 0
         device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
@@ -568,11 +575,13 @@ class DevicePlanner:
     @property
     def room_for_pins(self) -> int:
         """How many slots could be pinned and still leave room for the largest hold."""
+        if self.pad.has_every_row:
+            return self.pad.num_slots
         largest = self.largest_batch or min(self.capacity, self.pad.num_slots)
         return max(0, self.pad.num_slots - self.hold.batches * largest)
 
     def _repin(self) -> None:
-        if self.pins is None:
+        if self.pins is None or self.pad.has_every_row:
             return
         number = self._origin + self.number
         if self.pins.learned and (number in _EARLY_RELEARN or (number and number % _RELEARN == 0)):
@@ -685,4 +694,4 @@ def _is_done(plan: DevicePlan) -> bool:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)

@@ -25,10 +25,11 @@ from hotrow.batch import (
 from hotrow.device_fill import DeviceFills
 from hotrow.device_planner import DevicePlan, Expected
 from hotrow.device_work import DevicePart, DeviceWork
-from hotrow.kernels.triton import lookup, start, update, words
+from hotrow.id_check import IdCheck
+from hotrow.kernels.triton import fill, lookup, start, update, words
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.kernels.triton.window import announce, globalise
-from hotrow.lanes import Mark
+from hotrow.lanes import Mark, synchronize
 from hotrow.parts import place_of
 from hotrow.plan_buffers import PlanBuffers
 from hotrow.scratchpad import FREE
@@ -40,12 +41,14 @@ from hotrow.uploads import TableScalars, Upload
 class DeviceRows(DeviceFills):
     """Rows of one width."""
 
+    compares_later = True
+
     def __init__(self, layout: WidthGroup, **options: Any) -> None:
         """As RowGroup's."""
         super().__init__(layout, **options)
         device = self.device
         columns = [
-            (layout.bases[f.table], table.num_embeddings, table.padding_idx, f.column)
+            (layout.bases[f.table], table.num_embeddings, table.skipped_idx, f.column)
             for f in layout.features
             for table in (layout.tables[f.table],)
         ]
@@ -53,6 +56,7 @@ class DeviceRows(DeviceFills):
             [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
         )
         self._planned: list[weakref.ref[DeviceWork]] = []
+        self._id_check = IdCheck(self.features, layout.num_rows)
         names = tuple(table.name for table in layout.tables)
         self._table_scalars = TableScalars(partial(self.optimizer.table_scalars, names), self.lanes)
         self.is_pooled, self.room = is_pooled(layout), Room()
@@ -296,6 +300,26 @@ class DeviceRows(DeviceFills):
             return work.plan is not None
         return super().slots_hold(work)
 
+    # -- ids that were changed ---------------------------------------------------------
+
+    def compare(self, work: DeviceWork) -> None:  # type: ignore[override]
+        batch, plan = work.batch, work.plan
+        if plan is None or not batch.given or not self.slots_hold(work):
+            return  # what takes the direct way reads ids as they are
+        segments = plan.segments()
+        places = None if batch.offsets is None else self.columns(batch.keys).places
+        self._id_check.launch(
+            batch.given, places, batch.num_samples, segments.ids, (segments.order, segments.rank),
+            plan.buffers.number,
+        )  # fmt: skip
+
+    def note_number(self, work: DeviceWork, number: int) -> None:  # type: ignore[override]
+        if work.plan is not None:
+            self._id_check.note(work.plan.buffers.number, number)
+
+    def take_changed(self) -> int | None:
+        return self._id_check.take()
+
     # -- lookup and update -------------------------------------------------------------
 
     def lookup(self, work: DeviceWork, x: Lookups) -> Tensor:  # type: ignore[override]
@@ -329,7 +353,7 @@ class DeviceRows(DeviceFills):
             is_padding = torch.arange(x.size, device=self.device) >= x.offsets[-1]
             return found.masked_fill_(is_padding, 0.0)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(self._with_ids(work, x)):
+        for part, ids, rows, index in self._pass_through(self.parts_of(self._with_ids(work, x))):
             mine = grads[first : first + part.num_bags]
             slots = index[ids.inverse].int()
             pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
@@ -363,7 +387,7 @@ class DeviceRows(DeviceFills):
         update.update_slots(
             self.slots, b.row_slots[: work.plan.lookups], segments, grads, work.bag_of,
             x.weights, x.divisor, self.optimizer.rule, scalars, bases, self.pad.null_slot, self.dim,
-            self.frozen,
+            self.frozen, self.untrained,
         )  # fmt: skip
         return True
 
@@ -375,7 +399,7 @@ class DeviceRows(DeviceFills):
             self.gather(ids[part], out=rows)
             update.update_rows(
                 rows, None, ids[part], None, grads[part], self.optimizer.rule, scalars, bases,
-                self.dim, frozen=self.frozen,
+                self.dim, frozen=self.frozen, untrained=self.untrained,
             )  # fmt: skip
             self.scatter(ids[part], rows)
 
@@ -400,12 +424,20 @@ class DeviceRows(DeviceFills):
 
     # -- the direct way ----------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Threads read one after the other here, and each settles by itself."""
+        return True
+
     def settle(self) -> None:
-        self.lanes.join()
         if self.back is not None:
+            self.lanes.join()
             with self.lanes.on("rows"):
                 self.back.wait()
-            self.lanes.join()
+        self._settle_staged()
+
+    def _settle_staged(self) -> None:
+        self.lanes.join()
         if self.staged is not None:
             if self.in_transit:
                 self._insert_all()
@@ -435,12 +467,17 @@ class DeviceRows(DeviceFills):
         if self.everything:
             self.lanes.join()
             return self.store.read(ids, out=out)
-        self.settle()
+        # Rows that are to go back in bulk are read on their way: to wait for them would take as
+        # long as what training has launched.
+        self._settle_staged()
+        if self.back is not None:
+            self.back.wait_for_writer()
         slots = self.locate(ids)
-        absent = slots == FREE
-        self._read_store(torch.where(absent, ids, FREE), out)
-        here = (~absent).nonzero().squeeze(1)
-        out[here] = self.slots.index_select(0, slots[here])
+        absent = torch.where(slots == FREE, ids, FREE)
+        self._read_store(absent, out)
+        if self.back is not None:
+            self.back.read(absent, out)
+        fill.gather(self.slots, slots, out)
         return out
 
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
@@ -454,10 +491,8 @@ class DeviceRows(DeviceFills):
         self.settle()
         self.store.note(ids)
         slots = self.locate(ids)
-        absent = slots == FREE
-        here = (~absent).nonzero().squeeze(1)
-        self.slots.index_copy_(0, slots[here], rows[here])
-        self._write_store(torch.where(absent, ids, FREE), rows)
+        fill.scatter(self.slots, slots, rows.contiguous())
+        self._write_store(torch.where(slots == FREE, ids, FREE), rows)
 
     def flush(self) -> None:
         if self.everything:
@@ -473,6 +508,6 @@ class DeviceRows(DeviceFills):
         for part in taken.split(self.chunk_rows):
             self._write_store(rows[part], self.slots.index_select(0, part))
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     # ----------------------------------------------------------------------------------

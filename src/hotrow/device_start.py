@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hotrow.kernels.triton import start
-from hotrow.store import initialise_table, seed_word
+from hotrow.lanes import synchronize
+from hotrow.store import initialise_table, seed_words
 from hotrow.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 
 
@@ -14,27 +15,26 @@ def initialise_on_gpu(
     store: Tensor, layout: WidthGroup, state: list[float], seed: int, device: torch.device
 ) -> None:
     """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
-    columns, words = torch.tensor(state, device=device), _words(layout, seed)
+    columns = torch.tensor(state, device=device)
     for table, base in zip(layout.tables, layout.bases, strict=True):
         rows = store[base : base + table.num_embeddings]
         padding = -1 if table.padding_idx is None else table.padding_idx
-        begin = table.start
+        begin, words = table.start, seed_words(seed, table.name, layout.dim)
         if isinstance(begin, Constant):
             start.start_constant(rows, columns, value=begin.value, padding=padding)
         elif isinstance(begin, Uniform):
             start.start_uniform(
-                rows, columns, first_id=base, word=words[0], low=begin.low, high=begin.high,
-                padding=padding,
+                rows, columns, word=words[0], low=begin.low, high=begin.high, padding=padding,
             )  # fmt: skip
         elif isinstance(begin, Normal):
             start.start_normal(
-                rows, columns, first_id=base, words=(words[1], words[2]), mean=begin.mean,
-                std=begin.std, padding=padding,
+                rows, columns, words=(words[1], words[2]), mean=begin.mean, std=begin.std,
+                padding=padding,
             )  # fmt: skip
         else:
-            torch.cuda.synchronize(device)
+            synchronize(device)
             initialise_table(store, layout, table, state, seed)
-    torch.cuda.synchronize(device)
+    synchronize(device)
 
 
 def unwritten_rows(
@@ -44,14 +44,10 @@ def unwritten_rows(
     return start.Unwritten(
         [*layout.bases, layout.num_rows],
         [_beginning(table, on_gpu=on_gpu) for table in layout.tables],
-        _words(layout, seed),
+        [seed_words(seed, table.name, layout.dim) for table in layout.tables],
         state,
         device,
     )
-
-
-def _words(layout: WidthGroup, seed: int) -> list[int]:
-    return [seed_word(seed, stream, layout.dim) for stream in range(3)]
 
 
 def _beginning(table: EmbeddingBagConfig, *, on_gpu: bool) -> start.Beginning:

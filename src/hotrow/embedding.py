@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
@@ -34,13 +34,12 @@ from hotrow.batch import (
 from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
-from hotrow.interrupt import uninterrupted
-from hotrow.lanes import lanes_of
+from hotrow.lanes import lanes_of, synchronize
 from hotrow.optim import RowOptimizer, RowRule
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
-from hotrow.scalars import plain
+from hotrow.scalars import plain, whole
 from hotrow.schedule import at_once
 from hotrow.sizing import AUTO, auto_budget, buffer_part_of
 from hotrow.snapshot import Snapshot
@@ -49,6 +48,7 @@ from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
+from hotrow.threads import RowLock, TrainingThread
 from hotrow.told import few, setting, warn
 from hotrow.traffic import TableTraffic, Traffic
 
@@ -73,6 +73,7 @@ class Arrival:
     versions: tuple[Any, ...]  # of them
     batch: Batch
     works: tuple[Work, ...]  # one per width group
+    copies: tuple[Tensor, ...] = ()  # of the tensors; none where a device compares ids
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -87,6 +88,12 @@ class Arrival:
                 self.compared, versions_of(self.compared), self.versions, strict=True
             )
         )
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the ids are those that were planned, by value: numpy, and `.data`, change a
+        tensor without a new version."""
+        return not self.copies or all(map(torch.equal, self.compared, self.copies))
 
     def reads_like(self, other: Arrival) -> bool:
         """Whether both look up the same; reads the ids, so it waits for a device."""
@@ -143,6 +150,14 @@ class Embedded:
             )
         return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=1)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TypeError(
+            f"torch's {name}() takes tensors, and embedding(ids) holds vectors by feature; take "
+            "embedding(ids).values(), all features side by side, or embedding(ids)['feature']"
+        )
+
     def offsets(self, feature: str) -> Tensor:
         """Where each sample's lookups begin among a feature's vectors, [batch + 1]."""
         size, batch = self._batch.num_samples, self._batch
@@ -162,6 +177,10 @@ class EmbeddingBagCollection(nn.Module):
     its contract: see the README. Rows are updated in `backward()`, by `optimizer`;
     `embedding.optimizer.param_groups` has the settings of each table. On a GPU,
     `output_dtype=torch.bfloat16` gives vectors half as wide, summed in float32.
+
+    A row starts as a function of (`seed`, name of its table, row). Without `seed` one is drawn from
+    torch's default generator, so `torch.manual_seed` fixes it and two collections differ;
+    `embedding.seed` has it.
     """
 
     _prefix = "embedding_bags"
@@ -177,21 +196,22 @@ class EmbeddingBagCollection(nn.Module):
         *,
         strategy: str | Strategy = "lookahead",
         device: str | torch.device = "cpu",
-        seed: int = 0,
+        seed: int | None = None,
         profile: Profile | None = None,
         on_nonfinite: str = "propagate",
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
     ) -> None:
+        self._thread = TrainingThread()
         super().__init__()
         _refuse_replicas()
         _leave_out_of_graphs()
         self.device = usable_device(torch.device(device))
-        seed = plain(seed)
-        _check_arguments(seed, optimizer, on_nonfinite, output_dtype)
+        self.seed = _drawn_seed() if seed is None else plain(seed)
+        _check_arguments(self.seed, optimizer, on_nonfinite, output_dtype)
         if fill not in FILLS:
             raise ValueError(f"fill must be one of {', '.join(FILLS)}, not {fill!r}")
-        self.tables = tuple(tables)
+        self.tables = _listed(tables)
         self.strategy = find_strategy(strategy)
         if self.strategy.on_cpu_alone and self.device.type != "cpu":
             raise ValueError(
@@ -219,6 +239,8 @@ class EmbeddingBagCollection(nn.Module):
             _check_room(self.device, wanted)
         self.window_bytes = 0 if shared is None else shared.window_bytes
         self.lanes = lanes_of(self.device)
+        # On a GPU the host only launches: there threads take turns.
+        self.lock = RowLock(shared=self.device.type == "cpu")
         engine = _engine(self.device)
         if self.strategy.on_host:
             engine = StaticHybridRows if self.strategy.pinned_part else HostRows
@@ -233,11 +255,12 @@ class EmbeddingBagCollection(nn.Module):
                 strategy=self.strategy,
                 share=None if shared is None else shared.shares[g],
                 device=self.device,
-                seed=seed,
+                seed=self.seed,
                 profile=profile,
                 window_bytes=self.window_bytes * len(layout.features) // len(self.features),
                 output_dtype=output_dtype,
                 fill=fill,
+                lock=self.lock,
             )
             for g, layout in enumerate(layouts)
         ]
@@ -254,7 +277,7 @@ class EmbeddingBagCollection(nn.Module):
         # Of a budget in bytes, plans get their part when it is known how large batches are.
         makes_room = shared is not None and self._plans_later and self.strategy.has_slots
         self._budget_bytes = shared.total_bytes if shared is not None and makes_room else 0
-        self._step = PendingStep(self.groups, self.optimizer, on_nonfinite)
+        self._step = PendingStep(self.groups, self.optimizer, on_nonfinite, self.lock, self._thread)
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call us back
         self._arrivals: deque[Arrival] = deque(maxlen=self._most_recent)
         self._aside: _Side | None = None  # the engine that does not train
@@ -264,6 +287,15 @@ class EmbeddingBagCollection(nn.Module):
         self._ahead: weakref.ref[Any] | None = None
         self._warned = False
         self._apart = False
+
+    # As torch's attribute, but `eval()` in a thread that does not train holds for that thread.
+    @property
+    def training(self) -> bool:
+        return self._thread.mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._thread.mode = mode
 
     def _share(
         self,
@@ -311,6 +343,7 @@ class EmbeddingBagCollection(nn.Module):
         """Look up a batch; in training mode `backward()` will update its rows."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(features)
+        self._thread.look_up()
         arrival = self._find(features) or self._unplanned(features)
         vectors = []
         for work in arrival.works:
@@ -319,16 +352,43 @@ class EmbeddingBagCollection(nn.Module):
         return self._embedded(arrival.batch, vectors, [w.lookups for w in arrival.works])
 
     def _evaluate(self, features: Any) -> Embedded:
-        """Read rows where they are; no map, hold or counter changes."""
-        batch = parse(features, self.features, self.device)
-        lookups, vectors = [], []
-        with torch.no_grad():
-            for group in self.groups:
-                x = lookups_of(batch, group.layout)
-                x = replace(x, weights=weights_of(features, x, group.layout))
-                lookups.append(x)
-                vectors.append(group.read(x))
+        """Read rows where they are; no map, hold or counter changes. From any thread: all
+        vectors are those of one finished step."""
+        turn = self.lock.turn() if self._thread.is_elsewhere else nullcontext()
+        with turn, torch.no_grad():
+            batch = parse(features, self.features, self.device)
+            lookups = [lookups_of(batch, group.layout) for group in self.groups]
+            lookups = [
+                replace(x, weights=weights_of(features, x, group.layout))
+                for group, x in zip(self.groups, lookups, strict=True)
+            ]
+            while True:
+                groups = self.groups
+                parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
+                with self.reading():
+                    if self.groups is groups:  # and not those of another engine since
+                        vectors = [
+                            group.read_parts(mine)
+                            for group, mine in zip(groups, parts, strict=True)
+                        ]
+                        break
         return self._embedded(batch, vectors, lookups)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, no other thread changes rows, and each can be found."""
+        while True:
+            with self.lock.reading():
+                if all(group.is_settled for group in self.groups):
+                    self.lanes.join()  # others have launched what this thread has to wait for
+                    try:
+                        yield
+                    finally:
+                        self.lanes.read_here()
+                    return
+            with self.lock.writing():
+                for group in self.groups:
+                    group.settle()
 
     def _embedded(
         self, batch: Batch, vectors: Sequence[Tensor], lookups: Sequence[Lookups]
@@ -356,7 +416,12 @@ class EmbeddingBagCollection(nn.Module):
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing says so in the user's words
         # The newest first: a loader may hand out the same tensors again.
-        return next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        found = next((each for each in reversed(self._arrivals) if each.identity == wanted), None)
+        if found is None or not found.is_as_read:
+            return None
+        for work in found.works:
+            work.group.compare(work)
+        return found
 
     def _unplanned(self, features: Any) -> Arrival:
         """Ids nobody announced: planned on the spot, or read directly if others are planned."""
@@ -374,34 +439,46 @@ class EmbeddingBagCollection(nn.Module):
                 "or they were changed in place since. They are looked up directly, which is right "
                 "but slower; let ids= return what the model looks up"
             )
+        self.lanes.trains_here()
         direct = [work for work in arrival.works if running and not work.group.everything]
-        for work in direct:
-            work.group.count_direct(work)
-        self._make_room(arrival)
+        with self.lock.writing():
+            for work in direct:
+                work.group.count_direct(work)
+            self._make_room(arrival)
         at_once([work for work in arrival.works if work not in direct], self.lanes)
         return arrival
 
     # -- what hotrow.ahead asks for ----------------------------------------------------
 
-    def prepare(self, features: Any, device: torch.device | None = None) -> Arrival:
-        """Check a batch of ids, which is on `device` or anywhere; nothing moves."""
+    def prepare(
+        self, features: Any, device: torch.device | None = None, *, held: bool = False
+    ) -> Arrival:
+        """Check a batch of ids, which is on `device` or anywhere; nothing moves.
+
+        If it is `held` until it is looked up, its ids are compared then with what they are now.
+        """
         batch = parse(features, self.features, device if self._plans_later else self.device)
+        tensors = compared(features)
+        if held:
+            batch = replace(batch, given=tensors)
         works = tuple(group.work(batch) for group in self.groups)
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # or refuses
-        tensors = compared(features)
-        return Arrival(features, tensors, versions_of(tensors), batch, works)
+        later = any(group.compares_later for group in self.groups)
+        copies = tuple(map(torch.clone, tensors)) if held and not later else ()
+        return Arrival(features, tensors, versions_of(tensors), batch, works, copies)
 
     def expect(self, arrival: Arrival) -> None:
         """A batch that will be planned after those already expected."""
         if self.strategy.on_host:
             return
-        self._make_room(arrival)
-        with self.lanes.on("plan"):
-            values = self._staged(arrival.batch.values)
-            for work in arrival.works:
-                work.group.expect(work, values)
+        with self.lock.writing():
+            self._make_room(arrival)
+            with self.lanes.on("plan"):
+                values = self._staged(arrival.batch.values)
+                for work in arrival.works:
+                    work.group.expect(work, values)
 
     def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
         """Batches will have so many samples; `lookups` per sample of a feature, 1 if not named.
@@ -419,15 +496,17 @@ class EmbeddingBagCollection(nn.Module):
             )
         sizes = [sum(each[f.name] for f in group.layout.features) for group in self.groups]
         lookups_of_batch = [batch_size * size for size in sizes]
-        if self._budget_bytes and not self._has_begun():
-            self._make_room_for(lookups_of_batch)
+        with self.lock.writing():
+            if self._budget_bytes and not self._has_begun():
+                self._make_room_for(lookups_of_batch)
         for group, size in zip(self.groups, lookups_of_batch, strict=True):
             group.expected_rows = size
 
     def reserve_like(self, features: Any) -> None:
         """Batches will be about as large as this one, which is looked at and not trained."""
         arrival = self.prepare(features)
-        self._make_room(arrival)
+        with self.lock.writing():
+            self._make_room(arrival)
         works: Sequence[Any] = arrival.works
         for work in works:
             # What plans later takes ids from anywhere, and counts them there.
@@ -492,9 +571,27 @@ class EmbeddingBagCollection(nn.Module):
         tensors = compared(features)
         return Arrival(features, tensors, versions_of(tensors), part, works)
 
-    def arrive(self, arrival: Arrival) -> None:
-        """The batch that `forward` will see next."""
+    def arrive(self, arrival: Arrival, number: int | None = None) -> None:
+        """The batch that `forward` will see next; its `number` in the pass."""
         self._arrivals.append(arrival)
+        if number is not None:
+            for work in arrival.works:
+                work.group.note_number(work, number)
+
+    def refuse_changed_ids(self, *, waits: bool = False) -> None:
+        """Raise if a device has found ids that are not those which were planned, so far."""
+        if waits and any(group.compares_later for group in self.every_group):
+            self.lanes.mark("train").wait()
+        numbers = [group.take_changed() for group in self.every_group]
+        number = min((each for each in numbers if each is not None), default=None)
+        if number is not None:
+            raise RuntimeError(
+                f"batch {number:,} of this pass, counted from 0: its ids were changed after they "
+                "were read, in a way that torch's versions do not see (.data, numpy, or a loader "
+                "that fills its buffers again), so its step looked up and updated the rows of the "
+                "ids before. Change ids where batches are made, by operations that torch sees, or "
+                "in a copy (ids.clone()), and train again from before that batch"
+            )
 
     @property
     def updates_at_once(self) -> bool:
@@ -516,15 +613,22 @@ class EmbeddingBagCollection(nn.Module):
         if running is not None and running is not stream:
             raise RuntimeError(
                 "another hotrow.ahead iterator is running on this collection; two would move "
-                "each other's rows. Finish the first one's loop, or call its close()"
+                "each other's rows. For validation inside its loop call the model directly, "
+                "without ahead; else finish the first one's loop, or call its close()"
             )
         _refuse_replicas()
+        self._thread.iterate()
         self._ahead = weakref.ref(stream)
+
+    def take_next(self) -> None:
+        """The current thread takes a batch; refused while another one trains."""
+        self._thread.iterate()
 
     def leave(self, stream: Any) -> None:
         self._ahead = None
+        self._thread.end_iteration()
         self._arrivals.clear()
-        with self.lanes.on("plan"):
+        with self.lock.writing(), self.lanes.on("plan"):
             for group in self.groups:
                 group.forget_window()
         self.lanes.join()  # or whoever gets the memory of a collection that is gone meets this
@@ -581,9 +685,10 @@ class EmbeddingBagCollection(nn.Module):
         for table, given in ({} if rows is None else rows).items():
             group, base, size = self._place(table)
             ids[self.groups.index(group)].append(row_numbers(table, given, size).cpu() + base)
-        for group, mine in zip(self.groups, ids, strict=True):
-            every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
-            group.freeze(None if rows is None else every.unique())
+        with self.lock.writing():
+            for group, mine in zip(self.groups, ids, strict=True):
+                every = torch.cat([torch.empty(0, dtype=torch.int64), *mine])
+                group.freeze(None if rows is None else every.unique())
 
     # -- two engines over one store ----------------------------------------------------
 
@@ -605,7 +710,7 @@ class EmbeddingBagCollection(nn.Module):
             strategy = STRATEGIES["hybrid"]
             groups: list[RowGroup] = [HostRows.over(group, strategy) for group in self.groups]
             self._aside = _Side(groups, strategy, 0)
-        with uninterrupted():
+        with self.lock.writing():
             for group in self.groups:
                 group.flush()
                 group.expect_changes()
@@ -621,7 +726,7 @@ class EmbeddingBagCollection(nn.Module):
         if not self.is_on_host:
             return 0
         assert self._aside is not None
-        with uninterrupted():
+        with self.lock.writing():
             for group in self.groups:
                 group.flush()
             for group in self._aside.groups:
@@ -667,7 +772,8 @@ class EmbeddingBagCollection(nn.Module):
 
         No `hotrow.ahead` may be running. Rows that are not pinned pass through what is left, which
         has to hold a batch: `room_for_pins()` says how many can be pinned. Of more than that, every
-        table of the width keeps the same share of its rows, the first ones. Gives what is pinned.
+        table of the width keeps the same share of its rows, the first ones. Padding rows of tables
+        without pooling are pinned, too, since most samples read them. Gives what is pinned.
         """
         self._refuse_if_running("pin_rows()")
         if self.is_on_host:
@@ -682,10 +788,10 @@ class EmbeddingBagCollection(nn.Module):
         for table, numbers in rows.items():
             group, _, size = self._place(table)
             given[group.dim][table] = _first_of_each(row_numbers(table, numbers, size).cpu())
-        with uninterrupted():
+        with self.lock.writing():
             self._arrivals.clear()
             for group in self.groups:
-                mine = self._without_padding(given[group.dim])
+                mine = _with_padding(given[group.dim], group.layout)
                 every = sum(map(len, mine.values()))
                 share = min(1.0, room[group.dim] / max(1, every))
                 mine = {name: each[: int(share * len(each))] for name, each in mine.items()}
@@ -720,14 +826,8 @@ class EmbeddingBagCollection(nn.Module):
     def _pinning(self) -> list[RowGroup]:
         return [group for group in self._slot_groups if not group.everything]
 
-    def _without_padding(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        paddings = {table.name: table.padding_idx for table in self.tables}
-        return {
-            name: each[each != paddings[name]] if paddings[name] is not None else each
-            for name, each in rows.items()
-        }
-
     def _refuse_if_running(self, what: str) -> None:
+        self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
         if self._ahead is not None and self._ahead() is not None:
             raise RuntimeError(
                 f"{what} while hotrow.ahead is running: rows are on their way to where batches "
@@ -740,12 +840,30 @@ class EmbeddingBagCollection(nn.Module):
 
     def flush(self) -> None:
         """Bring slow memory up to date with fast memory."""
-        for group in self.groups:
-            group.flush()
+        with self.lock.writing():
+            for group in self.groups:
+                group.flush()
 
     def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        """The rows of a table with their state, in chunks: (first row, [n, dim + state])."""
-        return _in_chunks(*self._place(table))  # a wrong name is refused at once
+        """The rows of a table with their state, in chunks: (first row, [n, dim + state]).
+
+        Each chunk is of one finished step. If another thread trains meanwhile, later chunks may be
+        of later steps; `state_dict()` reads a whole table, and all tables, between two steps.
+        """
+        group, _, size = self._place(table)  # a wrong name is refused at once
+        step = _chunk_of(group)
+
+        def chunks() -> Iterator[tuple[int, Tensor]]:
+            for first in range(0, size, step):
+                yield first, self._gather(table, torch.arange(first, min(first + step, size)))
+
+        return chunks()
+
+    def _gather(self, table: str, rows: Tensor) -> Tensor:
+        """Rows of a table with their state, each given once, as of one finished step."""
+        with self.reading():
+            group, base, _ = self._place(table)
+            return group.gather(rows + base, out=torch.empty(len(rows), group.width))
 
     def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
         """The weights of a table in chunks: (first row, [n, dim])."""
@@ -757,22 +875,23 @@ class EmbeddingBagCollection(nn.Module):
 
         Read where they are: no map, hold or counter changes.
         """
-        group, base, size = self._place(table)
+        group, _, size = self._place(table)
         rows = row_numbers(table, rows, size)
         step, dim = _chunk_of(group), group.dim
 
         def chunks() -> Iterator[tuple[slice, Tensor]]:
             for first in range(0, len(rows), step):
-                ids = rows[first : first + step].cpu() + base
-                out = torch.empty(len(ids), group.width)
-                yield slice(first, first + len(ids)), group.gather(ids, out=out)[:, :dim].clone()
+                mine = rows[first : first + step].cpu()
+                yield slice(first, first + len(mine)), self._gather(table, mine)[:, :dim].clone()
 
         return chunks()
 
     def load_weights(self, table: str, first: int, weights: Tensor) -> None:
         """Replace the weights of rows `first`, `first + 1`, ...; their state stays."""
         group, _, size = self._place(table)
-        if weights.dim() != 2 or weights.shape[1] != group.dim or first + len(weights) > size:
+        first = whole("first", first)
+        fits = weights.dim() == 2 and weights.shape[1] == group.dim
+        if not fits or first < 0 or first + len(weights) > size:
             raise ValueError(
                 f"table {table!r} has {size:,} rows of {group.dim} weights; "
                 f"{list(weights.shape)} from row {first:,} on do not fit"
@@ -780,12 +899,14 @@ class EmbeddingBagCollection(nn.Module):
         self._load(table, first, weights, slice(0, group.dim))
 
     def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
-        group, base, _ = self._place(table)
-        for chunk in torch.arange(len(values)).split(_chunk_of(group)):
-            ids = chunk + first + base
-            rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
-            rows[:, columns] = values[chunk].detach().to(rows)
-            group.scatter(ids, rows)
+        with self.lock.writing():
+            group, base, _ = self._place(table)
+            for chunk in torch.arange(len(values)).split(_chunk_of(group)):
+                ids = chunk + first + base
+                rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+                rows[:, columns] = values[chunk].detach().to(rows)
+                group.scatter(ids, rows)
+            self.lanes.read_here()  # who trains in another stream waits for these
 
     def _place(self, table: str) -> tuple[RowGroup, int, int]:
         for group in self.groups:
@@ -801,9 +922,10 @@ class EmbeddingBagCollection(nn.Module):
             name: torch.empty(size, columns.stop - columns.start)
             for name, columns in group.state.items()
         }
-        for first, rows in self.rows(table):
-            for name, columns in group.state.items():
-                state[name][first : first + len(rows)] = rows[:, columns]
+        with self.reading():
+            for first, rows in self.rows(table):
+                for name, columns in group.state.items():
+                    state[name][first : first + len(rows)] = rows[:, columns]
         return state
 
     def check_state(self, table: str, state: Mapping[str, Any]) -> None:
@@ -827,11 +949,15 @@ class EmbeddingBagCollection(nn.Module):
         for name, columns in self._place(table)[0].state.items():
             self._load(table, 0, state[name], columns)
 
+    def check_thread(self, what: str) -> None:
+        """Refuse what the current thread is about to do if another one trains."""
+        self._thread.check(what)
+
     def settle(self) -> None:
         """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""
         self.flush()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            synchronize(self.device)
 
     def stored(self, table: str) -> Tensor:
         """All rows of a table with their state where they lie, [rows, dim + state]: after
@@ -886,13 +1012,13 @@ class EmbeddingBagCollection(nn.Module):
         self._refuse_if_running("replacing rows")
         if self.being_saved is not None:
             self.being_saved.join()
-        self.settle()
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # others may have written in their streams
-            with uninterrupted():
+        with self.lock.writing():
+            self.settle()
+            try:
+                yield
+            finally:
+                if self.device.type == "cuda":
+                    synchronize(self.device)  # others may have written in their streams
                 self._arrivals.clear()
                 self.changed_since = None
                 for group in self.every_group:
@@ -904,15 +1030,16 @@ class EmbeddingBagCollection(nn.Module):
         remembered; False: this engine cannot."""
         if not all(group.notes_changes for group in self.every_group):
             return False
-        slots = self._slot_groups  # of two engines, the one that may write from a device
-        for group in slots:
-            group.note_changes()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # whoever notes may do so in another stream
-        if self._aside is not None:
-            others = self.groups if self.is_on_host else self._aside.groups
-            for group, other in zip(slots, others, strict=True):
-                other.changed = group.changed
+        with self.lock.writing():
+            slots = self._slot_groups  # of two engines, the one that may write from a device
+            for group in slots:
+                group.note_changes()
+            if self.device.type == "cuda":
+                synchronize(self.device)  # whoever notes may do so in another stream
+            if self._aside is not None:
+                others = self.groups if self.is_on_host else self._aside.groups
+                for group, other in zip(slots, others, strict=True):
+                    other.changed = group.changed
         return True
 
     @property
@@ -921,7 +1048,12 @@ class EmbeddingBagCollection(nn.Module):
 
     def changed_rows(self, table: str, first: int, last: int) -> Tensor:
         """Those of the rows first..last-1 that were written since `note_changes()`."""
-        group, base, _ = self._place(table)
+        group, base, size = self._place(table)
+        if not 0 <= first <= last <= size:
+            raise ValueError(
+                f"table {table!r} has rows 0 to {size - 1:,}, and not all from {first:,} to "
+                f"{last - 1:,}"
+            )
         if group.changed is None:
             raise RuntimeError("note_changes() comes before changed_rows()")
         return group.changed.between(base + first, base + last) - base
@@ -940,11 +1072,12 @@ class EmbeddingBagCollection(nn.Module):
             self._apart = before
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for table in () if self._apart else self.tables:
-            copy = torch.empty(table.num_embeddings, table.embedding_dim)
-            for first, weights in self.weights(table.name):
-                copy[first : first + len(weights)] = weights
-            destination[prefix + self.key_of(table.name)] = copy
+        with self.reading():  # all of one finished step
+            for table in () if self._apart else self.tables:
+                copy = torch.empty(table.num_embeddings, table.embedding_dim)
+                for first, weights in self.weights(table.name):
+                    copy[first : first + len(weights)] = weights
+                destination[prefix + self.key_of(table.name)] = copy
 
     def _load_from_state_dict(
         self,
@@ -1051,7 +1184,20 @@ class EmbeddingCollection(EmbeddingBagCollection):
     _prefix = "embeddings"
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
-        super().__init__([replace(table, pooling="none") for table in tables], *args, **kwargs)
+        unpooled = [replace(table, pooling="none") for table in _listed(tables)]
+        super().__init__(unpooled, *args, **kwargs)
+
+
+def _listed(tables: Any) -> tuple[EmbeddingBagConfig, ...]:
+    listed = tuple(tables) if isinstance(tables, Iterable) else (tables,)
+    wrong = [each for each in listed if not isinstance(each, EmbeddingBagConfig)]
+    if wrong or not isinstance(tables, Iterable):
+        kind = type(wrong[0] if wrong else tables).__name__
+        raise TypeError(
+            "tables must be a list of hotrow.EmbeddingBagConfig, such as "
+            f"tables=[hotrow.EmbeddingBagConfig(...)]; got {'' if wrong else 'one '}{kind}"
+        )
+    return listed
 
 
 def _setting_for(
@@ -1085,6 +1231,20 @@ def row_numbers(table: str, given: Tensor, size: int) -> Tensor:
     return given.long()
 
 
+def _with_padding(rows: Mapping[str, Tensor], layout: WidthGroup) -> dict[str, Tensor]:
+    """Leave out rows that bags skip; put padding that is read first, as most samples read it."""
+    found = dict(rows)
+    for table in layout.tables:
+        mine = found.get(table.name, torch.empty(0, dtype=torch.int64))
+        if table.padding_idx is not None:
+            mine = mine[mine != table.padding_idx]
+        if table.untrained_idx is not None:
+            mine = torch.cat([torch.tensor([table.untrained_idx]), mine])
+        if table.name in found or len(mine):
+            found[table.name] = mine
+    return found
+
+
 def _first_of_each(numbers: Tensor) -> Tensor:
     """Without those that came before, in the same order."""
     order = numbers.sort(stable=True)[1]
@@ -1105,13 +1265,6 @@ def _interleaved(lists: Sequence[Tensor]) -> Tensor:
 def _chunk_of(group: RowGroup) -> int:
     """Rows that are read or replaced at once: as many as the buffer holds, but not few."""
     return max(group.chunk_rows, _LEAST_CHUNK)
-
-
-def _in_chunks(group: RowGroup, base: int, size: int) -> Iterator[tuple[int, Tensor]]:
-    step = _chunk_of(group)
-    for first in range(0, size, step):
-        ids = torch.arange(first, min(first + step, size)) + base
-        yield first, group.gather(ids, out=torch.empty(ids.numel(), group.width))
 
 
 def _share_of(
@@ -1184,6 +1337,11 @@ def _engine(device: torch.device) -> Any:
             "`pip install triton` brings it. device='cpu' works without"
         ) from error
     return DeviceRows
+
+
+def _drawn_seed() -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_arguments(

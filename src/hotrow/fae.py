@@ -123,6 +123,8 @@ class FAE:
     Changes results: the same samples in other batches.
     """
 
+    keeps_batches = True
+
     def __init__(
         self,
         *,
@@ -395,8 +397,9 @@ class FAE:
         notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
         if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
-                f"a hot budget of {show_bytes(asked)} is more than there is room for beside a "
-                f"batch: {show_bytes(self._room)}, in which {hot.num_rows:,} rows are hot",
+                f"a hot budget of {show_bytes(asked, beside=self._room)} is more than there is "
+                f"room for beside a batch: {show_bytes(self._room, beside=asked)}, in which "
+                f"{hot.num_rows:,} rows are hot",
             )
         if not self._room:
             notes += (

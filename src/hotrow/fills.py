@@ -16,7 +16,7 @@ from hotrow.device_planner import id_type_of
 from hotrow.forms import FillChoice, by_rates
 from hotrow.kernels.reference import Moves
 from hotrow.kernels.triton import fill
-from hotrow.lanes import Lanes
+from hotrow.lanes import Lanes, synchronize
 from hotrow.staged import Staged
 from hotrow.store import Store
 from hotrow.writeback import WriteBack
@@ -194,7 +194,7 @@ def _rate(run: _Run, batches: list[_Batch], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
 
 
 def _moves_for(store: Store, forms: int) -> int:

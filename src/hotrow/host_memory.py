@@ -13,9 +13,9 @@ def check_fits(num_rows: int, width: int, *, available: int | None = None) -> No
     have = available_bytes() if available is None else available
     if have is not None and num_bytes > have:
         raise ValueError(
-            f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes)} of host memory, and "
-            f"{show_bytes(have)} are available. Use a machine with more memory, smaller tables, or "
-            "an optimizer that keeps less state per row"
+            f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes, beside=have)} of "
+            f"host memory, and {show_bytes(have, beside=num_bytes)} are available. Use a machine "
+            "with more memory, smaller tables, or an optimizer that keeps less state per row"
         )
 
 

@@ -30,7 +30,9 @@ from hotrow.batch import Batch, parse
 from hotrow.calibrate import most_used
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
+from hotrow.kept import Kept
 from hotrow.loggers import LEARNED_PART, DecayedCounts, Learned, Learning, Log, SrripLog
+from hotrow.per_sample import refuse_mixed_samples
 from hotrow.samples import Take
 from hotrow.skip import (
     Bindable,
@@ -128,10 +130,13 @@ class Hotline:
     `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
     all-fast ones may be beside them.
 
-    The loss must be a mean over samples, or one number for each: parts of another one, such as a
-    mean by weights of classes, do not add up. It is tried once, before any batch is split, on the
-    first one's predictions, and refused if they do not.
+    The loss must be a mean over samples, or one number for each, and the model must treat each
+    sample by itself: a mean by weights of classes, or `x - x.mean(0)` in `forward`, gives other
+    results for parts than for a whole batch. Both are tried once on the first batch, before any is
+    split, and refused with a ValueError if the parts differ from the whole by more than rounding.
     """
+
+    keeps_batches = True
 
     def __init__(
         self,
@@ -173,7 +178,7 @@ class Hotline:
         self._left = 0  # batches of the present epoch, where somebody has said how many it has
         self._is_over = False
         self.epochs = 0  # of the last run that have ended
-        self._unchecked: Any = None  # a batch, by which it is tried whether losses add up
+        self._unchecked: Any = None  # the batch on which model and loss are tried
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
 
@@ -244,7 +249,7 @@ class Hotline:
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Rows are pinned between two passes, when nothing is in flight."""
         count, self.epochs = self._count(batches), 0
-        stream = iter(batches)
+        stream = Kept(batches)
         try:
             for first in stream:
                 if not self._left or self._per_epoch is None:
@@ -354,6 +359,7 @@ class Hotline:
         if due and self._is_pinned:
             hot = {each.name: each.hot for each in self._members if each.hot is not None}
             if self._unchecked is not None:
+                refuse_mixed_samples(self._trainer, self._unchecked, self._splitter.taken)
                 _refuse_other_losses(self._trainer, self._unchecked)
                 self._unchecked = None
             self._splitter.pin(hot)

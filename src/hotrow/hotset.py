@@ -57,11 +57,11 @@ class Places:
         return slice(self.bases[table], self.bases[table] + size)
 
     def paddings(self) -> list[int]:
-        """The places of rows that are never read."""
+        """Return the places of rows that bags skip."""
         return [
-            self.bases[table.name] + table.padding_idx
+            self.bases[table.name] + table.skipped_idx
             for table in self.tables
-            if table.padding_idx is not None
+            if table.skipped_idx is not None
         ]
 
     def of(self, batch: Batch) -> Tensor:
@@ -111,7 +111,7 @@ class Places:
             limits=column(lambda table: table.num_embeddings, 0),
             outside=column(lambda _: self.no_row, self.nothing),
             paddings=column(
-                lambda table: -1 if table.padding_idx is None else table.padding_idx, -1
+                lambda table: -1 if table.skipped_idx is None else table.skipped_idx, -1
             )
             if self.paddings()
             else None,
@@ -125,7 +125,7 @@ class HotSet:
     """Rows of a collection that are hot: a byte for each row there is, on one device."""
 
     def __init__(self, places: Places, is_hot: Tensor) -> None:
-        """`is_hot` [places.num_rows] bool, table by table; padding rows are left out of it."""
+        """`is_hot` [places.num_rows] bool, table by table; rows that bags skip are left out."""
         if is_hot.shape != (places.num_rows,) or is_hot.dtype != torch.bool:
             raise ValueError(
                 f"is_hot must be {places.num_rows:,} bools, one for each row of the tables, "
@@ -201,9 +201,9 @@ class HotSet:
 def popular(batch: Batch, hot: HotSet) -> Tensor:
     """Which samples read hot rows alone, [B] bool, on the batch's device, which must be `hot`'s.
 
-    Padding and empty bags read nothing, features of no table count for nothing. An id that no
-    table has makes its sample cold: whoever then reads the row names it. No device is waited for,
-    but when features come in an order not seen before.
+    Padding in bags and empty bags read nothing, features of no table count for nothing. An id that
+    no table has makes its sample cold: whoever then reads the row names it. No device is waited
+    for, but when features come in an order not seen before.
     """
     places = hot.places.of(batch)
     if batch.offsets is None:

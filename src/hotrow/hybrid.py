@@ -19,9 +19,10 @@ from torch import Tensor
 
 from hotrow.batch import Batch, Lookups, divisor_of, lookups_of, outline_of, spans_of
 from hotrow.budget import Share
+from hotrow.id_check import IdCheck
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels import reference
-from hotrow.kernels.reference import SortedIds, in_bits, sort_ids
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.lanes import Mark
 from hotrow.optim import SGD, Scalars, per_row
@@ -51,6 +52,7 @@ class HostPlan:
         self.there: Tensor | None = None  # [num_rows + 1, dim] on the device; the last is zero
         self.there_since = -1  # which updates `there` has seen
         self.host_side: _HostSide | None = None
+        self.is_trained = True  # False: its rows are read and not updated
 
     @property
     def num_lookups(self) -> int:
@@ -109,6 +111,7 @@ class HostWork(Work):
 
     group: HostRows
     berth: int  # where a captured step reads it
+    number = 0  # in its pass
     plan: HostPlan | None  # type: ignore[assignment]
 
     def __init__(self, group: HostRows, batch: Batch) -> None:
@@ -162,7 +165,7 @@ class HostRows(RowGroup):
         self.traffic, self.loaded = self.traffic.cpu(), self.loaded.cpu()
         self.moved_floats = self.dim  # optimizer state stays where it is
         limits, paddings = zip(
-            *((table.num_embeddings, table.padding_idx) for table in layout.tables), strict=True
+            *((table.num_embeddings, table.skipped_idx) for table in layout.tables), strict=True
         )
         facts = [
             [layout.bases[f.table], limits[f.table], paddings[f.table], f.column]
@@ -187,7 +190,8 @@ class HostRows(RowGroup):
         if width > dim:
             self._columns.append(_Columns(rows[:, dim:]))
         # Without one nothing is copied, and nothing has to be waited for.
-        self.has_link = self.device.type == "cuda"
+        self.has_link = self.compares_later = self.device.type == "cuda"
+        self._id_check = IdCheck(self._features.t().contiguous(), layout.num_rows)
         self._rows, self._grads, self._bags = (_Room(dim, locked=self.has_link) for _ in range(3))
         self._state = _Room(width - dim, locked=False)
         self._held: HostPlan | None = None  # whose rows the room for rows holds, as the store does
@@ -229,6 +233,7 @@ class HostRows(RowGroup):
         made = cls(
             rows.layout, store=rows.store, optimizer=rows.optimizer, strategy=strategy, share=None,
             device=rows.device, seed=0, profile=None, output_dtype=rows.output_dtype,
+            lock=rows.lock,
         )  # fmt: skip
         made.changed = rows.changed
         return made
@@ -313,6 +318,22 @@ class HostRows(RowGroup):
 
     # -- lookup ------------------------------------------------------------------------
 
+    def compare(self, work: HostWork) -> None:  # type: ignore[override]
+        batch, plan = work.batch, work.plan
+        if not self.compares_later or plan is None or not batch.given or capturing():
+            return
+        places = None
+        if batch.offsets is not None:
+            names = [batch.keys.index(feature.name) for feature in self.layout.features]
+            places = torch.tensor(names).to(self.device, non_blocking=True)
+        self._id_check.launch(batch.given, places, batch.num_samples, plan.keys, None, work.number)
+
+    def note_number(self, work: HostWork, number: int) -> None:  # type: ignore[override]
+        work.number = number
+
+    def take_changed(self) -> int | None:
+        return self._id_check.take()
+
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:  # type: ignore[override]
         if capturing():
             return self._cuts[work.berth].vectors.clone()  # a model may change what it gets
@@ -329,6 +350,7 @@ class HostRows(RowGroup):
 
     def bring(self, work: HostWork, cut: Cut) -> None:
         """Vectors to where the graph reads them."""
+        self.compare(work)
         cut.vectors.copy_(self.lookup(work, work.lookups))
 
     def take_home(self, work: HostWork, cut: Cut) -> None:
@@ -336,12 +358,22 @@ class HostRows(RowGroup):
         if cut.grads is not None:
             self.update_at_once(work, work.lookups, cut.grads)
 
-    def read(self, x: Lookups) -> Tensor:
+    def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
         plan = self._sort(keys, torch.zeros((), device=keys.device))
         plan.ready = self.lanes.mark("train")
         plan.learn()
+        return [(x, plan)]
+
+    def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
+        ((x, plan),) = parts
+        plan = self._current(plan)
+        plan.is_trained = False
         return self._vectors(plan, x)
+
+    def _current(self, plan: HostPlan) -> HostPlan:
+        """A plan that suits the rows as they are kept now."""
+        return plan
 
     def _planned(self, work: HostWork) -> HostPlan:
         """A batch's plan, made now if there is none."""
@@ -382,19 +414,24 @@ class HostRows(RowGroup):
     def _collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
         """The rows of a batch, and zeros: here, or on the device where they `cross`."""
         self.settle()
-        self._rows_sent.wait()
-        self._held = None  # until all of these have been read
         count = plan.num_rows
-        rows = self._rows.take(count + 1)
+        if plan.is_trained:
+            self._rows_sent.wait()
+            self._held = None  # until all of these have been read
+            rows = self._rows.take(count + 1)
+        else:  # other threads may read, too
+            rows = torch.empty(count + 1, self.dim, pin_memory=self.device.type == "cuda")
         rows[count].zero_()  # what padding reads
         there = torch.empty(rows.shape, device=self.device) if cross else rows
         # In one go: the cores lose more by starting again and again than the link would gain.
         self._columns[0].read(plan.ids, out=rows[:count])
         if cross:
             there.copy_(rows, non_blocking=True)
-            self._rows_sent = self.lanes.mark("train")
-            plan.there, plan.there_since = there, self._updates
-        self._held = plan
+        if plan.is_trained:
+            if cross:
+                self._rows_sent = self.lanes.mark("train")
+                plan.there, plan.there_since = there, self._updates
+            self._held = plan
         self._note_bytes("rows of a batch", there)
         return there
 
@@ -537,17 +574,18 @@ class HostRows(RowGroup):
         arrived: Mark,
         settings: tuple[Scalars, bool],
     ) -> None:
-        moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
-        if moves is not None:
-            ids = ids[moves]
-        if self.changed is not None:
-            self.changed.note(ids)
         # What the lookup has read is still there, if nobody has written since.
-        is_held = plan is not None and self._held is plan and moves is None
+        is_held = plan is not None and self._held is plan
         self._held = None
         if not is_held:
             self._rows_sent.wait()
+        moves = self.moving(ids)
         values = [self._rows.take(len(ids))]
+        if moves is not None:
+            ids = ids[moves]
+            values = [values[0][moves] if is_held else values[0][: len(ids)]]
+        if self.changed is not None:
+            self.changed.note(ids)
         if len(self._columns) > 1:
             values.append(self._state.take(len(ids)))
         with in_any_order():

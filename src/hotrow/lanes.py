@@ -6,7 +6,9 @@ and marks say nothing.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -66,20 +68,30 @@ class _On:
         self._lanes, self._stream = lanes, stream
 
     def __enter__(self) -> None:
-        lanes = self._lanes
-        self._before, self._outside = lanes.inside, lanes.outside
+        here = self._lanes.here
+        self._before, self._outside = here.inside, here.outside
         if self._outside is None:
-            lanes.outside = torch.cuda.current_stream(self._stream.device_index)
-        lanes.inside = self._stream
+            here.outside = torch.cuda.current_stream(self._stream.device_index)
+        here.inside = self._stream
         if self._before is not self._stream:
             torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        lanes = self._lanes
-        assert lanes.outside is not None
+        here = self._lanes.here
+        assert here.outside is not None
         if self._before is not self._stream:
-            torch.cuda.set_stream(self._before or lanes.outside)
-        lanes.inside, lanes.outside = self._before, self._outside
+            torch.cuda.set_stream(self._before or here.outside)
+        here.inside, here.outside = self._before, self._outside
+
+
+class _Here(threading.local):
+    """Where one thread launches: torch's current stream is a thread's own, too."""
+
+    inside: torch.cuda.Stream | None = None  # of the lane that is on
+    outside: torch.cuda.Stream | None = None  # training's, while it is known
+    has_turn = False
+    trained_on: torch.cuda.Stream | None = None  # training's at the last turn
+    trained: Mark | None = None  # the last mark in that
 
 
 # Lower numbers first. A fill is first in line for the few multiprocessors it needs, and takes long;
@@ -96,21 +108,19 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[Name, torch.cuda.Stream] = {}
-        self.inside: torch.cuda.Stream | None = None  # of the lane that is on
-        self.outside: torch.cuda.Stream | None = None  # training's, while it is known
-        self._has_turn = False
+        self.here = _Here()
         self._newest: dict[Name, Mark] = {}
-        self._trained_on: torch.cuda.Stream | None = None  # training's stream at the last turn
+        self._training: dict[int, torch.cuda.Stream] = {}  # streams that any thread trains on
         self._made = WeakIdKeyDictionary()  # tensor -> when it is there, where that is known
         if device.type == "cuda":
             self._streams = {
-                name: torch.cuda.Stream(device, priority=priority)
+                name: _own_stream(device.index, priority)
                 for name, priority in PRIORITIES.items()
                 if name != "train"
             }
 
     def _stream(self, name: Name) -> torch.cuda.Stream:
-        found = self._streams.get(name) or self.outside
+        found = self._streams.get(name) or self.here.outside
         return found or torch.cuda.current_stream(self.device.index)
 
     def on(self, name: Name) -> AbstractContextManager[None]:
@@ -123,9 +133,23 @@ class Lanes:
 
         To ask torch for it costs the host more than a launch, so it is asked once a turn.
         """
-        if self._streams and self.inside is None and not self._has_turn:
-            self._has_turn = True
-            self.outside = self._trained_on = self._current(self._trained_on)
+        here = self.here
+        if self._streams and here.inside is None and not here.has_turn:
+            here.has_turn = True
+            here.outside = self._train_here()
+
+    def trains_here(self) -> None:
+        """The current stream is training's: threads that read rows wait for it."""
+        if self._streams:
+            self._train_here()
+
+    def _train_here(self) -> torch.cuda.Stream:
+        here = self.here
+        stream = self._current(here.trained_on)
+        if stream is not here.trained_on:
+            here.trained_on = stream
+            self._training[stream.cuda_stream] = stream
+        return stream
 
     def _current(self, likely: torch.cuda.Stream | None) -> torch.cuda.Stream:
         # As a number it costs a tenth; mostly it is the same.
@@ -136,31 +160,39 @@ class Lanes:
 
     def give_turn(self) -> None:
         """From now on others may choose streams, and train."""
-        if self.inside is None:
-            self._has_turn, self.outside = False, None
+        here = self.here
+        if here.inside is None:
+            here.has_turn, here.outside = False, None
 
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
         if not self._streams:
             return _Passed()
-        mark = self._newest[name] = _Event(self._stream(name))
+        mark = _Event(self._stream(name))
+        if name == "train":  # of this thread: others train elsewhere
+            self.here.trained = mark
+        else:
+            self._newest[name] = mark
         return mark
 
-    def trained_so_far(self) -> Mark:
-        """A mark in training's lane that nobody else hears of; from any thread or stream."""
-        if self._trained_on is None:
-            return self.mark("train")
-        return _Event(self._trained_on)
+    @property
+    def trained_on(self) -> torch.cuda.Stream | None:
+        """The stream on which the current thread has trained last."""
+        return self.here.trained_on
+
+    def launched_on(self, stream: torch.cuda.Stream | None) -> Mark:
+        """A mark in a stream that nobody else hears of, from any thread."""
+        return self.mark("train") if stream is None else _Event(stream)
 
     def mark_here(self) -> Mark:
         """A mark in the current stream, that nobody else hears of."""
         if not self._streams:
             return _Passed()
-        return _Event(self._current(self.inside or self._trained_on))
+        return _Event(self._current(self.here.inside or self.here.trained_on))
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""
-        return self._newest.get(name)
+        return self.here.trained if name == "train" else self._newest.get(name)
 
     def after(self, name: Name, mark: Mark | None) -> None:
         """What a lane is given from now on waits for a mark; the host does not."""
@@ -168,11 +200,31 @@ class Lanes:
             mark.event.wait(self._stream(name))
 
     def join(self) -> None:
-        """What training does next waits for all lanes, and they for what it has done so far."""
-        marks = [self.mark(name) for name in PRIORITIES]
-        for name in PRIORITIES:
-            for mark in marks:
-                self.after(name, mark)
+        """What training does next waits for all lanes, and they for what it has done so far.
+
+        A thread that does not train has its own stream in training's place; both are joined.
+        """
+        if not self._streams:
+            return
+        mine = self._stream("train")
+        for name, stream in self._streams.items():
+            mark = self._newest[name] = _Event(stream)
+            mark.event.wait(mine)
+        for stream in self._trained_elsewhere(mine):
+            _Event(stream).event.wait(mine)
+        self.read_here()
+
+    def read_here(self) -> None:
+        """All lanes, and training, wait for what the current thread has launched so far."""
+        if self._streams:
+            mine = self._stream("train")
+            mark = self.here.trained = _Event(mine)
+            for stream in (*self._streams.values(), *self._trained_elsewhere(mine)):
+                mark.event.wait(stream)
+
+    def _trained_elsewhere(self, mine: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+        number = mine.cuda_stream
+        return [stream for other, stream in self._training.items() if other != number]
 
     def keep_for(self, name: Name, tensors: Sequence[Tensor]) -> None:
         """Tensors of another lane, or the host's, are read in this one: memory lives that long."""
@@ -234,8 +286,12 @@ class Recorder:
         elif not self._on_gpu or not self._comes_again(key):
             launch()
         else:
-            found = self._graphs[key] = self._capture(launch)
-            found.replay()
+            found = self._capture(launch)
+            if found is None:
+                launch()
+            else:
+                self._graphs[key] = found
+                found.replay()
 
     def _comes_again(self, key: Any) -> bool:
         """Whether launches were seen before, and compiled; what comes once is not worth a graph."""
@@ -249,19 +305,57 @@ class Recorder:
     def forget(self) -> None:
         """What was captured reads tensors that are about to go."""
         if self._graphs:
-            torch.cuda.synchronize()  # graphs may still be running
+            synchronize()  # graphs may still be running
             self._graphs.clear()
             self._pool = None  # it went with the last of them
 
-    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """None if another thread has spoiled it: it is tried again when it comes again."""
+        try:
+            graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
+        except RuntimeError as error:
+            if not is_spoiled(error):
+                raise
+            return None
         self._pool = graph.pool()
         return graph
 
 
 @cache
 def _capture_stream(device: int, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)
+    return _own_stream(device, priority)
+
+
+def _own_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """A stream that no other code gets.
+
+    torch hands out the same 32 streams to all that ask. What another thread launches on a stream
+    that captures becomes part of the graph, and what it captures takes what is launched here.
+    """
+    handle = ctypes.c_void_p()
+    non_blocking = 1
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # the device is in use, so that its context is current
+        create = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority
+        status = create(ctypes.byref(handle), non_blocking, priority)
+    if status or handle.value is None:
+        raise RuntimeError(f"CUDA cannot create a stream on device {device}: error {status}")
+    return torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", device))
+
+
+# CUDA refuses to wait for a whole device while any thread captures, and spoils that capture.
+_capturing = threading.RLock()
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for a device, when no thread captures."""
+    with _capturing:
+        torch.cuda.synchronize(device)
+
+
+def is_spoiled(error: BaseException) -> bool:
+    """Whether a capture failed by what another thread has asked of CUDA meanwhile."""
+    return "previous error during capture" in str(error)
 
 
 def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
@@ -275,7 +369,10 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with (
+            _capturing,
+            torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+        ):
             launch()
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ class RowRule:
     state_names: ClassVar[tuple[str, ...]] = ()
     row_wise: ClassVar[bool] = False  # one state value per row instead of one per weight
     uses_step: ClassVar[bool] = False  # what it computes depends on how many updates there were
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                why = f"it has {', '.join(known)}"
+                if name == "momentum":
+                    why = "it would move rows that no batch reads; hotrow.Adam keeps moments"
+                raise TypeError(f"hotrow.{cls.__name__} has no {name}=: {why}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):

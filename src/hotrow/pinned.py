@@ -22,6 +22,7 @@ from hotrow.budget import show_bytes
 from hotrow.forks import bind_to_this_process
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
+from hotrow.lanes import synchronize
 
 Register = Callable[[int, int], str]  # address, bytes -> why not; empty: it is locked
 Unregister = Callable[[int], None]  # address
@@ -166,5 +167,5 @@ def _cuda_unregister(address: int) -> None:
     # A kernel may still be reading. After an error CUDA answers nothing, and the end of the process
     # unlocks the memory: nobody is helped by a second error.
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()
+        synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -72,9 +72,11 @@ class Planner:
         refetch: bool = False,
         pins: Pins | None = None,
     ) -> None:
-        """`refetch`: a row that is neither pinned nor held is fetched for every batch anew."""
+        """`refetch`: fetch a row that is neither pinned nor held anew for every batch."""
         self.pad, self.hold, self.eviction = pad, hold, eviction
-        self.refetch, self.pins = refetch, pins
+        # Where rows can be pinned and every row has a slot, none has to leave, pinned or not.
+        self.refetch = refetch and (pins is None or not pad.has_every_row)
+        self.pins = pins
         self.number = 0  # of the next batch to be planned, counted from the last renumbering
         self._origin = 0
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
@@ -250,6 +252,8 @@ class Planner:
     @property
     def room_for_pins(self) -> int:
         """How many slots could be pinned and still leave room for the largest hold."""
+        if self.pad.has_every_row:
+            return self.pad.num_slots
         return max(0, self.pad.num_slots - self.hold.batches * self.largest_batch)
 
     def pin(self, slots: Tensor) -> None:
@@ -297,6 +301,8 @@ class Planner:
         if not self._hottest_pinned:
             self._hottest_pinned = True
             return self._pin_hottest(pins)
+        if self.pad.has_every_row:
+            return None  # rows stay without pins
         if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
             self.pin_most_used(pins.part)
         return None

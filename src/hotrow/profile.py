@@ -137,7 +137,7 @@ def hottest(profile: Profile, group: WidthGroup, limit: int) -> Tensor:
         uses.append(counts)
     every_id, every_use = torch.cat(ids), torch.cat(uses)
     order = torch.sort(every_use, descending=True, stable=True)[1]
-    return _without_padding(every_id[order], group)[:limit]
+    return _without_skipped(every_id[order], group)[:limit]
 
 
 def small_tables(group: WidthGroup, limit: int) -> Tensor:
@@ -149,16 +149,12 @@ def small_tables(group: WidthGroup, limit: int) -> Tensor:
             break
         limit -= size
         ids.append(torch.arange(size) + group.bases[position])
-    return _without_padding(torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64), group)
+    return _without_skipped(torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64), group)
 
 
-def _without_padding(ids: Tensor, group: WidthGroup) -> Tensor:
-    padding = [
-        base + table.padding_idx
-        for table, base in zip(group.tables, group.bases, strict=True)
-        if table.padding_idx is not None
-    ]
-    return ids[~torch.isin(ids, ids.new_tensor(padding))] if padding else ids
+def _without_skipped(ids: Tensor, group: WidthGroup) -> Tensor:
+    skipped = group.skipped
+    return ids[~torch.isin(ids, ids.new_tensor(skipped))] if skipped else ids
 
 
 def table_counts(profile: Profile, table: str) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,9 @@ class LateStepRecord(StepRecord):
         object.__setattr__(self, "_late", late)
 
 
+WORSE_THAN_CONSTANT = "worse than always predicting the share of clicks"
+
+
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     """Quality on held-out samples. NaN where all labels are alike: `auc`, and the normalised
@@ -67,6 +70,11 @@ class EvalRecord:
     auc: float
     log_loss: float
     normalised_entropy: float = math.nan
+
+    @property
+    def is_worse_than_constant(self) -> bool:
+        """Whether always predicting the share of clicks would have a lower log-loss."""
+        return self.normalised_entropy > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +225,9 @@ class Figures:
     repeatable: bool | None = None  # all repetitions ended in the same bits; None: there was one
     repeat_note: str = ""  # what differs between them
     is_optional: bool = False  # nobody asked for it: it is there to compare with
+    normalised_entropy: float = math.nan
+    slow_run: float = math.nan  # `whole_run` of the slowest repetition
+    fast_run: float = math.nan  # and of the fastest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ batches larger than the slots and late gradients take it, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hotrow.clock import Part as Timed
 from hotrow.clock import Sum, named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
-from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits
+from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits, places
 from hotrow.lanes import Mark, lanes_of
 from hotrow.optim import RowOptimizer, per_row
 from hotrow.parts import place_of
@@ -34,6 +35,7 @@ from hotrow.stages import Part, Work
 from hotrow.store import Store, host_rows, initialise
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup
+from hotrow.threads import RowLock
 from hotrow.told import warn
 
 
@@ -41,6 +43,7 @@ class RowGroup:
     """Rows of one width."""
 
     plans_later = False  # what became of a plan is known when it was launched
+    compares_later = False  # a device finds out whether ids are still those that were planned
     can_be_captured = False  # a step without the host
     can_be_cut = False  # all of a step but lookup and update
     berths = 0  # where batches of captured steps land
@@ -48,6 +51,7 @@ class RowGroup:
     # Different ones of a batch, before the first is planned; None: nobody has said.
     expected_rows: int | None = None
     frozen: Tensor | None = None  # a bit for each row that no step changes; None: there is none
+    untrained: Tensor | None = None  # ids of padding rows, which no step changes; None: none
     notes_changes = True  # this engine can say which rows it has written
     changed: ChangedRows | None = None  # where it does; None: nobody asks
     why_no_snapshot: str | None = None  # why not all that writes rows says so; None: it does
@@ -68,8 +72,11 @@ class RowGroup:
         window_bytes: int = 0,
         output_dtype: torch.dtype = torch.float32,
         fill: str = "auto",
+        lock: RowLock | None = None,
     ) -> None:
-        """`share` is None when every row lives in fast memory."""
+        """`share` is None when every row lives in fast memory. `lock` is held by callers: to
+        write by all that changes rows or maps, to read by `read_parts` and `gather`."""
+        self.lock = lock or RowLock(shared=False)
         self.window_bytes, self.output_dtype, self.fill_form = window_bytes, output_dtype, fill
         self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
         self.device, self.profile = device, profile
@@ -80,6 +87,8 @@ class RowGroup:
         self.state = optimizer.rule.state_columns(layout.dim)
         self.moved_floats = self.width  # of a row that moves
         self.everything = share is None
+        if layout.untrained:
+            self.untrained = torch.tensor(layout.untrained, device=self._frozen_on)
         self._make_rows(share)
         start = optimizer.rule.start_of_state()
         columns = [start] * (self.width - self.dim)
@@ -96,6 +105,7 @@ class RowGroup:
         self.newest_collected = -1  # number of the last plan whose victims were read
         self.uncollected: list[Work] = []  # planned; slot -> row says so, the bytes not yet
         self.in_transit: list[Work] = []  # collected, and not inserted
+        self._buffer_is_free = Lock()  # held by the thread that reads through the buffer
 
     def _initialise(self, state: list[float], seed: int) -> None:
         initialise(self.store.rows, self.layout, state, seed)
@@ -144,6 +154,8 @@ class RowGroup:
         slots, largest = self.pad.num_slots, self.planner.largest_batch or self.expected_rows
         if largest is None:
             return None
+        if self.pad.has_every_row:
+            return slots  # no batch needs room beside the pins
         largest = max(1, largest)  # a batch without a lookup tells nothing of the next
         return max(0, slots - self.planner.hold.batches * min(slots, -(-largest * 9 // 8)))
 
@@ -237,6 +249,17 @@ class RowGroup:
     def confirm(self, work: Work) -> bool:
         """Learn what became of a plan, here `plan` has said it; False if it halted others."""
         return True
+
+    def compare(self, work: Work) -> None:
+        """Launch a comparison of a batch's ids with those that were planned, where a device does
+        it; elsewhere that was done by value."""
+
+    def note_number(self, work: Work, number: int) -> None:
+        """A batch is yielded, which has this number in its pass."""
+
+    def take_changed(self) -> int | None:
+        """The number of a batch whose ids a device has found changed, once; None: of none."""
+        return None
 
     def take_back(self, work: Work) -> None:
         """A batch before this one failed to be planned; here no batch is planned behind it."""
@@ -335,6 +358,11 @@ class RowGroup:
 
     # -- the direct way ----------------------------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether rows can be found without moving any: then several threads may read."""
+        return not self.in_transit
+
     def settle(self) -> None:
         """Finish what is between collect and insert: no row may be nowhere."""
         with uninterrupted():
@@ -348,8 +376,8 @@ class RowGroup:
         for work in reversed(self.uncollected):
             move_slots, leaving, entering = self._moves_of(work)
             if move_slots.numel():
-                slots = torch.where(_places(ids, entering) >= 0, FREE, slots)
-                place = _places(ids, leaving)
+                slots = torch.where(places(ids, entering) >= 0, FREE, slots)
+                place = places(ids, leaving)
                 slots = torch.where(place >= 0, move_slots[place], slots)
         return slots
 
@@ -428,9 +456,25 @@ class RowGroup:
 
     def read(self, x: Lookups) -> Tensor:
         """One vector per bag, [bags, dim], the direct way."""
+        return self.read_parts(self.parts_of(x))
+
+    def parts_of(self, x: Lookups) -> list[tuple[Lookups, SortedIds]]:
+        """Bags in chunks whose rows fit the buffer, with their ids sorted. Reads no row."""
+        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
+        parts = []
+        for part in _chunks(x, self.chunk_rows):
+            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
+            count = ids.ids.numel()
+            if count > most and not self.everything:
+                raise ValueError(_bag_too_large(part, count, most, self.layout))
+            parts.append((part, ids))
+        return parts
+
+    def read_parts(self, parts: list[tuple[Lookups, SortedIds]]) -> Tensor:
+        """One vector per bag, [bags, dim], of what `parts_of` has sorted; several threads may."""
         pieces = [
             self._pool(rows, index, ids.inverse, part)
-            for part, ids, rows, index in self._pass_through(x)
+            for part, ids, rows, index in self._pass_through(parts)
         ]
         return torch.cat(pieces) if pieces else torch.zeros(0, self.dim, device=self.device)
 
@@ -440,18 +484,20 @@ class RowGroup:
         vectors = self.kernels.take(rows, index, self.dim)
         return self.kernels.pool(vectors, inverse, x.offsets, x.weights, x.divisor)
 
-    def _pass_through(self, x: Lookups) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
-        """Bags in chunks whose rows fit the buffer: lookups, ids, rows, place of each id."""
-        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
-        for part in _chunks(x, self.chunk_rows):
-            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
-            count = ids.ids.numel()
-            if count > most and not self.everything:
-                raise ValueError(_bag_too_large(part, count, most, self.layout))
-            rows = self._buffer(count + 1)
-            self.gather(ids.ids, out=rows[:count])
-            rows[count].zero_()  # what padding reads
-            yield part, ids, rows, torch.arange(count + 1, device=self.device)
+    def _pass_through(
+        self, parts: list[tuple[Lookups, SortedIds]]
+    ) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
+        """Of each chunk: lookups, ids, rows, place of each id. Rows last until the next chunk."""
+        if not parts:
+            return
+        largest = max(ids.ids.numel() for _, ids in parts) + 1
+        with self._own_buffer(largest) as buffer:
+            for part, ids in parts:
+                count = ids.ids.numel()
+                rows = buffer[: count + 1]
+                self.gather(ids.ids, out=rows[:count])
+                rows[count].zero_()  # what padding reads
+                yield part, ids, rows, torch.arange(count + 1, device=self.device)
 
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Gradients of the per-sample weights, from the rows before their update, [L]."""
@@ -460,7 +506,7 @@ class RowGroup:
             vectors = self.kernels.take(self.slots, work.plan.row_slots, self.dim)
             return self.kernels.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(x):
+        for part, ids, rows, index in self._pass_through(self.parts_of(x)):
             mine = grads[first : first + part.num_bags]
             vectors = self.kernels.take(rows, index, self.dim)
             pieces.append(self.kernels.weight_grads(vectors, ids.inverse, part.bag_of(), mine))
@@ -483,8 +529,8 @@ class RowGroup:
         if work is not None and self.slots_hold(work):
             assert work.plan is not None
             slots = work.plan.row_slots[:-1]
-        if self.frozen is not None:
-            moves = ~in_bits(self.frozen, ids)
+        moves = self.moving(ids)
+        if moves is not None:
             ids, grads = ids[moves], grads[moves]
             slots = None if slots is None else slots[moves]
         if self.changed is not None:
@@ -505,6 +551,18 @@ class RowGroup:
                 self.scatter(ids[part], rows)
             else:
                 self.slots.index_copy_(0, slots[part], rows)
+
+    def moving(self, ids: Tensor) -> Tensor | None:
+        """Return a mask of the rows that a step changes; None: all of them."""
+        moves = None if self.frozen is None else ~in_bits(self.frozen, ids)
+        trained = self.trained(ids)
+        return trained if moves is None else moves if trained is None else moves & trained
+
+    def trained(self, ids: Tensor) -> Tensor | None:
+        """Return a mask of the rows that are not untrained padding; None: all of them."""
+        if self.untrained is None:
+            return None
+        return ~torch.isin(ids, self.untrained.to(ids.device))
 
     def freeze(self, ids: Tensor | None) -> None:
         """From the next step on, leave these rows and their state as they are; None: no row.
@@ -537,6 +595,19 @@ class RowGroup:
         if self.everything or count > len(self.buffer):
             return torch.empty(count, self.width, device=self.device)
         return self.buffer[:count]
+
+    @contextmanager
+    def _own_buffer(self, count: int) -> Iterator[Tensor]:
+        """A buffer that no other thread has: the first one has the budget's, others a new one."""
+        is_first = self._buffer_is_free.acquire(blocking=False)
+        try:
+            if is_first:
+                yield self._buffer(count)
+            else:
+                yield torch.empty(count, self.width, device=self.device)
+        finally:
+            if is_first:
+                self._buffer_is_free.release()
 
     def _scalars(self, ids: Tensor) -> dict[str, Tensor]:
         scalars = self.optimizer.scalars([table.name for table in self.layout.tables])
@@ -612,13 +683,6 @@ _NO_MOVES = Moves(_NONE, _NONE, _NONE)
 
 def _rows_in(ids: Tensor | None) -> int:
     return 0 if ids is None else int((ids >= 0).sum())
-
-
-def _places(ids: Tensor, keys: Tensor) -> Tensor:
-    """Where each id stands among distinct `keys`, -1 if it does not."""
-    ordered, order = keys.sort()
-    place = torch.searchsorted(ordered, ids).clamp_(max=ordered.numel() - 1)
-    return torch.where(ordered[place] == ids, order[place], -1)
 
 
 def _chunks(x: Lookups, limit: int) -> Iterator[Lookups]:

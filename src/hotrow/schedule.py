@@ -16,6 +16,7 @@ from hotrow.clock import Clock
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import Lanes, Mark
 from hotrow.stages import FUSED, Stage, Work
+from hotrow.threads import writing
 
 Order = Callable[[Sequence[Stage], int], Sequence[Stage]]
 
@@ -35,7 +36,7 @@ class Ticket:
         self.needless: Mark | None = None  # until when training was given what needs no rows
 
     def run(self, stage: Stage, lanes: Lanes) -> None:
-        with uninterrupted(), lanes.on(stage.lane):
+        with self.writing(), lanes.on(stage.lane):
             try:
                 for work in self.works:
                     stage.run(work)
@@ -46,13 +47,17 @@ class Ticket:
                     for work in self.works:
                         work.group.mark_planned(work, self.mark)
 
+    def writing(self) -> writing:
+        """Inside, no other thread reads or changes rows."""
+        return writing([work.group.lock for work in self.works])
+
     def begin(self, lanes: Lanes) -> None:
         """It is handed to training, which waits for its rows."""
         lanes.after("train", self.mark)
 
     def confirm(self) -> bool:
         """Learn what became of the plans; False if plans behind them were halted."""
-        with uninterrupted():
+        with self.writing():
             self.confirmed = True
             for work in self.works:  # all of them, since the others' maps have changed
                 try:
@@ -64,8 +69,9 @@ class Ticket:
 
     def take_back(self) -> None:
         """To be planned again: a batch before it could not be."""
-        for work in self.works:
-            work.group.take_back(work)
+        with self.writing():
+            for work in self.works:
+                work.group.take_back(work)
         self.age, self.planned, self.confirmed = 0, False, False
 
     @property
@@ -195,7 +201,7 @@ def run(
 def at_once(works: Sequence[Work], lanes: Lanes) -> None:
     """Plan a batch that nobody announced, and fetch its rows; training waits for them."""
     ticket = Ticket(None, works)
-    with uninterrupted():
+    with ticket.writing():
         lanes.join()
         try:
             ticket.run(FUSED[0], lanes)

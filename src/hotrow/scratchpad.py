@@ -156,7 +156,7 @@ class Scratchpad:
     def __init__(
         self, num_slots: int, width: int, num_rows: int, device: torch.device, *, dense_map: bool
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.num_rows = num_slots, num_rows
         self.slots = torch.zeros(num_slots + 1, width, device=device)
         self.row_of_slot = torch.full((num_slots,), FREE, dtype=torch.int64, device=device)
         self.map: RowMap = DenseMap(num_rows, device) if dense_map else HashMap(self.row_of_slot)
@@ -164,6 +164,11 @@ class Scratchpad:
     @property
     def null_slot(self) -> int:
         return self.num_slots
+
+    @property
+    def has_every_row(self) -> bool:
+        """Whether there is a slot for every row, so that none ever has to leave."""
+        return self.num_slots >= self.num_rows
 
     def replace(self, slots: Tensor, ids: Tensor) -> Tensor:
         """Give `slots` to `ids`; returns the ids that had them, -1 for none."""

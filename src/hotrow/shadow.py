@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotrow.changed import TouchedRows
 from hotrow.embedding import EmbeddingBagCollection
+from hotrow.lanes import synchronize
 from hotrow.planner import PINNED
 from hotrow.rows import RowGroup
 from hotrow.scratchpad import FREE
@@ -89,7 +90,7 @@ class Shadow:
             for group in each.every_group:
                 group.settle()
             if each.device.type == "cuda":
-                torch.cuda.synchronize(each.device)
+                synchronize(each.device)
 
     # -- samples -----------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from hotrow.hotset import HotSet
 from hotrow.samples import Take
 from hotrow.sorting import Sorter
 from hotrow.staleness import Looked, Numbering, Rows, Snapshot, Threshold, find_threshold
-from hotrow.told import warn
+from hotrow.told import apart, warn
 
 MODES = ("samples", "rows")
 Ids = Callable[[Any], Any]  # a batch -> what its collection looks up
@@ -60,7 +60,7 @@ class SkipSettings:
     mode: str = "samples"  # what is left out: stale "samples", or the update of stale "rows"
     # What was not published:
     least_visits: int = 1  # between the snapshots, of a row that may be stale
-    recheck_every: int = 1000  # batches after which stale rows have to prove it again; 0: never
+    recheck_every: int = 1000  # batches after which it is decided again what is stale; 0: never
     patience: int = 3  # validation losses above the best, one after the other, that end skipping
     slack: float | None = None  # how far above the best is not above it; None: by what they vary
 
@@ -144,7 +144,7 @@ class SkipRecord:
     seldom_rows: Mapping[str, int] = field(default_factory=dict)  # visited too seldom to tell
     snapshot_bytes: int = 0  # of slow memory, at the most
     rechecks: int = 0
-    moving_again: int = 0  # rows that were stale until they were checked again
+    moving_again: int = 0  # rows that were stale before a re-check and not after it
     stopped: str = ""  # why nothing is skipped any more
 
     @property
@@ -255,7 +255,7 @@ class SkipStale:
 
         batch 0          starting_batch          E + 1           recheck_every later
         | train          | train, count visits   | train what    | train all, as many as between
-        |                |                       | is not stale  | the snapshots; then compare
+        |                |                       | is not stale  | the snapshots; search again
                          first snapshot          second, search
 
     `hot` are row numbers by table. Only samples whose rows are all hot are skipped. Samples that
@@ -477,9 +477,16 @@ class SkipStale:
         stale = self._hot[often & (moved < threshold.tau)]
         seldom = self._counts(self._hot[~often])
         self.record = replace(self.record, threshold=threshold, seldom_rows=seldom)
+        before = self._stale
+        if before is not None:
+            self.record = replace(
+                self.record,
+                rechecks=self.record.rechecks + 1,
+                moving_again=self.record.moving_again + int((~torch.isin(before, stale)).sum()),
+            )
         self._due(None)
         self._resume(stale)
-        if not threshold.converged:
+        if not threshold.converged and before is None:
             warn(threshold.said)
 
     def _is_to_watch_on(self, most: float) -> bool:
@@ -544,23 +551,9 @@ class SkipStale:
         )
 
     def _probe(self, stream: _Stream) -> None:
-        """Skip nothing for as long as rows were watched at first, so that `tau` means the same."""
-        assert self._stale is not None
+        """Skip nothing and watch all hot rows once more, for as long as at first."""
         self._pause()
-        self._take_snapshot(self._stale)
-        self._due(self._position + self._between, self._check)
-
-    def _check(self, stream: _Stream) -> None:
-        assert self._stale is not None
-        assert self.record.threshold is not None
-        still = self._stale[self._moved() < self.record.threshold.tau]
-        self.record = replace(
-            self.record,
-            rechecks=self.record.rechecks + 1,
-            moving_again=self.record.moving_again + len(self._stale) - len(still),
-        )
-        self._due(None)
-        self._resume(still)
+        self._watch(stream)
 
     def _take_snapshot(self, numbers: Tensor) -> None:
         self._snapshot = Snapshot(self._embedding, self._all.by_table(numbers))
@@ -618,8 +611,9 @@ class SkipStale:
         self._above += 1
         if self._above < s.patience:
             return
+        now, before = apart(validation_loss, self._best, digits=6)
         said = (
-            f"validation loss rose to {validation_loss:.6g} from {self._best:.6g} while stale "
+            f"validation loss rose to {now} from {before} while stale "
             f"{s.mode} were skipped; from batch {self._position:,} on all are trained"
         )
         self.close()

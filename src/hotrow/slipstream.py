@@ -43,6 +43,7 @@ from hotrow.budget import parse_bytes
 from hotrow.calibrate import AccessCounts, HotReport, top_k
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
+from hotrow.kept import Kept
 from hotrow.profile import Profile
 from hotrow.samples import Take, check_both
 from hotrow.separate import check_evaluated_again
@@ -67,6 +68,8 @@ _VALIDATIONS = 10  # an epoch, unless somebody says how many
 class _AsTheyCome(ABC):
     """Trains what a skip lets through, epoch by epoch. Each `run()` begins an epoch."""
 
+    keeps_batches = True
+
     def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
         if batches_per_epoch is not None:
             _check_count("batches_per_epoch", batches_per_epoch, 1)
@@ -89,7 +92,7 @@ class _AsTheyCome(ABC):
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         count, self.epochs = self._count(batches), 0
-        stream = iter(batches)
+        stream = Kept(batches)
         try:
             for first in stream:
                 where = [each.device for each in tensors_in(self._ids(first))]

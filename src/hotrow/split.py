@@ -111,7 +111,7 @@ class Splitter:
         size, (total, *each) = len(both), counts.tolist()
         if total >= self._least(size):
             order = both.logical_not().to(torch.uint8).argsort(stable=True)
-            batch = self._taken(batch, order, size)
+            batch = self.taken(batch, order, size)
         made = self.lanes.mark("train") if where.type == "cuda" else None
         found = self._sorted(batch, size, total, each, made)
         return lambda: found
@@ -154,7 +154,8 @@ class Splitter:
         """Sizes of first parts are multiples of this."""
         return max(1, size // self._grain)
 
-    def _taken(self, batch: Any, order: Tensor, size: int) -> Any:
+    def taken(self, batch: Any, order: Tensor, size: int) -> Any:
+        """Return the samples at some places of a batch of `size`, in that order."""
         if self._take is not None:
             return self._take(batch, order)
         return samples.take(batch, order, size=size)

@@ -19,7 +19,7 @@ from hotrow.batch import parse
 from hotrow.embedding import EmbeddingBagCollection, row_numbers
 from hotrow.kernels.reference import bits_of, in_bits
 from hotrow.tables import EmbeddingBagConfig, feature_order
-from hotrow.told import few
+from hotrow.told import apart, few
 
 Rows = Mapping[str, Tensor]  # row numbers by table
 
@@ -233,9 +233,11 @@ def find_threshold(
             return Threshold(tau, share, done, not less, low, high, said)
         low, high = (tau, high) if share < target else (low, tau)
     share, over = share_at(low), share_at(high)
+    below, above = apart(low, high, digits=6)
+    less_than, more_than = apart(share, over, digits=1, kind="%")
     said = (
         f"no threshold in {iterations} iterations makes {target:.1%} ± {tolerance:.1%} of the "
-        f"sampled {what} stale: {low:.6g} makes {share:.1%}, and {high:.6g} {over:.1%}{beyond}. "
+        f"sampled {what} stale: {below} makes {less_than}, and {above} {more_than}{beyond}. "
         + ("The smaller is taken" if share else f"Nothing is skipped; a target of {over:.2g} would")
     )
     return Threshold(low if share else 0.0, share, iterations, False, low, high, said + less)

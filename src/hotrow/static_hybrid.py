@@ -160,23 +160,26 @@ class StaticHybridRows(HostRows):
         return HotWork(self, batch)
 
     def _sort(self, keys: Tensor, bad: Tensor) -> HotPlan:
+        version = self._version  # first: another thread may let other rows be hot meanwhile
         slots, cold = self._find(keys)
         hot = segments_of(slots)
         # Of each table, where its lookups begin among the sorted ones, and its different rows.
         edges = torch.searchsorted(hot.ids.index_select(0, hot.rank), self._slot_edges)
         rows = torch.cat([hot.rank, hot.count]).index_select(0, edges)
         facts = self._sorted(cold, bad, edges, rows)
-        return HotPlan(keys, slots, hot, self._version, *facts)
+        return HotPlan(keys, slots, hot, version, *facts)
 
     def _planned(self, work: HostWork) -> HotPlan:
-        plan = super()._planned(work)
+        plan = work.plan = self._current(super()._planned(work))
+        return plan
+
+    def _current(self, plan: HostPlan) -> HotPlan:
         assert isinstance(plan, HotPlan)
         if plan.version != self._version:  # other rows are hot since
             self.lanes.hand_over(plan.tensors())
             plan = self._sort(plan.keys, torch.zeros((), device=self.device))
             plan.ready = self.lanes.mark("train")
             plan.learn()
-            work.plan = plan
         return plan
 
     # -- lookup ------------------------------------------------------------------------
@@ -306,8 +309,9 @@ class StaticHybridRows(HostRows):
 
     def _freeze_slots(self) -> None:
         self._frozen_slots: Tensor | None = None
-        if self.frozen is not None:
-            slots = in_bits(self.frozen, self._hot_ids).nonzero().squeeze(1)
+        moves = self.moving(self._hot_ids)
+        if moves is not None:
+            slots = (~moves).nonzero().squeeze(1)
             self._frozen_slots = bits_of(slots.to(self.device), len(self.slots))
 
     # ----------------------------------------------------------------------------------

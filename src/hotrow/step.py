@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -23,6 +23,7 @@ from hotrow.optim import RowOptimizer
 from hotrow.parts import Place
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
+from hotrow.threads import Call, RowLock, TrainingThread
 
 
 class Lookup(torch.autograd.Function):
@@ -36,7 +37,7 @@ class Lookup(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
         ctx.call = step.begin_call()  # type: ignore[attr-defined]
-        with work.group.timed(work):
+        with step.writing(), work.group.timed(work):
             return work.group.lookup(work, replace(work.lookups, weights=weights))
 
     @staticmethod
@@ -50,7 +51,7 @@ class Lookup(torch.autograd.Function):
         grads = grads.contiguous()
         weight_grads = None
         if ctx.needs_input_grad[1]:
-            with ctx.work.group.timed(ctx.work):
+            with ctx.step.writing(), ctx.work.group.timed(ctx.work):
                 weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
         # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
         if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
@@ -64,6 +65,7 @@ class _Call:
 
     number: int
     inside: int
+    open: Call | None = None  # until its gradients come
 
 
 @dataclass
@@ -103,8 +105,14 @@ class PendingStep:
     """
 
     def __init__(
-        self, groups: Sequence[RowGroup], optimizer: RowOptimizer, on_nonfinite: str
+        self,
+        groups: Sequence[RowGroup],
+        optimizer: RowOptimizer,
+        on_nonfinite: str,
+        lock: RowLock,
+        thread: TrainingThread,
     ) -> None:
+        self._lock, self._thread = lock, thread
         self.groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
         self.grad_scale: Any = None
         self._accumulating = 0
@@ -131,9 +139,12 @@ class PendingStep:
         if inside != -1:
             # A checkpoint may run a backward pass of its own in here: the outer one is the step.
             self._promise(inside)
-        return _Call(self._calls, inside)
+            return _Call(self._calls, inside)
+        return _Call(self._calls, inside, self._thread.open_call())
 
     def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+        if call.open is not None:
+            self._thread.close_call(call.open)
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._promise(current)
         mine = _RowGrads(call, work, x, grads, None, current)
@@ -185,9 +196,18 @@ class PendingStep:
         if not self._accumulating:
             self.finish()
 
+    def writing(self) -> AbstractContextManager[object]:
+        """Inside, no other thread reads or changes rows. Who captures a step has the lock, and
+        autograd may run in a thread of its own."""
+        return nullcontext() if capturing() else self._lock.writing()
+
     @torch.no_grad()  # what waits may have graphs: per-sample weights that are learned, for one
     def finish(self) -> None:
         """Update every row that has a gradient, once."""
+        with self.writing():
+            self._finish()
+
+    def _finish(self) -> None:
         waiting = sorted(self._waiting, key=lambda each: each.call.number)
         self._waiting.clear()
         if not waiting:
@@ -242,6 +262,9 @@ class PendingStep:
             return False
         for group, ids, grads, _ in updates:
             finite = torch.isfinite(grads)
+            trained = group.trained(ids)
+            if trained is not None:  # gradients of padding are dropped
+                finite |= ~trained.unsqueeze(1)
             if bool(finite.all()):
                 continue
             if self._on_nonfinite == "error":

@@ -6,6 +6,7 @@ A row is its weights followed by its optimizer state. The mapping is kept out of
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 
@@ -86,7 +87,7 @@ def host_rows(num_rows: int, width: int) -> Tensor:
 
 
 def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -> None:
-    """Start every row as a function of (seed, id), chunk by chunk on all cores.
+    """Start every row as a function of (seed, table name, row), chunk by chunk on all cores.
 
     `state` holds the starting value of each state column.
     """
@@ -117,7 +118,7 @@ def _initialise(
     def start(job: tuple[int, int, int]) -> None:
         position, first, last = job
         table, base = group.tables[position], group.bases[position]
-        chunk = start_weights(table.start, group.dim, first, last, base=base, seed=seed)
+        chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
         if table.padding_idx is not None and first <= table.padding_idx < last:
             chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
         rows[base + first : base + last, : group.dim] = chunk.to(rows.device)
@@ -130,18 +131,19 @@ def _initialise(
 
 
 def start_weights(
-    init: Init, dim: int, first: int, last: int, *, base: int = 0, seed: int = 0
+    init: Init, dim: int, first: int, last: int, *, table: str = "", seed: int = 0
 ) -> Tensor:
-    """Starting weights of the rows first..last-1 of a table whose ids begin at `base`."""
+    """Return the starting weights of the rows first..last-1 of the table with this name."""
     if isinstance(init, Constant):
         return torch.full((last - first, dim), init.value)
-    ids = np.arange(base + first, base + last, dtype=np.uint64)
+    words = seed_words(seed, table, dim)
+    rows = np.arange(first, last, dtype=np.uint64)
     if isinstance(init, Uniform):
-        unit = _unit_floats(ids, dim, seed, stream=0)
+        unit = _unit_floats(rows, dim, words[0])
         return torch.from_numpy(init.low + unit * np.float32(init.high - init.low)).float()
     if isinstance(init, Normal):
-        radius = np.sqrt(-2 * np.log1p(-_unit_floats(ids, dim, seed, stream=1)))
-        angle = np.float32(2 * np.pi) * _unit_floats(ids, dim, seed, stream=2)
+        radius = np.sqrt(-2 * np.log1p(-_unit_floats(rows, dim, words[1])))
+        angle = np.float32(2 * np.pi) * _unit_floats(rows, dim, words[2])
         return torch.from_numpy(init.mean + init.std * radius * np.cos(angle)).float()
     with torch.no_grad():  # a function may read another module's parameters
         chunk = init(torch.arange(first, last))
@@ -153,9 +155,9 @@ def start_weights(
     return chunk.float()
 
 
-def _unit_floats(ids: np.ndarray, dim: int, seed: int, stream: int) -> np.ndarray:
-    """Uniform floats in [0, 1), [n, dim], hashed from (seed, stream, dim, id, column)."""
-    key = _mix64(ids ^ np.uint64(seed_word(seed, stream, dim)))
+def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
+    """Return uniform floats in [0, 1), [n, dim], hashed from (word, row, column)."""
+    key = _mix64(rows ^ np.uint64(word))
     low = key.astype(np.uint32)[:, None]
     stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
     x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
@@ -173,6 +175,10 @@ def _mix64(x: np.ndarray) -> np.ndarray:
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def seed_word(seed: int, stream: int, dim: int) -> int:
-    words = np.random.SeedSequence([seed, stream, dim]).generate_state(1, np.uint64)
-    return int(words[0])
+def seed_words(seed: int, table: str, dim: int) -> list[int]:
+    """Return three 64-bit words for a table's starts: uniform, then normal radius and angle.
+
+    They depend on the table's name, so a table starts alike whatever tables lie beside it.
+    """
+    digest = hashlib.blake2b(f"{seed} {dim} {table}".encode(), digest_size=24).digest()
+    return [int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hotrow.evict import EVICTIONS, Eviction
 from hotrow.planner import Hold
 from hotrow.stages import FIVE, FUSED, IN_PLACE, Stage, hold_of, sequential
@@ -57,6 +59,14 @@ class Strategy:
         """Whether uses decide what is pinned, where nobody says it. Where rows may stay without
         pins, the order in which they leave heeds uses, and pins are in its way."""
         return self.pinned_part > 0 and self.refetch
+
+    def reads_ahead_on(self, device: torch.device) -> bool:
+        """Whether a batch may be read before the one before it was trained.
+
+        Where every row is in place this gains nothing on a CPU. On a GPU ids are sorted, and
+        batches uploaded, beside training.
+        """
+        return device.type == "cuda" or not (self.everything or self.on_cpu_alone)
 
     @property
     def timed_stages(self) -> tuple[Stage, ...]:

@@ -49,7 +49,8 @@ class EmbeddingBagConfig:
     """One embedding table and the features that look things up in it.
 
     `init` defaults to uniform in ±1/sqrt(num_embeddings), as TorchRec and the DLRM reference do.
-    A lookup of `padding_idx` reads zeros; that row is never fetched, counted or updated.
+    `padding_idx` is as in torch: its row starts at zero and is never updated. Bags skip it; without
+    pooling a lookup reads the stored row.
     """
 
     name: str
@@ -96,6 +97,16 @@ class EmbeddingBagConfig:
         return self.padding_idx % self.num_embeddings
 
     @property
+    def skipped_idx(self) -> int | None:
+        """Return the row that bags skip; None without pooling."""
+        return None if self.pooling == "none" else self.padding_idx
+
+    @property
+    def untrained_idx(self) -> int | None:
+        """Return the row that is read and never updated; None with pooling."""
+        return self.padding_idx if self.pooling == "none" else None
+
+    @property
     def start(self) -> Init:
         """How the rows start out."""
         if self.init is not None:
@@ -138,6 +149,20 @@ class WidthGroup:
             total += table.num_embeddings
         object.__setattr__(self, "bases", tuple(bases))
         object.__setattr__(self, "num_rows", total)
+
+    @property
+    def skipped(self) -> list[int]:
+        """Return the ids of padding rows that bags skip."""
+        return self._ids_of([table.skipped_idx for table in self.tables])
+
+    @property
+    def untrained(self) -> list[int]:
+        """Return the ids of padding rows that are read and never updated."""
+        return self._ids_of([table.untrained_idx for table in self.tables])
+
+    def _ids_of(self, rows: Sequence[int | None]) -> list[int]:
+        pairs = zip(self.bases, rows, strict=True)
+        return [base + row for base, row in pairs if row is not None]
 
     def table_of(self, ids: Tensor) -> Tensor:
         """The position of each id's table."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+_ALL_DIGITS = 17  # that a float can have
+
 # Frames in between: ours, and torch's where it calls us.
 _INSIDE = tuple(str(Path(each).parent) + os.sep for each in (__file__, torch.__file__))
 
@@ -63,3 +65,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def many(count: int, one: str, more: str | None = None) -> str:
     """So many of them: `many(1, "row")` is "1 row", `many(2000, "batch", "batches")` has 2,000."""
     return f"{count:,} {one if count == 1 else more or one + 's'}"
+
+
+def apart(*numbers: float, digits: int = 3, kind: str = "g") -> list[str]:
+    """Numbers as texts, with so many digits, or as many more as different numbers need to look
+    different. `kind` is a format's: "g", "f" or "%"."""
+    while True:
+        texts = [f"{number:.{digits}{kind}}" for number in numbers]
+        if digits >= _ALL_DIGITS or len(set(texts)) == len(set(numbers)):
+            return texts
+        digits += 1

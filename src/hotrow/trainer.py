@@ -27,7 +27,7 @@ from hotrow.captured import CapturedStep, Late
 from hotrow.clock import Clock, named
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.graphed import GraphedStep, check_optimizer, label_of, lanes_in
-from hotrow.lanes import Lanes, lanes_of
+from hotrow.lanes import Lanes, Mark, lanes_of
 from hotrow.records import EvalRecord, LateStepRecord, StepRecord
 
 Batch = TypeVar("Batch")
@@ -45,7 +45,9 @@ _COUNTERS = (
 
 class System(Protocol[Batch]):
     """Trains batches in passes of its own. Between two passes nothing is in flight, so that rows
-    can be looked at, pinned or brought up to date."""
+    can be looked at, pinned or brought up to date.
+
+    A system with `keeps_batches = True` reads loaders by `hotrow.kept.Kept`, or copies samples."""
 
     def attach(self, trainer: Trainer[Batch]) -> None:
         """Before anything is trained; says why it cannot train this model."""
@@ -150,7 +152,14 @@ class Trainer(Generic[Batch]):
         counted: dict[str, int] | None = None,
     ) -> Iterator[StepRecord]:
         """When it ends nothing is in flight, and every row is where it belongs."""
-        source = Ahead(batches, self.model, self.ids, depth=self.depth, step=self._step)
+        source = Ahead(
+            batches,
+            self.model,
+            self.ids,
+            depth=self.depth,
+            step=self._step,
+            is_kept=getattr(self.system, "keeps_batches", False),
+        )
         try:
             clock = source.clock
             before = (counted or self._counters()) | self._times(clock)
@@ -180,9 +189,10 @@ class Trainer(Generic[Batch]):
         scores, labels = [], []
         with named("evaluate"), self._algorithms(), _evaluation(self.model, self.device):
             for batch in batches:
-                batch = to_device(batch, self.device)
+                batch, sent = self._moved(batch)
                 scores.append(self.model(batch).double())
-                labels.append(self.labels(batch).double())
+                labels.append(self.labels(batch).to(torch.float64, copy=True))
+                sent.wait()  # the loader may fill its memory again
         if not scores:
             raise ValueError("there is nothing to evaluate: the batches given are none")
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
@@ -190,8 +200,15 @@ class Trainer(Generic[Batch]):
     def predict(self, batch: Batch) -> Tensor:
         """What the model says of a batch, in evaluation mode. Changes no bit of the training."""
         with self._algorithms(), _evaluation(self.model, self.device):
-            predictions: Tensor = self.model(to_device(batch, self.device))
+            batch, sent = self._moved(batch)
+            predictions: Tensor = self.model(batch)
+            sent.wait()
             return predictions
+
+    def _moved(self, batch: Batch) -> tuple[Batch, Mark]:
+        """A batch on the device, and when it will be there: page-locked memory is read later."""
+        moved = to_device(batch, self.device)
+        return moved, lanes_of(self.device).mark_here()
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
         """Of all their samples, in evaluation mode. Changes no bit of the training."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hotrow.clock import named
+from hotrow.kernels.reference import places
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
 from hotrow.lanes import Lanes, Mark
@@ -133,6 +134,22 @@ class WriteBack:
             packet.certain = -1
         for load in self._loads:
             load.certain = -1
+
+    def wait_for_writer(self) -> None:
+        """What the CPU was given to write is in its place when this returns."""
+        for load in self._loads:
+            if not load.filled:
+                self._writer.wait(load.job)
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        """Copy those rows of `ids` into `out` that left and were not given to the CPU yet."""
+        for load in self._loads:
+            if load.filled:
+                there = load.ids[: load.filled].to(ids.device, non_blocking=True)
+                fill.gather(load.rows, places(ids, there), out)
+        for packet in self._packets:
+            if packet.filled:
+                fill.gather(packet.rows, places(ids, packet.ids[: packet.filled]), out)
 
     def wait(self) -> None:
         """Every row that left is in its place when this returns."""

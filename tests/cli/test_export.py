@@ -280,6 +280,77 @@ def test_verify_says_what_is_whole_and_what_is_not() -> None:
     assert "holds no checkpoint, no model" in command("verify", "empty").stderr
 
 
+EXPORTS = {
+    "safetensors": (("--to", "safetensors", "--out", "out"), "exported tables, 4 files, "),
+    "parquet": (("--to", "parquet", "--out", "out"), "exported tables, 4 files, "),
+    "npz": (("--to", "npz", "--out", "out"), "exported tables, 2 files, "),
+    "serve": (("--serve", "out"), "model to serve, 6 files, "),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_an_export_is_verified(kind: str) -> None:
+    words, told = EXPORTS[kind]
+    trained()
+    assert command("export", "small", *words).exit_code == 0
+    result = command("verify", "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"out: {told}")
+    assert result.stdout.endswith(", as written\n")
+    found = json.loads(command("verify", "out", "--json").stdout)
+    files = [path for path in Path("out").rglob("*") if path.is_file()]
+    record = next(path for path in files if path.name == "export.json")
+    files.remove(record)
+    assert found["files"] == len(files)
+    assert found["bytes"] == sum(path.stat().st_size for path in files)
+    for path in files:
+        data = path.read_bytes()
+        for spoilt in (data[:-1], data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]):
+            path.write_bytes(spoilt)
+            result = command("verify", "out")
+            assert result.exit_code == 2
+            assert str(path) in result.stderr
+            assert "export it again" in result.stderr
+        path.unlink()
+        assert f"{path} is missing" in command("verify", "out").stderr
+        path.write_bytes(data)
+    assert command("verify", "out").exit_code == 0
+    written = json.loads(record.read_text())
+    written["tables"][0]["rows"] += 1
+    record.write_text(json.dumps(written))
+    assert "and [401, 4] was written; export it again" in command("verify", "out").stderr
+    record.write_text(record.read_text()[:-30])
+    assert "export.json is not valid JSON" in command("verify", "out").stderr
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_an_export_without_checksums_is_read(kind: str) -> None:
+    """As earlier versions have written it."""
+    words, told = EXPORTS[kind]
+    trained()
+    assert command("export", "small", *words).exit_code == 0
+    Path("out/export.json").unlink()
+    result = command("verify", "out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"out: {told.split(',')[0]}, ")
+    assert "there are no checksums to compare" in result.stdout
+    tables = [path for path in Path("out").rglob("*") if path.suffix in (".npz", ".parquet")]
+    tables = tables or [*Path("out").rglob("00*.safetensors")]
+    table = tables[0]
+    data = table.read_bytes()
+    table.write_bytes(data[:-100])
+    result = command("verify", "out")
+    assert result.exit_code == 2
+    assert f"{table} cannot be read" in result.stderr
+    if table.suffix == ".safetensors":
+        table.write_bytes(data[:-4] + np.float32(np.nan).tobytes())
+        assert "is not finite; export it again" in command("verify", "out").stderr
+    table.write_bytes(data)
+    dense = Path("out/dense.safetensors")
+    dense.write_bytes(dense.read_bytes()[:-4])
+    assert f"{dense} cannot be read" in command("verify", "out").stderr
+
+
 def test_verify_finds_what_is_no_number(folder: Path) -> None:
     table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
     model = hotrow.EmbeddingBagCollection([table], hotrow.Adagrad(), strategy="all-fast")

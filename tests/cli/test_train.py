@@ -646,3 +646,63 @@ def test_a_reader_that_has_gone_does_not_end_a_run(words: tuple[str, ...], folde
     assert running.returncode == 0, told
     assert read_run("runs/small").outcome == "finished"
     assert (folder / "runs/small/model/manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "size"])
+@pytest.mark.parametrize("launcher", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "process group"])
+def test_several_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, command: str, launcher: str
+) -> None:
+    if launcher == "process group":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    else:
+        monkeypatch.setenv(launcher, "2")
+    result = CliRunner().invoke(make_app(), [command, "run.toml"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: hotrow {command} was started as 2 ranks, ")
+    assert result.stderr.count("\n") == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["run.toml"]
+
+
+def test_one_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert CliRunner().invoke(make_app(), ["train", "run.toml"]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_torchrun_trains_nothing_twice() -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, "-m", "hotrow", "train", "run.toml"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert "was started as 2 ranks" in done.stderr
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("entropy", [1.00000001, 1.25, 1.0, 0.8, float("nan")])
+def test_a_run_worse_than_a_constant_prediction_says_so(
+    monkeypatch: pytest.MonkeyPatch, entropy: float
+) -> None:
+    def evaluate(self: Job, *, at_end: bool = False) -> EvalRecord:
+        return EvalRecord(10, 64, 0.5, 0.7, entropy)
+
+    monkeypatch.setattr(Job, "evaluate", evaluate)
+    result = CliRunner().invoke(make_app(), ["train", "run.toml", "--quiet"])
+    assert result.exit_code == 0
+    told = " ".join(result.stdout.split())
+    found = re.search(r"log-loss 0\.7000, normalised entropy (\S+): worse than always pred", told)
+    assert (found is not None) == (entropy > 1)
+    assert found is None or float(found[1]) > 1
+    assert "worse" in told or not entropy > 1
+
+
+def test_a_real_run_with_much_too_large_learning_rates_says_so() -> None:
+    words = ["train", "run.toml", "--set", "training.optimizer.lr=3"]
+    for result in (
+        CliRunner().invoke(make_app(), words),
+        CliRunner().invoke(make_app(), ["evaluate", "small"]),
+    ):
+        told = " ".join(result.stdout.split())
+        assert "worse than always predicting the share of clicks" in told

@@ -139,7 +139,7 @@ def test_other_splits_are_other_samples() -> None:
     )
     data = Prepared("prepared")
     assert (test["samples"], test["split_samples"]) == (data.samples("test"),) * 2
-    assert whole["samples"] == data.samples("train") == 257
+    assert whole["samples"] == data.samples("train") == 258
     assert len({test["log_loss"], validation["log_loss"], whole["log_loss"]}) == 3
     assert evaluated("dlrm", "--split", "train")["samples"] == 160
 

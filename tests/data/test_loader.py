@@ -253,7 +253,11 @@ def test_a_collection_trains_on_what_is_loaded() -> None:
 
     def trained(strategy: str) -> Tensor:
         embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.SGD(lr=0.1), None if strategy == "all-fast" else "30%", strategy=strategy
+            tables,
+            hotrow.SGD(lr=0.1),
+            None if strategy == "all-fast" else "30%",
+            strategy=strategy,
+            seed=0,
         )
         loader = Loader(Memory([10] * 30, jagged=True), batch_size=20, seed=0, epochs=2)
         for batch in hotrow.ahead(loader, embedding, ids=lambda batch: batch.sparse):

@@ -115,6 +115,15 @@ def test_bad_lines_change_nothing_about_the_good_ones(tmp_path: Path) -> None:
     assert sum(map(with_junk.samples, ("train", "validation", "test"))) == 200
 
 
+def test_a_long_run_of_bad_lines_is_left_out(tmp_path: Path) -> None:
+    """Several pieces, and a whole stretch of them, without a good line."""
+    good = criteo_lines(200)
+    path = write(tmp_path / "a.txt", [*good[:100], *[["junk" * 50]] * 500, *good[100:]])
+    data = run(tmp_path / "out", path, bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == 500
+    assert sum(map(data.samples, ("train", "validation", "test"))) == 200
+
+
 def test_only_bad_lines_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", [["junk"]] * 30)
     with pytest.raises(ValueError, match=r"no good line in the files; the first of 30 bad ones"):
@@ -286,6 +295,52 @@ def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "out", path)
 
 
+LONG = "\t".join(["0", *[""] * 38, "x" * 9000])  # in pieces of 9,000 bytes
+
+
+@pytest.mark.parametrize("place", [0, 37, 99, 100])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_that_is_too_long_is_left_out_and_counted(
+    tmp_path: Path, place: int, end: str
+) -> None:
+    good = criteo_lines(100)
+    lines = ["\t".join(line) for line in good]
+    lines[place:place] = [LONG, LONG + "y" * 30_000]
+    path = tmp_path / "train.txt"
+    path.write_bytes((end.join(lines) + end).encode())
+    data = run(tmp_path / "out", path, bad_rows="skip", split="random")
+    assert data.manifest.source["bad_rows"] == 2
+    assert data.manifest.source["lines"] == 102
+    first, second = data.manifest.source["bad_examples"]
+    assert first.endswith(f"line {place + 1:,}: longer than 9,000 bytes, the most that is read")
+    assert f"line {place + 2:,}: longer" in second
+    assert sum(map(data.samples, ("train", "validation", "test"))) == 100
+    without = run(
+        tmp_path / "other", write(tmp_path / "b.txt", good), bad_rows="skip", split="random"
+    )
+    assert data.table_rows == without.table_rows
+    with pytest.raises(ValueError, match=rf"line {place + 1}: longer than 9,000 .*--bad-rows skip"):
+        run(tmp_path / "error", path)
+
+
+def test_a_header_that_is_too_long_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_bytes(b"x" * 9500 + b"\n" + b"1,2\n")
+    with pytest.raises(ValueError, match=r"train\.csv, line 1: longer than 9,000 bytes"):
+        run(tmp_path / "out", path, kind="avazu", bad_rows="skip")
+
+
+def test_a_run_stopped_behind_a_line_that_is_too_long_goes_on(tmp_path: Path) -> None:
+    lines = ["\t".join(line) for line in criteo_lines(300)]
+    lines[200:200] = [LONG * 3]
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join(lines) + "\n")
+    pieces = list(TextFiles([path], piece_bytes=9000).pieces())
+    for number, piece in enumerate(pieces):
+        assert list(TextFiles([path], piece_bytes=9000).pieces(piece.place)) == pieces[number:]
+    assert sum(piece.lines for piece in pieces) == 301
+
+
 def test_lines_that_end_as_on_old_macs_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "train.txt", criteo_lines(3))
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
@@ -317,7 +372,7 @@ def test_numbers_and_texts_are_read_as_python_reads_them() -> None:
     assert found[0].tolist() == numbers
     assert not empty.any()
     assert not wrong.any()
-    keys = fields.texts(one(1))[0].tolist()
+    keys = fields.texts(one(1)).keys[0].tolist()
     assert len(set(keys[:8])) == 8
     assert keys[8:] == keys[: len(keys) - 8]
     assert fields.hexadecimal(one(2))[0][0].tolist() == list(range(len(numbers)))
@@ -329,17 +384,19 @@ NUMBERS = [
     "90071992547409.93", "0.1234567890123456789", "1" * 60, "0." + "3" * 70, "7", "-8",
 ]  # fmt: skip
 NO_NUMBERS = [
-    "-", ".", "-.", "1.2.3", "1-2", "--1.5", "1,5", "0x10", "1.5f", "nan", "inf", "1_0.5",
+    "-", ".", "-.", "1.2.3", "1-2", "--1.5", "1,5", "0x10", "1.5f", "-nan", "nano", "inf", "1_0.5",
     "1" * 45 + "x", "0." + "3" * 45 + "x",
 ]  # fmt: skip
 
 
 def test_numbers_with_a_point_are_those_of_python() -> None:
-    fields = Fields("\n".join(NUMBERS + NO_NUMBERS).encode(), separator="|", columns=1)
+    texts = [*NUMBERS, *NO_NUMBERS, "nan", "", "NaN", "NAN"]
+    fields = Fields("\n".join(texts).encode(), separator="|", columns=1)
     found, empty, wrong = (each[0] for each in fields.numbers(one(0)))
     assert found[: len(NUMBERS)].tolist() == [float(each) for each in NUMBERS]
-    assert wrong.tolist() == [False] * len(NUMBERS) + [True] * len(NO_NUMBERS)
-    assert not empty.any()
+    assert wrong.tolist() == [False] * len(NUMBERS) + [True] * len(NO_NUMBERS) + [False] * 4
+    assert empty.tolist() == [False] * (len(texts) - 4) + [True] * 4
+    assert found[-4:].tolist() == [0.0] * 4
 
 
 def test_no_number_takes_a_turn_of_python_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +416,7 @@ def test_long_texts_have_numbers_of_their_own_wherever_they_differ() -> None:
     texts = ["x" * n for n in (9, 16, 17, 400, 3001)]
     texts += [each[:-1] + "y" for each in texts] + ["y" + each[1:] for each in texts[:5]]
     fields = Fields("\n".join(texts + texts).encode(), separator="|", columns=1)
-    keys = fields.texts(one(0))[0].tolist()
+    keys = fields.texts(one(0)).keys[0].tolist()
     assert len(set(keys)) == len(texts)
     assert keys[: len(texts)] == keys[len(texts) :]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -16,10 +18,13 @@ import pytest
 from clicks import assert_same_grouping, files_of, taobao_lines, write
 from hotrow.data.prepared import Prepared, columns, encoding
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLines
-from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.fields import BadLines, Fields, Judge, mixed
+from hotrow.data.prepared.fields import one as one_column
+from hotrow.data.prepared.layouts import Avazu, label_of
+from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import NoWatch, Settings
 from hotrow.data.prepared.sources import open_source
+from hotrow.data.prepared.splits import AtRandom
 from hotrow.data.prepared.spool import Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
 from hotrow.data.prepared.work import prepare
@@ -93,6 +98,9 @@ categories = ["user", "item", "last"]
 [tables]
 last = "item"
 """
+
+
+ONE_COLUMN = 'label = "y"\ncategories = ["user"]\n'
 
 
 def table(count: int) -> dict[str, list[Any]]:
@@ -231,6 +239,65 @@ def test_csv_labels_may_have_a_point(tmp_path: Path) -> None:
     assert all_of(data, "label").tolist() == [0, 1] * 15
 
 
+TRUTHS = ["True", "False", "true", "FALSE", "1", "0", "1.0"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("labels", [TRUTHS, TRUTHS[:2]])
+def test_labels_may_be_true_or_false(tmp_path: Path, kind: str, labels: list[str]) -> None:
+    values = labels * 10
+    bad = ["truer", "t", "NaN", ""]
+    path = tmp_path / f"a.{kind}"
+
+    def write_labels(values: list[str]) -> None:
+        if kind == "csv":
+            write(path, [["y", "user"], *([each, "7"] for each in values)], separator=",")
+        else:
+            pq.write_table(pa.table({"y": values, "user": [7] * len(values)}), path)
+
+    write_labels([*values, *bad, *values])
+    data = run(kind, tmp_path / "1", path, toml=ONE_COLUMN, bad_rows="skip")
+    assert data.manifest.source["bad_rows"] == len(bad)
+    assert "the label is 'NaN', neither 0 nor 1" in data.manifest.source["bad_examples"][2]
+    expected = [int(each.lower() in ("true", "1", "1.0")) for each in values]
+    assert all_of(data, "label").tolist() == expected * 2
+    write_labels(values)
+    assert all_of(run(kind, tmp_path / "2", path, toml=ONE_COLUMN), "label").tolist() == expected
+
+
+def test_labels_of_true_and_false_take_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def value(*_: Any, **__: Any) -> str:
+        raise AssertionError("a field was read by itself")
+
+    monkeypatch.setattr(Fields, "value", value)
+    fields = Fields(b"True\nFALSE\ntrue\n" * 9, separator=",", columns=1)
+    assert label_of(fields, Judge(fields), column=0).tolist() == [1, 0, 1] * 9
+    fields = Fields(b"1.5\nNaN\nnan\n\n" * 9, separator=",", columns=1)
+    assert fields.numbers(one_column(0))[0][0].tolist() == [1.5, 0, 0, 0] * 9
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "parquet texts"])
+def test_numbers_that_are_nan_are_missing(tmp_path: Path, kind: str) -> None:
+    texts = ["1.5", "NaN", "", "nan", "2"] * 8
+    path, toml = tmp_path / "a", 'label = "y"\ndense = ["price"]\ncategories = ["user"]\n'
+    if kind == "csv":
+        rows = [["y", "user", "price"], *(["0", "7", each] for each in texts)]
+        write(path, rows, separator=",")
+    else:
+        prices: Any = [each or None for each in texts]
+        if kind == "parquet":
+            prices = [None if each is None else float(each) for each in prices]
+        ones = [0] * len(texts)
+        pq.write_table(pa.table({"y": ones, "user": ones, "price": pa.array(prices)}), path)
+    for log in (False, True):
+        more = 'log = ["price"]\n' if log else ""
+        out = tmp_path / f"out{log}"
+        data = run(kind.split()[0], out, path, toml=more + toml)
+        expected = np.array([1.5, 0, 0, 0, 2] * 8)
+        expected = (np.log1p(expected) if log else expected).astype("f")
+        np.testing.assert_array_equal(all_of(data, "dense")[:, 0], expected)
+
+
 def test_csv_names_what_is_wrong(tmp_path: Path) -> None:
     found = table(30)
     found["price"][20] = "cheap"
@@ -266,6 +333,28 @@ def test_csv_whose_header_names_a_used_column_twice_is_refused(tmp_path: Path) -
     path = write(tmp_path / "a.csv", [["y", "user", "user"], ["0", "1", "2"]], separator=",")
     with pytest.raises(ValueError, match="has 2 columns 'user'"):
         run("csv", tmp_path / "out", path, toml='label = "y"\ncategories = ["user"]')
+
+
+def test_a_line_that_is_too_long_is_left_out_of_csv_and_taobao(tmp_path: Path) -> None:
+    rows = [["y", "user"], *(["1", str(i % 7)] for i in range(90)), ["1", "x" * 5000], ["0", "1"]]
+    path = write(tmp_path / "a.csv", rows, separator=",")
+    data = run("csv", tmp_path / "1", path, toml=ONE_COLUMN, bad_rows="skip", split="random")
+    assert data.manifest.source["bad_rows"] == 1
+    assert "a.csv, line 92: longer than 4,000 bytes" in data.manifest.source["bad_examples"][0]
+    assert sum(map(data.samples, EVERY)) == 91
+    write(path, [["y" * (5 << 20), "user"], ["1", "2"]], separator=",")
+    with pytest.raises(ValueError, match=r"a\.csv, line 1: longer than"):
+        run("csv", tmp_path / "2", path, toml=ONE_COLUMN, bad_rows="skip")
+    lines = taobao_lines(30)
+    lines[50:50] = [["1", "2", "3", "pv" * 3000, "1511658000"]]
+    path = write(tmp_path / "events.csv", lines, separator=",")
+    with pytest.raises(ValueError, match=r"events\.csv, line 51: longer than 4,000 bytes"):
+        Taobao([path], tmp_path / "3", seed=0, skip_bad=False, piece_bytes=4000).ready(
+            Disk(tmp_path / "3"), Cores(1), NoWatch()
+        )
+    source = Taobao([path], tmp_path / "4", seed=0, skip_bad=True, piece_bytes=4000)
+    prepare(source, tmp_path / "4", Settings(bad_rows="skip"), workers=1)
+    assert Prepared(tmp_path / "4").manifest.source["bad_rows"] == 1
 
 
 WRONG = [
@@ -304,6 +393,52 @@ def test_parquet(tmp_path: Path) -> None:
     assert data.samples("train") == 200
 
 
+@pytest.mark.parametrize("split", ["random", "time"])
+@pytest.mark.parametrize("cuts", [[], [150], [40, 200]])
+def test_parquet_and_csv_split_the_same_samples_alike(
+    tmp_path: Path, split: str, cuts: list[int]
+) -> None:
+    """The samples' places among all lines decide, however many files they lie in; where the last
+    file is held back, both have the same files."""
+    found = table(300)
+    found["age"] = list(range(300))
+    rows = [list(map(str, row)) for row in zip(*found.values(), strict=True)]
+    texts, parts = [], []
+    for number, (first, last) in enumerate(zip([0, *cuts], [*cuts, 300], strict=True)):
+        texts.append(tmp_path / f"{number}.csv")
+        write(texts[-1], [list(found), *rows[first:last]], separator=",")
+        parts.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.table(found).slice(first, last - first), parts[-1], row_group_size=70)
+    if split == "random":
+        pq.write_table(pa.table(found), tmp_path / "all.parquet")
+        parts = [tmp_path / "all.parquet"]
+    one = run("csv", tmp_path / "1", *texts, toml=CSV, split=split)
+    other = run("parquet", tmp_path / "2", *parts, toml=CSV, split=split)
+    for name in EVERY:
+        ages = [
+            np.concatenate([shard.dense[:, 1] for shard in data.shards(name)]).tolist()
+            for data in (one, other)
+        ]
+        assert len(ages[0]) > 15
+        assert ages[0] == ages[1]
+
+
+@pytest.mark.parametrize("kind", ["avazu", "csv"])
+def test_random_splits_of_one_file_with_a_header_stay_as_they_were(
+    tmp_path: Path, kind: str
+) -> None:
+    lines = avazu_lines(200)
+    for number, line in enumerate(lines):
+        line[1] = str(number % 2)
+    path = write(tmp_path / "a.csv", [list(Avazu.columns), *lines], separator=",")
+    toml = 'label = "click"\ncategories = ["C1"]' if kind == "csv" else ""
+    data = run(kind, tmp_path / "out", path, toml=toml, split="random", seed=3)
+    codes = AtRandom(3)(np.arange(1, 201))  # the header is line 0
+    for code, name in enumerate(("train", "validation", "test")):
+        labels = np.concatenate([shard.label for shard in data.shards(name)])
+        assert labels.tolist() == (np.flatnonzero(codes == code) % 2).tolist()
+
+
 def test_parquet_and_csv_give_texts_the_same_rows(tmp_path: Path) -> None:
     found = table(200)
     found["user"] = [f"user {each}" for each in found["user"]]
@@ -315,6 +450,120 @@ def test_parquet_and_csv_give_texts_the_same_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table(found), tmp_path / "a.parquet")
     other = run("parquet", tmp_path / "2", tmp_path / "a.parquet", toml=CSV)
     np.testing.assert_array_equal(all_of(one, "ids"), all_of(other, "ids"))
+
+
+NULS = ["", "\0", "\0" * 8, "\0" * 20, "\0a", "a", "a\0", "a\0\0"]
+NULS += ["abcdefg", "abcdefg\0", "abcdefgh", "abcdefgh\0"]
+
+
+def uses_of_rows(tmp_path: Path, *parts: Any, **options: Any) -> list[int]:
+    """How often each row is used by values that lie in Parquet files, a file for each part."""
+    paths = []
+    for number, part in enumerate(parts):
+        paths.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.table({"y": [0] * len(part), "user": part}), paths[-1])
+    data = run("parquet", tmp_path / "out", *paths, toml=ONE_COLUMN, split="random", **options)
+    return sorted(Counter(all_of(data, "ids")[:, 0].tolist()).values())
+
+
+@pytest.mark.parametrize("kind", ["csv", "list", "string", "binary", "dictionary"])
+def test_values_that_end_in_nul_bytes_have_rows_of_their_own(tmp_path: Path, kind: str) -> None:
+    if kind in ("csv", "list"):
+        values = [each for each in NULS for _ in range(20) if each or kind == "csv"]
+        rows = [["y", "user"], *(["0", each + "|" * (kind == "list")] for each in values)]
+        path = write(tmp_path / "a.csv", rows, separator=",")
+        toml = ONE_COLUMN + ('[lists]\nuser = "|"' if kind == "list" else "")
+        data = run("csv", tmp_path / "out", path, toml=toml)
+        if kind == "list":
+            shards = [shard for split in EVERY for shard in data.shards(split)]
+            ids = np.concatenate([shard.jagged["user"].values for shard in shards])
+        else:
+            ids = all_of(data, "ids")[:, 0]
+        assert_same_grouping(ids, values)
+        return
+    column = pa.array([*NULS, None] * 20, pa.string())
+    column = {
+        "string": column,
+        "binary": column.cast(pa.binary()),
+        "dictionary": column.dictionary_encode(),
+    }[kind]
+    assert uses_of_rows(tmp_path, column) == [20] * (len(NULS) + 1)
+
+
+def test_negative_and_large_numbers_of_two_files_have_rows_of_their_own(tmp_path: Path) -> None:
+    numbers = [*range(-9, 9), -(2**63), 2**63 - 1] * 5
+    large = [0, 5, 2**63 - 1, 2**63, *(2**64 - each for each in range(1, 10))] * 5
+    signed, unsigned = pa.array(numbers, pa.int64()), pa.array(large, pa.uint64())
+    expected = sorted(Counter(numbers + large).values())
+    assert uses_of_rows(tmp_path, signed, unsigned) == expected
+
+
+def test_large_numbers_alone_keep_their_keys() -> None:
+    large = np.array([1, 2**63, 2**64 - 1], np.uint64)
+    assert columns.column_keys(pa.array(large)).keys.tolist() == large.tolist()
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint64", "binary"])
+def test_no_value_shares_the_row_of_what_is_missing(tmp_path: Path, kind: str) -> None:
+    bits = np.array([0x9D39247E33776D41], np.uint64)
+    value = {"int64": bits.astype(np.int64)[0], "uint64": bits[0], "binary": bits.tobytes()}[kind]
+    column = pa.array([value, None, value, None, None] * 8, getattr(pa, kind)())
+    assert uses_of_rows(tmp_path, column) == [16, 24]
+
+
+def same_hash() -> list[bytes]:
+    """Two texts of 16 bytes with one hash of 64 bits."""
+    first, second = np.array([7], np.uint64), np.array([8], np.uint64)
+    start = mixed(np.array([16], np.uint64))
+    last = mixed(start ^ first) ^ mixed(start ^ second)
+    return [first.tobytes() + bytes(8), second.tobytes() + last.tobytes()]
+
+
+def test_texts_with_the_same_hash_are_refused(tmp_path: Path) -> None:
+    others = [f"a text of some length {number}".encode() for number in range(400)]
+    one, other = same_hash()
+    message = "two different values of table 'user' have the same 64-bit hash"
+    for number, values in enumerate(([*others, one, other], [one, *others, other] * 3)):
+        (folder := tmp_path / str(number)).mkdir()
+        with pytest.raises(ValueError, match=message):
+            uses_of_rows(folder, pa.array(values, pa.binary()))
+    (folder := tmp_path / "hash").mkdir()
+    shared = uses_of_rows(folder, pa.array([one, other] * 9, pa.binary()), hash=True, max_rows=9)
+    assert shared == [18]
+
+
+def test_a_resumed_run_refuses_texts_with_the_same_hash(tmp_path: Path) -> None:
+    """One of them is in shards that are finished already."""
+    one, other = same_hash()
+    values = [one, *(f"a text of some length {number}".encode() for number in range(900)), other]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [0] * len(values), "user": pa.array(values, pa.binary())}), path)
+
+    class Full(Disk):
+        def open(self, path: Path) -> Any:
+            if path.name.startswith("train-00002"):
+                raise OSError(28, "No space left on device")
+            return super().open(path)
+
+    out, options = tmp_path / "out", {"toml": ONE_COLUMN, "split": "random"}
+    with pytest.raises(OSError, match="the disk is full"):
+        run("parquet", out, path, disk=Full(out), **options)
+    assert (out / "shards" / "train-00000.bin").exists()
+    with pytest.raises(ValueError, match="two different values of table 'user'"):
+        run("parquet", out, path, **options)
+
+
+def test_a_run_that_another_version_left_unfinished_is_not_resumed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", [["y", "user"], ["0", "a"], ["2", "b"]], separator=",")
+    out, options = tmp_path / "out", {"toml": ONE_COLUMN, "split": "random"}
+    with pytest.raises(ValueError, match="the label is '2'"):
+        run("csv", out, path, **options)
+    noted = out / ".work" / "settings.json"
+    settings = json.loads(noted.read_text())
+    del settings["work_format"]
+    noted.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"another version of hotrow.*--restart begins anew"):
+        run("csv", out, path, **options)
 
 
 LISTS = 'label = "y"\ncategories = ["user", "seen"]\n'

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from hotrow.records import ComparisonRecord, Figures
+from hotrow.report import comparison
 from hotrow.report.advice import advise
+from hotrow.report.cells import remarks
+from hotrow.report.charts import Chart
 
 
 def figures(strategy: str, rate: float, **others: Any) -> Figures:
@@ -25,13 +28,19 @@ def figures(strategy: str, rate: float, **others: Any) -> Figures:
     return Figures(strategy=strategy, summary="", **(given | others))
 
 
-def advice(*strategies: Figures, device: str = "cuda", outcome: str = "finished") -> str:
-    record = ComparisonRecord(
-        name="x", started="", outcome=outcome, settings={"run": {"device": device}},
-        environment={}, steps=100, repetitions=3, warm_up=10, baseline="hybrid",
-        budget_bytes=2 << 20, rows_bytes=40 << 20, tolerance={}, notes=(), strategies=strategies,
+def record_of(*strategies: Figures, device: str = "cuda", outcome: str) -> ComparisonRecord:
+    settings = {"run": {"device": device}, "data": {"batch_size": 9}}
+    return ComparisonRecord(
+        name="x", started="", outcome=outcome, settings=settings,
+        environment={"device": device, "threads": 1}, steps=100, repetitions=3, warm_up=10,
+        baseline="hybrid", budget_bytes=2 << 20, rows_bytes=40 << 20,
+        tolerance={"relative": 0.1, "absolute": 0.1, "outliers": 0.1}, notes=(),
+        strategies=strategies,
     )  # fmt: skip
-    return advise(record)
+
+
+def advice(*strategies: Figures, device: str = "cuda", outcome: str = "finished") -> str:
+    return advise(record_of(*strategies, device=device, outcome=outcome))
 
 
 ALL_FAST = figures("all-fast", 6000, is_within_budget=False, fast_bytes=40 << 20)
@@ -91,3 +100,38 @@ def test_of_a_comparison_that_was_stopped_at_once_there_is_none() -> None:
 
 def test_speeds_of_a_cpu_are_not_oversold() -> None:
     assert advice(HYBRID, device="cpu").endswith("these speeds say nothing about a GPU.")
+
+
+@pytest.mark.parametrize("has_charts", [False, True])
+def test_bars_are_of_what_the_advice_is_of(
+    monkeypatch: pytest.MonkeyPatch, has_charts: bool
+) -> None:
+    """Whole runs, and not the median step, which says little where steps differ."""
+    found = figures("lookahead", 5000, samples_per_second=7777, slow_run=4900, fast_run=5100)
+    record = record_of(found, outcome="finished" if has_charts else "under way")
+    drawn: list[Chart] = []
+
+    def charts(every: list[Chart]) -> str:
+        drawn.extend(every)
+        return ""
+
+    if has_charts:
+        monkeypatch.setattr(comparison, "charts", charts)
+        monkeypatch.setattr(comparison, "library", lambda: "")
+    text = comparison.page_of(record)
+    assert "with 5,000 samples/s" in advise(record)
+    if not has_charts:
+        assert "5,000</text>" in text
+        assert "7,777" not in text
+        return
+    (bars,) = drawn[0].series
+    assert (list(bars.values), list(bars.low), list(bars.high)) == ([5000], [4900], [5100])
+
+
+def test_strategies_worse_than_a_constant_prediction_are_named() -> None:
+    worse = [figures(name, 1, normalised_entropy=1.2) for name in ("lru", "fae")]
+    record = record_of(*worse, figures("static", 1, normalised_entropy=0.9), outcome="finished")
+    assert remarks(record)[-1] == (
+        "lru, fae: worse than always predicting the share of clicks (normalised entropy above 1)"
+    )
+    assert remarks(record_of(figures("static", 1), outcome="finished")) == []

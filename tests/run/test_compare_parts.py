@@ -16,10 +16,12 @@ from test_files import STEP
 from torch import Tensor
 
 from hotrow.data import SyntheticClicks, SyntheticConfig
+from hotrow.records import EvalRecord
 from hotrow.run.compare import Comparison, _Clock, choose
 from hotrow.run.config import RunConfig, load
 from hotrow.run.likeness import Apart, Distance, Reference, bits_of, room_for_reference
 from hotrow.run.systems import SYSTEMS, Reordered, SystemKind, find_system, register
+from hotrow.skip import SkipRecord
 
 SMALL = (
     "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
@@ -195,6 +197,27 @@ def test_as_many_samples_are_dropped_at_random(tmp_path: Path, base: str) -> Non
     dropped = 60 * 32 - skipped.samples
     assert note.startswith(f"{control.strategy} leaves out as many samples as {skipped.strategy}: ")
     assert f": {dropped:,} of " in note
+
+
+@pytest.mark.parametrize(
+    ("aucs", "said"),
+    [
+        ((0.75, 0.752), "AUC 0.00200 below lru.random-drop.* more than seeds usually differ by"),
+        ((0.7502, 0.75), "AUC 0.00020 above lru.random-drop.* no more than seeds differ by"),
+        ((math.nan, 0.75), None),
+    ],
+)
+def test_slipstream_is_judged_by_its_control(aucs: tuple[float, float], said: str | None) -> None:
+    settings = config()
+    comparison = Comparison(settings, choose(settings, ["lru+slipstream", "lru+random-drop"]))
+    comparison._left_out["lru+slipstream"] = SkipRecord("samples", offered=100, dropped=9)
+    for entry, auc in zip(comparison.entries[1:], aucs, strict=True):
+        entry.quality = EvalRecord(step=1, samples=10, auc=auc, log_loss=0.5)
+    found = [note for note in comparison.record("finished").notes if "AUC" in note]
+    assert len(found) == (said is not None)
+    assert said is None or re.search(said, found[0])
+    comparison._left_out["lru+slipstream"] = SkipRecord("samples", offered=100, dropped=0)
+    assert not any("AUC" in note for note in comparison.record("finished").notes)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -25,7 +25,6 @@ from hotrow.checkpoint.manifest import (
 )
 from hotrow.checkpoint.model import collections_of, dense_state, refuse_other, rows_apart, tables_of
 from hotrow.checkpoint.parts import load_part
-from hotrow.checkpoint.random import restore_random_states
 from hotrow.checkpoint.saving import end_save_in
 from hotrow.checkpoint.tensors import (
     PIECE_BYTES,
@@ -39,6 +38,7 @@ from hotrow.checkpoint.tree import unpack
 from hotrow.disk import BlockSums, FileRecord, inside, why_wrong
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
+from hotrow.random_states import restore_random_states
 from hotrow.told import few
 
 _READERS = 4

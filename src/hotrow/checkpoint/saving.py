@@ -20,7 +20,6 @@ from hotrow.checkpoint import manifest as records
 from hotrow.checkpoint.folder import Lock, clean, next_name, number_of, put_in_place, saved_in
 from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, read_manifest
 from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
-from hotrow.checkpoint.random import random_states
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
 from hotrow.disk import (
@@ -34,6 +33,7 @@ from hotrow.disk import (
 )
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.progress import bytes_bar
+from hotrow.random_states import random_states
 from hotrow.scalars import whole
 
 SHARD_BYTES = 256 << 20
@@ -173,6 +173,7 @@ def prepare(
     if keep is not None:
         keep = whole("keep", keep, least=1)
     for each in collections_of(model).values():
+        each.check_thread("saves a checkpoint")  # rows and dense part would be of different steps
         if each.is_accumulating:
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"

@@ -5,7 +5,7 @@
                   in the metadata as "table"
     npz           tables.npz, an array for each table
 
-Beside them lies dense.safetensors, everything but rows.
+Beside them lies dense.safetensors, everything but rows, and export.json, the record of all files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hotrow.checkpoint.format import DENSE, MANIFEST
 from hotrow.checkpoint.loading import Checkpoint
 from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
-from hotrow.disk import Disk
+from hotrow.disk import Disk, FileRecord, checksum
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.told import few
@@ -139,7 +139,9 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
 
 
 def _export(weights: Weights, folder: Path, to: str) -> None:
-    Disk(folder).write(DENSE, packed(dense_numbers(weights)))
+    from hotrow.checkpoint import exported  # which reads tables with this module
+
+    files = {DENSE: Disk(folder).write(DENSE, packed(dense_numbers(weights)))}
     total, done = sum(4 * each.rows * each.dim for each in weights.tables), 0
 
     with bytes_bar("exporting") as advance:
@@ -151,7 +153,13 @@ def _export(weights: Weights, folder: Path, to: str) -> None:
                 done += 4 * piece.numel()
                 advance(done, total)
 
-        _WRITERS[to](folder, weights.tables, counted)
+        written = _WRITERS[to](folder, weights.tables, counted)
+    tables = [
+        exported.ExportedTable(table.key, file.file, table.rows, table.dim)
+        for table, file in zip(weights.tables, written, strict=True)
+    ]
+    files |= {file.file: file for file in written}  # npz: one for all
+    exported.write_export(folder, exported.TABLES, tables, files.values())
 
 
 Counted = Callable[[AnyTable], Pieces]
@@ -161,18 +169,23 @@ def _file_of(table: AnyTable, number: int) -> str:
     return f"{number:03}-" + re.sub(r"[^A-Za-z0-9_.-]", "_", table.key)[:100]
 
 
-def _write_safetensors(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+def _write_safetensors(
+    folder: Path, tables: Sequence[AnyTable], pieces: Counted
+) -> list[FileRecord]:
     def parts(table: AnyTable) -> Iterator[bytes | memoryview]:
         yield head({table.key: (torch.float32, [table.rows, table.dim])}, {})
         for _, piece in pieces(table):
             yield from pieces_of(piece)
 
-    for number, table in enumerate(tables):
+    return [
         Disk(folder).write(f"{_file_of(table, number)}.safetensors", parts(table))
+        for number, table in enumerate(tables)
+    ]
 
 
-def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
     arrow, parquet = _arrow()
+    written = []
     for number, table in enumerate(tables):
         fields = [("row", arrow.int64()), ("weight", arrow.list_(arrow.float32(), table.dim))]
         schema = arrow.schema(fields, metadata={"table": table.key, "rows": str(table.rows)})
@@ -183,9 +196,15 @@ def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) ->
                 lists = arrow.FixedSizeListArray.from_arrays(flat, table.dim)
                 rows = arrow.array(np.arange(first, first + len(piece)))
                 writer.write_table(arrow.table([rows, lists], schema=schema))
+        written.append(_record_of(path))
+    return written
 
 
-def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> None:
+def _record_of(path: Path) -> FileRecord:
+    return FileRecord(path.name, path.stat().st_size, checksum(path))
+
+
+def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
     with zipfile.ZipFile(folder / TABLES, "w", zipfile.ZIP_STORED) as archive:
         for table in tables:
             with archive.open(f"{table.key}.npy", "w", force_zip64=True) as file:
@@ -194,6 +213,7 @@ def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> Non
                 for _, piece in pieces(table):
                     for part in pieces_of(piece):
                         file.write(part)
+    return [_record_of(folder / TABLES)] * len(tables)
 
 
 _WRITERS = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npz": _write_npz}
@@ -230,7 +250,7 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
     for path in paths:
         if path.suffix not in _READERS:
             continue
-        for name, shape, pieces in _readable(path, _READERS[path.suffix](path)):
+        for name, shape, pieces in read_tables(path):
             if (key := names.get(name)) is None:
                 continue
             table = mine[key]
@@ -239,7 +259,7 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
                     f"{path} has {list(shape)} as {name}, and the table is "
                     f"[{table.rows}, {table.dim}]"
                 )
-            _load(table, _readable(path, pieces))
+            _load(table, pieces)
             found.append(key)
     if not found:
         raise ValueError(f"{source} has no table of this model: {few(mine)}")
@@ -253,6 +273,12 @@ def _load(table: Table, pieces: Pieces) -> None:
 
 Read = Iterator[tuple[str, Sequence[int], Pieces]]
 Item = TypeVar("Item")
+
+
+def read_tables(path: Path) -> Read:
+    """The tables of a file: name, shape, and rows in pieces, which must be read before the next."""
+    for name, shape, pieces in _readable(path, _READERS[path.suffix](path)):
+        yield name, shape, _readable(path, pieces)
 
 
 def _readable(path: Path, items: Iterator[Item]) -> Iterator[Item]:
@@ -341,3 +367,4 @@ def _npy_pieces(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Piec
 
 
 _READERS = {".safetensors": _read_safetensors, ".parquet": _read_parquet, ".npz": _read_npz}
+TABLE_FILES = tuple(_READERS)

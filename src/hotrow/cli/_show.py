@@ -20,14 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hotrow.budget import show_bytes
-from hotrow.records import Limit, RunRecord
+from hotrow.records import WORSE_THAN_CONSTANT, Limit, RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
 from hotrow.run.named import find_named
 from hotrow.run.saving import Saved
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import TRACE_FILE
-from hotrow.told import few, many
+from hotrow.told import apart, few, many
 
 Advance = Callable[[Tally], None]
 
@@ -325,4 +325,6 @@ def _log_loss(record: RunRecord) -> str:
     last = record.evaluations[-1]
     if math.isnan(last.normalised_entropy):
         return f"{last.log_loss:.4f}"
-    return f"{last.log_loss:.4f}, normalised entropy {last.normalised_entropy:.4f}"
+    entropy, _ = apart(last.normalised_entropy, 1.0, digits=4, kind="f")
+    told = f"{last.log_loss:.4f}, normalised entropy {entropy}"
+    return f"{told}: {WORSE_THAN_CONSTANT}" if last.is_worse_than_constant else told

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, FAILED_STRATEGY, INTERRUPTED, UNEQUAL
+from hotrow.cli._ranks import refuse_ranks
 from hotrow.cli._show import one_line_warnings, tell_people
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
@@ -114,6 +115,7 @@ def compare(
     equal to all-fast, or one did not repeat its bits; 3 a loss is no number; 4 a strategy failed;
     130 Ctrl-C, which ends after the step under way with what there is.
     """
+    refuse_ranks("compare")
     _refuse_unused(settings or ())
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
 from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
-from hotrow.records import EvalRecord
+from hotrow.records import WORSE_THAN_CONSTANT, EvalRecord
 from hotrow.run.files import to_json
 from hotrow.run.source import Split
 from hotrow.run.trained import open_trained
@@ -83,6 +83,8 @@ def _table(split: str, part: Split, found: EvalRecord) -> Table:
         "log-loss": _shown(found.log_loss, log_loss=found.log_loss),
         "normalised entropy": _shown(found.normalised_entropy, log_loss=found.log_loss),
     }
+    if found.is_worse_than_constant:
+        facts["normalised entropy"] += f", {WORSE_THAN_CONSTANT}"
     for name, value in facts.items():
         table.add_row(name, value)
     return table

@@ -17,6 +17,7 @@ from hotrow.cli._declared import JsonFlag, RunFile, Settings
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths
 from hotrow.cli._places import check_file
+from hotrow.cli._ranks import refuse_ranks
 from hotrow.disk import Disk
 from hotrow.machine import THIS, machines
 from hotrow.records import SizeRecord
@@ -99,6 +100,7 @@ def size(
     `--out` writes the run's settings, with those found, as a new file; comments are not kept. For a
     GPU by name, run.device becomes cuda.
     """
+    refuse_ranks("size")  # it times some steps
     if not 0 < reach <= 1:
         raise ValueError(f"--reach must be above 0 and at most 1, such as 0.95, not {reach:g}")
     check_dense_ms(dense_ms)

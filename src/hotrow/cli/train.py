@@ -19,6 +19,7 @@ from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of, safetensors
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
+from hotrow.cli._ranks import refuse_ranks
 from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
@@ -133,6 +134,7 @@ def train(
     checkpoint, and the exit code is 130. SIGTERM does the same and exits with 0. A loss that
     is no number ends the run, too, which then exits with 3.
     """
+    refuse_ranks("train")
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
     if config.run.save:
@@ -233,8 +235,9 @@ def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
     needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
     if free < needed:
         show.warn(
-            f"the model will take {show_bytes(needed)}, and {folder} has {show_bytes(free)} free: "
-            "make room before the run ends, or it is not saved"
+            f"the model will take {show_bytes(needed, beside=free)}, and {folder} has "
+            f"{show_bytes(free, beside=needed)} free: make room before the run ends, or it is not "
+            "saved"
         )
 
 

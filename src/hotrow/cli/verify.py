@@ -11,6 +11,7 @@ import typer
 
 from hotrow.budget import show_bytes
 from hotrow.checkpoint import Checkpoint, SavedModel
+from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NAME
@@ -27,7 +28,8 @@ from hotrow.told import many
 
 def verify(
     path: Annotated[
-        Path, typer.Argument(help="A checkpoint, a run, a model, or a folder of prepared data.")
+        Path,
+        typer.Argument(help="A checkpoint, a run, a model, an export, or a prepared folder."),
     ],
     as_json: JsonFlag = False,
     runs: Runs = Path("runs"),
@@ -41,6 +43,9 @@ def verify(
 
     - prepared data: checksums
 
+    - an export: checksums and shapes. One of an earlier version has no checksums: its values are
+      read, and what could not be checked is said
+
     - a run, or a folder of runs, of checkpoints or of prepared data: all that is in it
 
     What is wrong is named, the rest is looked at all the same, and the exit code is 2.
@@ -52,6 +57,8 @@ def verify(
     - `hotrow verify first`
 
     - `hotrow verify prepared/kaggle --json`
+
+    - `hotrow export first --to parquet --out tables`, and after a copy `hotrow verify tables`
     """
     found = list(_parts(path)) or list(_parts(runs / path)) or _parts_below(path)
     if not found and not path.is_dir():
@@ -59,7 +66,7 @@ def verify(
     if not found and (path / WORK).is_dir():
         read_manifest(path)  # says how to go on with what was not finished
     if not found:
-        raise ValueError(f"{path} holds no checkpoint, no model and no prepared data")
+        raise ValueError(f"{path} holds no checkpoint, no model, no export and no prepared data")
     is_wrong = False
     for folder in found:
         try:
@@ -72,7 +79,7 @@ def verify(
             typer.echo(to_json({"event": "verified", "folder": str(folder), **asdict(what)}))
         else:
             told = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
-            typer.echo(f"{told}, as written")
+            typer.echo(f"{told}, {what.note or 'as written'}")
     if is_wrong:
         raise typer.Exit(USER_ERROR)
 
@@ -82,11 +89,15 @@ class _Verified:
     kind: str
     files: int
     bytes: int
+    note: str = ""  # what could not be checked
 
 
 def _parts(path: Path) -> Iterator[Path]:
     """What is in a folder that can be verified."""
     if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
+        yield path
+        return
+    if path.is_dir() and is_export(path):
         yield path
         return
     for root in (path, path / IN_RUN):
@@ -108,6 +119,8 @@ def _verify(folder: Path) -> _Verified:
     if (folder / CHECKPOINT).is_file() or NAME.fullmatch(folder.name):
         Checkpoint(folder).verify()
         return _counted("checkpoint", folder)
+    if not (folder / MANIFEST).is_file() and is_export(folder):
+        return _Verified(**asdict(verify_export(folder)))
     found = read_json(folder / MANIFEST)
     if isinstance(found, dict) and "tables" in found and "splits" not in found:
         model = SavedModel(folder)

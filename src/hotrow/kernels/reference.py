@@ -45,6 +45,13 @@ def sort_ids(ids: Tensor, num_rows: int) -> SortedIds:
     return SortedIds(unique, order, torch.cat([starts, ends]), inverse)
 
 
+def places(ids: Tensor, keys: Tensor) -> Tensor:
+    """Where each id stands among distinct `keys`, -1 if it does not."""
+    ordered, order = keys.sort()
+    place = torch.searchsorted(ordered, ids).clamp_(max=ordered.numel() - 1)
+    return torch.where(ordered[place] == ids, order[place], -1)
+
+
 def take(rows: Tensor, index: Tensor, dim: int) -> Tensor:
     """The first `dim` columns of the rows at `index`, contiguous."""
     return rows[:, :dim].index_select(0, index)

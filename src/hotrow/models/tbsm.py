@@ -76,8 +76,8 @@ class TBSM(nn.Module):
       `lengths` tells how many past steps there are: vectors of others are set to zero, so that they
       add nothing, and what was looked up for them gets no gradient. The reference pads with id 0
       and lets the model learn what that means, which is `lengths` = T throughout. Padding of one
-      shape lets a GPU capture the step. With a table's `padding_idx` as the id, padding is never
-      fetched nor touched; without, its rows are, by gradients of zero.
+      shape lets a GPU capture the step. With a table's `padding_idx` as the id, padding is read
+      and never trained; without, its rows are updated, by gradients of zero.
     - One context alone (`tsl_num_heads` 1), and neither of the other model types.
 
     Weights are drawn from `generator` or else torch's own. Some starts get stuck early, as the

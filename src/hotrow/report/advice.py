@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hotrow.budget import show_bytes
 from hotrow.records import ComparisonRecord, Figures
+from hotrow.told import apart
 
 
 def advise(record: ComparisonRecord) -> str:
@@ -103,5 +104,6 @@ def _price(figures: Figures, best: Figures) -> str:
     if not figures.is_within_budget:
         return f"with {show_bytes(figures.fast_bytes)} of fast memory"
     if figures.contract == "changed":
-        return f"and changes the training: AUC {figures.auc:.4f} instead of {best.auc:.4f}"
+        mine, other = apart(figures.auc, best.auc, digits=4, kind="f")
+        return f"and changes the training: AUC {mine} instead of {other}"
     return figures.contract

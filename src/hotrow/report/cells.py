@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from hotrow.budget import show_bytes
-from hotrow.records import ComparisonRecord, Figures
-from hotrow.told import many
+from hotrow.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
+from hotrow.told import few, many
 
 NONE = "-"
 
@@ -98,6 +98,8 @@ def remarks(record: ComparisonRecord) -> list[str]:
             found.append(f"{each.strategy}: {equality(each)}; {each.equal_note}")
         if each.repeat_note:
             found.append(f"{each.strategy} did not repeat itself: {each.repeat_note}")
+    if worse := [each.strategy for each in record.strategies if each.normalised_entropy > 1]:
+        found.append(f"{few(worse)}: {WORSE_THAN_CONSTANT} (normalised entropy above 1)")
     return found
 
 

@@ -20,11 +20,12 @@ from hotrow.report.charts import Bars, Chart, library
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
 
 _EQUAL = "equal to all-fast"
+_SPEED_NOTE = "The median of whole runs, and from the slowest to the fastest repetition."
 
 
 def page_of(record: ComparisonRecord) -> str:
     """The whole page."""
-    timed = [each for each in record.strategies if each.samples_per_second > 0]
+    timed = [each for each in record.strategies if each.whole_run > 0]
     left_over = remarks(record)
     return page(
         f"hotrow compare: {record.name}",
@@ -54,9 +55,9 @@ def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
     speeds = Bars(
         "samples/s",
         names,
-        [each.samples_per_second for each in timed],
-        low=[each.slow_samples_per_second for each in timed],
-        high=[each.fast_samples_per_second for each in timed],
+        [each.whole_run for each in timed],
+        low=[each.slow_run for each in timed],
+        high=[each.fast_run for each in timed],
     )
     mib = 2**20
     parts = list(dict.fromkeys(part for each in timed for part in each.memory))
@@ -71,7 +72,7 @@ def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
         [
             Chart(
                 "Samples per second", "samples/s", "", (speeds,), order=order, from_zero=True,
-                note="The median step, and from the 20th to the 80th percentile of all timed ones.",
+                note=_SPEED_NOTE,
             ),
             Chart(
                 "Fast memory by part", "MiB", "", tuple(memory), order=order, is_stacked=True,
@@ -87,19 +88,14 @@ def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
 
 
 def _drawing(timed: Sequence[Figures]) -> str:
-    """A bar for each p50, with a line from p20 to p80 upon it."""
-    scale = 480 / max(each.fast_samples_per_second for each in timed)
+    """A bar for each whole run, with a line from the slowest to the fastest repetition upon it."""
+    scale = 480 / max(each.fast_run for each in timed)
     height = 30 * len(timed) + 8
     rows = []
     for place, each in enumerate(timed):
         top = 30 * place + 6
         low, middle, high = (
-            130 + scale * rate
-            for rate in (
-                each.slow_samples_per_second,
-                each.samples_per_second,
-                each.fast_samples_per_second,
-            )
+            130 + scale * rate for rate in (each.slow_run, each.whole_run, each.fast_run)
         )
         rows.append(
             f'<text x="0" y="{top + 15}">{escape(each.strategy)}</text>'
@@ -107,13 +103,11 @@ def _drawing(timed: Sequence[Figures]) -> str:
             f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{top + 10}" '
             f'y2="{top + 10}" />'
             f'<text x="{max(middle, high) + 8:.1f}" y="{top + 15}">'
-            f"{each.samples_per_second:,.0f}</text>"
+            f"{each.whole_run:,.0f}</text>"
         )
     return (
         f'<div class="plain"><svg viewBox="0 0 720 {height}" role="img" aria-label="Samples per '
-        f'second: median, and from the 20th to the 80th percentile">{"".join(rows)}</svg></div>'
-        '<p class="faint">Samples per second: the median step, and from the 20th to the 80th '
-        "percentile of all timed steps.</p>"
+        f'second">{"".join(rows)}</svg></div><p class="faint">Samples per second. {_SPEED_NOTE}</p>'
     )
 
 

@@ -90,11 +90,13 @@ def _look_up(table: Table, ids: Tensor, offsets: Tensor | None) -> Tensor:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(table.weight):
         raise ValueError(f"table {table.name!r} has rows 0 to {len(table.weight) - 1:,}")
     vectors = table.weight[ids]
+    if table.pooling == "none":
+        return vectors  # padding reads its stored row, as in nn.Embedding
     is_padding = torch.zeros(len(ids), dtype=torch.bool)
     if table.padding_idx is not None:
         is_padding = ids == table.padding_idx
         vectors[is_padding] = 0
-    if table.pooling == "none" or (offsets is None and table.pooling == "sum"):
+    if offsets is None and table.pooling == "sum":
         return vectors
     if offsets is None:
         offsets = torch.arange(len(ids) + 1)

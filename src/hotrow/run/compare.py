@@ -56,6 +56,7 @@ BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
 _MOST_KEPT = 4 << 30  # bytes of batches that are kept in memory
 _MUCH = 0.1  # of a run's time
+_SEEDS_DIFFER = 1e-3  # AUC: a smaller difference between two runs may come from their seed
 _EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # no traceback is wanted
 
 
@@ -364,7 +365,7 @@ class Comparison:
             budget_bytes=self.budget_bytes,
             rows_bytes=self.rows_bytes,
             tolerance={"relative": RELATIVE, "absolute": ABSOLUTE, "outliers": OUTLIERS},
-            notes=(*self._notes, *self._over_budget()),
+            notes=(*self._notes, *self._over_budget(), *self._beside_controls()),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
         )
 
@@ -377,6 +378,26 @@ class Comparison:
                     f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
                     f"of {show_bytes(self.budget_bytes)}: batches need that much beside its slots"
                 )
+
+    def _beside_controls(self) -> Iterator[str]:
+        """Say whether dropping stale samples was better than dropping as many at random."""
+        quality = {entry.kind.name: entry.quality for entry in self.entries}
+        for control in quality:
+            name = followed(control) or ""
+            mine, other, record = quality.get(name), quality[control], self._left_out.get(name)
+            if mine is None or other is None or record is None or not record.dropped:
+                continue
+            apart = mine.auc - other.auc
+            if math.isnan(apart):
+                continue
+            size = "no more" if abs(apart) < _SEEDS_DIFFER else "more"
+            differ = "differ by" if abs(apart) < _SEEDS_DIFFER else "usually differ by"
+            yield (
+                f"{name} ended with an AUC {abs(apart):.5f} {'below' if apart < 0 else 'above'} "
+                f"{control}, which drops as many samples at random: {size} than seeds {differ} "
+                f"(about {_SEEDS_DIFFER}). In the study of docs/systems.md Slipstream was not "
+                "better than random-drop; compare several values of run.seed before you rely on it"
+            )
 
     def _baseline(self) -> Entry | None:
         """hybrid; or else the first that was asked for; or else what there is."""
@@ -410,6 +431,8 @@ class Comparison:
             slow_samples_per_second=slow,
             fast_samples_per_second=fast,
             whole_run=whole_run,
+            slow_run=min(entry.whole_runs),
+            fast_run=max(entry.whole_runs),
             speed_up=whole_run / pace if pace else math.nan,
             memory=entry.memory,
             fast_bytes=fast_bytes,
@@ -420,6 +443,7 @@ class Comparison:
             samples=samples,
             auc=entry.quality.auc,
             log_loss=entry.quality.log_loss,
+            normalised_entropy=entry.quality.normalised_entropy,
             equal=entry.equal,
             equal_note=entry.equal_note,
             repeatable=None if entry.done < 2 else not entry.changes,

@@ -327,6 +327,10 @@ class OfParquet:
 def _keys_of(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Values as numbers, and how many each sample has."""
     if not is_lists(column.type):
-        return column_keys(column), np.ones(len(column), np.int64)
+        return _keys(column), np.ones(len(column), np.int64)
     lengths = pyarrow("compute").list_value_length(column).fill_null(0)
-    return column_keys(column.flatten()), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return _keys(column.flatten()), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _keys(column: Any) -> NDArray[Any]:
+    return column_keys(column, has_negative=True).keys  # columns of any sign may read one table

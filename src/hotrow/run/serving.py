@@ -4,6 +4,7 @@ serve.py            the model's own source, and a few lines that load it
 model.json          what it is built with
 dense.safetensors   its dense part
 tables/000.safetensors  one for each table, mapped into memory when they are read
+export.json         every file with its size and checksum, for `hotrow verify`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hotrow.checkpoint.exported import SERVED, ExportedTable, write_export
 from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
 from hotrow.checkpoint.tensors import head, packed, pieces_of
 from hotrow.disk import Disk
@@ -42,24 +44,26 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
 
 def _export(config: RunConfig, weights: Weights, samples: Samples, folder: Path) -> None:
     disk, model = Disk(folder), MODELS[config.model.kind]
-    tables = []
+    tables, exported, files = [], [], []
     for number, (table, saved) in enumerate(
         zip(tables_of(config, samples), weights.tables, strict=True)
     ):
         file = f"tables/{number:03}.safetensors"
-        disk.write(file, _table(weights, saved))
+        files.append(disk.write(file, _table(weights, saved)))
+        exported.append(ExportedTable("weight", file, saved.rows, saved.dim))
         about = {key: getattr(table, key) for key in ("name", "embedding_dim", "pooling")}
         about |= {"feature_names": list(table.feature_names), "padding_idx": table.padding_idx}
         tables.append(about | {"file": file})
-    disk.write("dense.safetensors", packed(dense_numbers(weights)))
+    files.append(disk.write("dense.safetensors", packed(dense_numbers(weights))))
     facts = {
         "model": model.__name__,
         "num_dense": samples.num_dense,
         "arguments": config.model.arguments,
         "tables": tables,
     }
-    disk.write("model.json", [json.dumps(facts, indent=1).encode()])
-    disk.write("serve.py", [_source(model).encode()])
+    files.append(disk.write("model.json", [json.dumps(facts, indent=1).encode()]))
+    files.append(disk.write("serve.py", [_source(model).encode()]))
+    write_export(folder, SERVED, exported, files)
 
 
 def _table(weights: Weights, table: Any) -> Iterator[bytes | memoryview]:

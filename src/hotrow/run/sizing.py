@@ -21,6 +21,7 @@ from hotrow.budget import show_bytes
 from hotrow.ceilings import measure
 from hotrow.cost import StepTime, Work, all_fast_ms, dense_ms, step_time
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.lanes import synchronize
 from hotrow.machine import THIS, Machine, find_machine
 from hotrow.models import MODELS
 from hotrow.records import SizedOption, SizeRecord
@@ -42,6 +43,7 @@ from hotrow.sizing import (
     plan_bytes_of,
 )
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.told import apart
 
 DEPTHS = (10, 50, 200)
 _SMALLEST = 1024  # of the rows, one part of so many
@@ -118,7 +120,7 @@ def _timed(config: RunConfig, work: Work) -> Base | None:
     for step, _ in enumerate(job.train(), start=1):
         if step >= warm_up and (step - warm_up) % at_once == 0:
             if is_gpu:
-                torch.cuda.synchronize(job.embedding.device)
+                synchronize(job.embedding.device)
             marks.append(perf_counter())
     found = np.diff(marks) / at_once
     low, middle, high = np.quantile(found, [0.2, 0.5, 0.8]).tolist()
@@ -472,9 +474,10 @@ def _choose(
             return chosen, []
     nearest = min(best, key=lambda each: each.step_ms)
     least = f"{math.floor(100 * nearest.of_all_fast) / 100:g}"
+    wanted, found = apart(reach, nearest.of_all_fast, digits=0, kind="%")
     told = (
-        f"with fewer slots than rows no strategy has {reach:.0%} of all-fast's speed; nearest is "
-        f"{nearest.strategy} with {nearest.of_all_fast:.0%} in {show_bytes(nearest.budget_bytes)}"
+        f"with fewer slots than rows no strategy has {wanted} of all-fast's speed; nearest is "
+        f"{nearest.strategy} with {found} in {show_bytes(nearest.budget_bytes)}"
     )
     if not fits:
         return nearest, [f"{told}, and all rows do not fit {_memory(sizing)}"]

@@ -19,14 +19,17 @@ from hotrow.data.prepared.fields import (
     EXAMPLES,
     BadLine,
     BadLines,
+    Checks,
     Fields,
     Judge,
+    Values,
+    hashed_at,
     one,
     text_keys,
     words_at,
 )
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.layouts import Samples, label_of, no_label, samples_of
+from hotrow.data.prepared.layouts import Samples, label_of, no_label, only, samples_of
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
@@ -34,7 +37,8 @@ from hotrow.data.prepared.vocabulary import Keys
 from hotrow.run import toml
 from hotrow.told import few
 
-_MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there
+_MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there, and of no other
+_FIRST_NEGATIVE = np.uint64(1 << 63)  # the bits of the least number of 64 bits with a sign
 _UNIT = "\x1f"  # stands between fields whose quotes were taken off
 _LISTS = "lists of "
 _NOTHING = "nothing"  # what a Parquet file says of a column without any value
@@ -178,13 +182,16 @@ class Csv:
             right = np.where(wrong[0], 0, values[0])
             dense[:, place] = _number(right, log=name in columns.log)
         keys: dict[str, Keys] = {}
-        lengths = {}
+        lengths, checks = {}, {}
         for name in columns.categories:
             if name in columns.lists:
-                keys[name], lengths[name] = fields.lists(self._places[name], columns.lists[name])
+                found, lengths[name] = fields.lists(self._places[name], columns.lists[name])
             else:
-                keys[name] = fields.texts(one(self._places[name]))[0]
-        return samples_of(fields, judge, label, dense, keys, lengths)
+                found = fields.texts(one(self._places[name]))
+            keys[name] = found.keys.reshape(-1)
+            if found.checks is not None:
+                checks[name] = found.checks.reshape(-1)
+        return samples_of(fields, judge, label, dense, keys, lengths, checks)
 
 
 def _without_quotes(text: bytes, separator: str) -> tuple[bytes, tuple[BadLine, ...]]:
@@ -243,11 +250,13 @@ class ParquetSource:
     name = "parquet"
     key_dtype = "uint64"
     times = False
+    first_line, header_lines = 1, 0  # as in CSV files, so that both are split alike
 
     def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
         self._columns, self.paths = columns, list(paths)
         self.describes: dict[str, Any] = {"columns": _plain(columns)}
-        kinds = [_kinds(path, columns) for path in self.paths]
+        self._signed: set[str] = set()  # tables whose columns may hold negative numbers
+        kinds = [_kinds(path, columns, self._signed) for path in self.paths]
         for name in columns.lists:
             if any(each[name] != _NOTHING and not each[name].startswith(_LISTS) for each in kinds):
                 raise ValueError(f"[lists] splits texts of CSV alone: {name!r} must hold lists")
@@ -275,7 +284,7 @@ class ParquetSource:
         """Nothing is to be done before."""
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        return file_by_file(len(self.paths), self._file, start)
+        return file_by_file(len(self.paths), self._file, start or Place(line=self.first_line))
 
     def _file(self, place: Place) -> Iterator[Piece]:
         """Each piece is a part of one row group; `offset` counts row groups."""
@@ -323,18 +332,20 @@ class ParquetSource:
             wrong[:] |= found
 
         column = batch.column(columns.label)
-        values, missing = _floats(column)
+        values, missing = _floats(column, truths=True)
         refuse(missing | ((values != 0) & (values != 1)), no_label, column)
         label = np.where(values == 1, 1, 0).astype(np.uint8)
         dense = np.empty((len(batch), len(columns.dense)), np.float32)
         for place, name in enumerate(columns.dense):
             column = batch.column(name)
             values, missing = _floats(column)
-            values = np.where(missing, 0, values)
+            values = np.where(missing | np.isnan(values), 0, values)
             wrong_here = ~(np.abs(values) <= _LARGEST)  # also what is no number
             refuse(wrong_here, partial(_no_number, name, 0), column)
             dense[:, place] = _number(np.where(wrong_here, 0, values), log=name in columns.log)
-        keys, lengths = {}, {}
+        keys: dict[str, Keys] = {}
+        lengths: dict[str, NDArray[np.int64]] = {}
+        checks: dict[str, Checks] = {}
         for feature in self.schema.features:
             column = batch.column(feature.name)
             if feature.jagged and pyarrow("types").is_null(column.type):
@@ -345,22 +356,19 @@ class ParquetSource:
                 lengths[feature.name] = size.to_numpy(zero_copy_only=False).astype(np.int64)
                 column = column.flatten()
             try:
-                keys[feature.name] = column_keys(column)
+                found = column_keys(column, has_negative=feature.table in self._signed)
             except pyarrow().ArrowInvalid as error:
                 raise ValueError(
                     f"column {feature.name!r} of {column.type} has values that are too large: "
                     f"{error}; cast it to text where the file is written"
                 ) from None
-        lines = np.arange(len(batch))
-        if wrong.any():
-            good = ~wrong
-            lines, label, dense = lines[good], label[good], dense[good]
-            for name in keys:
-                mask = np.repeat(good, lengths[name]) if name in lengths else good
-                keys[name] = keys[name][mask]
-            lengths = {name: each[good] for name, each in lengths.items()}
+            keys[feature.name] = found.keys
+            if found.checks is not None:
+                checks[feature.name] = found.checks
         bad = BadLines.joined([BadLines(int(np.count_nonzero(wrong)), tuple(first))])
-        return Samples(lines, label, dense, keys, bad, len(batch), lengths)
+        lines = np.arange(len(batch))
+        every = Samples(lines, label, dense, keys, bad, len(batch), lengths, checks)
+        return only(every, ~wrong) if wrong.any() else every
 
 
 def _opened(path: Path) -> Any:
@@ -390,8 +398,9 @@ def _check_tables(columns: Columns, kinds: list[dict[str, str]]) -> None:
                 )
 
 
-def _kinds(path: Path, columns: Columns) -> dict[str, str]:
-    """What the categories hold, in words; the other columns are checked on the way."""
+def _kinds(path: Path, columns: Columns, signed: set[str]) -> dict[str, str]:
+    """What the categories hold, in words; the other columns are checked on the way. Tables whose
+    numbers may be negative are added to `signed`."""
     with _opened(path) as file:
         schema = file.schema_arrow
         for name in columns.used:
@@ -415,7 +424,16 @@ def _kinds(path: Path, columns: Columns) -> dict[str, str]:
                 "file is written"
             )
         found[name] = _LISTS + kind if is_lists(types[name]) else kind
+        if _may_be_negative(value_type(types[name])):
+            signed.add(columns.table(name))
     return found
+
+
+def _may_be_negative(found: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_dictionary(found):
+        found = found.value_type
+    return bool(types.is_signed_integer(found) or types.is_decimal(found))
 
 
 def kind_of(found: Any) -> str | None:
@@ -450,13 +468,14 @@ def _is_text(kind: Any) -> bool:
     )
 
 
-def _floats(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _floats(column: Any, *, truths: bool = False) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """A column's numbers, and which are missing. `truths`: texts may also be true or false."""
     arrow = pyarrow()
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     if _is_text(column.type):
-        texts = (math.nan if each is None else _float(each) for each in column.to_pylist())
+        texts = (_float(each, truths=truths) for each in column.to_pylist())
         return np.fromiter(texts, np.float64, len(column)), missing
     if arrow.types.is_boolean(column.type):
         column = column.cast(arrow.int8())
@@ -464,43 +483,55 @@ def _floats(column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     return values.to_numpy(zero_copy_only=False), missing
 
 
-def _float(text: str | bytes) -> float:
-    """As in CSV files; NaN, which is refused, for what is none."""
-    try:
-        return math.nan if "_" in str(text) else float(text)
-    except ValueError:
+def _float(text: str | bytes | None, *, truths: bool) -> float:
+    """As in CSV files: infinity, which is refused, for what is no number, and NaN for "nan"."""
+    if text is None:
         return math.nan
+    plain = text.decode(errors="replace") if isinstance(text, bytes) else text
+    if truths and (lower := plain.lower()) in ("true", "false"):
+        return float(lower == "true")
+    try:
+        found = math.inf if "_" in plain else float(plain)
+    except ValueError:
+        return math.inf
+    return math.inf if math.isnan(found) and plain.lower() != "nan" else found
 
 
-def column_keys(column: Any) -> Keys:
-    """Whole numbers as they are, texts as in CSV files."""
+def column_keys(column: Any, *, has_negative: bool = False) -> Values:
+    """Whole numbers as they are, texts as in CSV files. `has_negative`: another column of the table
+    may hold negative numbers, which have the same bits as numbers from 2**63 on."""
     arrow, types = pyarrow(), pyarrow("types")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     missing = column.is_null().to_numpy(zero_copy_only=False)
     if types.is_decimal(column.type):
         column = column.cast(arrow.int64())
-    if types.is_integer(column.type) or types.is_boolean(column.type):
-        kind = arrow.uint64() if types.is_uint64(column.type) else arrow.int64()
+    if types.is_null(column.type):
+        found = Values(np.zeros(len(column), np.uint64))
+    elif types.is_integer(column.type) or types.is_boolean(column.type):
+        is_unsigned = types.is_uint64(column.type)
+        kind = arrow.uint64() if is_unsigned else arrow.int64()
         whole = column.cast(kind).fill_null(0).to_numpy(zero_copy_only=False)
-        found: Keys = whole.astype(np.uint64)
-    elif types.is_null(column.type):
-        found = np.zeros(len(column), np.uint64)
+        found = Values(whole.astype(np.uint64))
+        if is_unsigned and has_negative:
+            found = hashed_at(found, found.keys >= _FIRST_NEGATIVE)
     else:
         found = _text_keys(column.cast(arrow.large_binary()).fill_null(b""))
-    return np.where(missing, _MISSING, found)
+    found = hashed_at(found, found.keys == _MISSING)  # a value that has this number, too
+    return Values(np.where(missing, _MISSING, found.keys), found.checks)
 
 
-def _text_keys(texts: Any) -> Keys:
+def _text_keys(texts: Any) -> Values:
     _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     if not len(texts):
-        return np.empty(0, np.uint64)
+        return Values(np.empty(0, np.uint64))
     first, last = int(ends[0]), int(ends[-1])
     padded = np.zeros(last - first + 32, np.uint8)
     if last > first:
         padded[: last - first] = np.frombuffer(data, np.uint8)[first:last]
-    return text_keys(words_at(padded), ends[:-1] - first, np.diff(ends))
+    has_nul = not padded[: last - first].all()
+    return text_keys(words_at(padded), ends[:-1] - first, np.diff(ends), has_nul=has_nul)
 
 
 def first_line(path: Path) -> bytes:
@@ -508,5 +539,7 @@ def first_line(path: Path) -> bytes:
     from hotrow.data.prepared.text import TextFiles
 
     piece = next(TextFiles([path]).pieces(), None)
+    if piece and piece.bad:
+        raise ValueError(f"{path}, line 1: {piece.bad}")
     line: bytes = piece.data.partition(b"\n")[0] if piece else b""
     return line.rstrip(b"\r")

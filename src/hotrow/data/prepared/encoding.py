@@ -12,14 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import why_wrong
-from hotrow.data.prepared.format import SPLITS, Schema, ShardRecord, sections
+from hotrow.data.prepared.fields import Checks
+from hotrow.data.prepared.format import SPLITS, Feature, Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.reading import Table
 from hotrow.data.prepared.splits import Split
 from hotrow.data.prepared.spool import WORK, Stretch, in_sections
+from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
 
 CHUNK = 1 << 15  # samples that are encoded together
+_ZEROS = 1 << 22  # bytes that are written at once
 Splits = dict[str, tuple[ShardRecord, ...]]
 
 
@@ -52,10 +55,12 @@ class Encode:
         self._ids = {name: each.ids for name, each in tables.items()}
         self._log = f"{WORK}/encoded.jsonl"
         self._done: dict[int, dict[str, ShardRecord]] = {}
+        self._checks: dict[str, RowChecks] = {}  # of tables some of whose keys are hashes
 
     def run(self, stretches: list[Stretch]) -> Splits:
         job = self._job
         self._restore()
+        self._open_checks(stretches)
         left = [each for each in stretches if each.number not in self._done]
         job.watch.stage("encoding", sum(each.samples for each in left))
         samples = 0
@@ -105,11 +110,11 @@ class Encode:
         samples, here = chunk.samples, slice(chunk.first, chunk.last)
         ids = np.empty((chunk.last - chunk.first, len(self._schema.single)), self._schema.id_dtype)
         for place, each in enumerate(self._schema.single):
-            ids[:, place] = self._ids[each.table].rows_of(samples.keys[each.name][here])
+            ids[:, place] = self._rows(each, samples, here)
         lengths, values = {}, {}
         for each in self._schema.jagged:
             first, last = chunk.values[each.name]
-            rows = self._ids[each.table].rows_of(samples.keys[each.name][first:last])
+            rows = self._rows(each, samples, slice(first, last))
             values[each.name] = rows.astype(self._schema.id_dtype)
             lengths[each.name] = np.array(samples.lengths[each.name][here])
         dense, label = np.array(samples.dense[here]), np.array(samples.label[here])
@@ -119,6 +124,29 @@ class Encode:
         if len(present) == 1:
             return {SPLITS[present[0]]: whole}
         return {SPLITS[code]: _only(whole, codes == code) for code in present}
+
+    def _open_checks(self, stretches: list[Stretch]) -> None:
+        checked = {name for stretch in stretches for name in stretch.checked}
+        hashed = {each.table for each in self._schema.features if each.name in checked}
+        for place, name in enumerate(self._schema.tables):
+            ids = self._ids[name]
+            if name in hashed and isinstance(ids, Vocabulary):
+                file = f"{WORK}/{place:03}.checks"
+                if not (self._job.out / file).exists():
+                    self._job.disk.write(file, _zeros(4 * ids.rows), durable=False)
+                self._checks[name] = RowChecks(self._job.out / file)
+
+    def _rows(self, feature: Feature, samples: Samples, here: slice) -> NDArray[np.int64]:
+        rows = self._ids[feature.table].rows_of(samples.keys[feature.name][here])
+        if (known := self._checks.get(feature.table)) is not None:
+            checks: Checks | None = samples.checks.get(feature.name)
+            if not known.confirm(rows, None if checks is None else checks[here]):
+                raise ValueError(
+                    f"two different values of table {feature.table!r} have the same 64-bit hash "
+                    "and would share a row; write them as whole numbers or as texts of up to 8 "
+                    "bytes, or let values share rows with --hash and --max-rows"
+                )
+        return rows
 
     def _write(self, stretch: Stretch, parts: dict[str, list[_Part]]) -> None:
         job, done = self._job, {}
@@ -165,6 +193,11 @@ class Encode:
     def _why_wrong(self, found: tuple[int, dict[str, ShardRecord]]) -> str | None:
         reasons = (why_wrong(self._job.out, each, contents=True) for each in found[1].values())
         return next((reason for reason in reasons if reason), None)
+
+
+def _zeros(size: int) -> Iterator[bytes]:
+    for first in range(0, size, _ZEROS):
+        yield bytes(min(_ZEROS, size - first))
 
 
 def _only(part: _Part, mask: NDArray[np.bool_]) -> _Part:

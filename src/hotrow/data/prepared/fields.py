@@ -12,6 +12,7 @@ import math
 from binascii import unhexlify
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -22,6 +23,7 @@ from hotrow.told import many
 Words = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
+Checks = NDArray[np.uint32]
 
 _PAD = 32  # bytes around the text, so that words and long numbers may reach beyond it
 _NEWLINE, _RETURN, _MINUS, _POINT, _ZERO = b"\n\r-.0"
@@ -30,6 +32,8 @@ _MOST_EXACT = 2**53  # whole numbers up to there are floats, too
 _EIGHT = np.uint64(8)
 _TENS = np.array([float(f"1e{n}") for n in range(_MOST_DIGITS + 1)])
 EXAMPLES = 5  # of bad lines that are shown
+EXACT = np.uint32(1)  # the check of a value whose key no other value can have
+_HASHED = np.uint32(2)  # set in all other checks, so that none of them is 0 or EXACT
 
 
 def _each_byte(value: int) -> np.uint64:
@@ -73,6 +77,13 @@ class BadLines:
         return BadLines(self.count, tuple(first))
 
 
+class Values(NamedTuple):
+    """Values as numbers. Equal keys with different checks are different values."""
+
+    keys: Words
+    checks: Checks | None = None  # None: all are EXACT
+
+
 class Fields:
     """The fields of a piece of text, without those lines that have too many or too few."""
 
@@ -80,6 +91,7 @@ class Fields:
         if text and not text.endswith(b"\n"):
             text += b"\n"  # the last line of a file may lack it
         self._text = text
+        self._has_nul = b"\0" in text
         self._bytes = np.zeros(len(text) + 2 * _PAD, np.uint8)
         self._bytes[_PAD:-_PAD] = np.frombuffer(text, np.uint8)
         self._words = words_at(self._bytes)
@@ -207,12 +219,17 @@ class Fields:
             wrong[other] |= lengths[other] > 8
         return found.reshape(shape), wrong.reshape(shape)
 
-    def texts(self, columns: slice) -> Words:
+    def texts(self, columns: slice) -> Values:
         """Any text as a number, see text_keys."""
         starts, lengths = self.span(columns)
-        return text_keys(self._words, starts.reshape(-1), lengths.reshape(-1)).reshape(starts.shape)
+        keys, checks = self._keys(starts.reshape(-1), lengths.reshape(-1))
+        shape = starts.shape
+        return Values(keys.reshape(shape), None if checks is None else checks.reshape(shape))
 
-    def lists(self, column: int, separator: str) -> tuple[Words, Places]:
+    def _keys(self, starts: Places, lengths: Places) -> Values:
+        return text_keys(self._words, starts, lengths, has_nul=self._has_nul)
+
+    def lists(self, column: int, separator: str) -> tuple[Values, Places]:
         """The texts of fields that hold several, as numbers, one after the other; and how many each
         line has: [lines]. Empty ones do not count."""
         starts, lengths = (each[0] for each in self.span(one(column)))
@@ -224,11 +241,20 @@ class Fields:
         begins = np.sort(np.concatenate([starts, marks + 1]))
         sizes = np.sort(np.concatenate([starts + lengths, marks])) - begins
         owners = np.sort(np.concatenate([np.arange(len(starts)), of]))[sizes > 0]
-        keys = text_keys(self._words, begins[sizes > 0], sizes[sizes > 0])
+        keys = self._keys(begins[sizes > 0], sizes[sizes > 0])
         return keys, np.bincount(owners, minlength=len(starts))
 
+    def spelled(self, columns: slice, word: bytes) -> Mask:
+        """Which fields are a word of up to 8 lower-case letters, in upper or lower case."""
+        starts, lengths = self.span(columns)
+        letters = _FIRST_BYTES[len(word)]
+        lower = (self._words[starts] & letters) | (_each_byte(0x20) & letters)
+        found: Mask = (lower == np.uint64(int.from_bytes(word, "little"))) & (lengths == len(word))
+        return found
+
     def numbers(self, columns: slice) -> tuple[NDArray[np.float64], Mask, Mask]:
-        """Numbers of any form; and which fields are empty, whose value is 0; and which wrong."""
+        """Numbers of any form; and which fields are empty or NaN, whose value is 0; and which are
+        wrong."""
         whole, empty, wrong = self.integers(columns)
         found = whole.astype(np.float64)
         if wrong.any():
@@ -237,6 +263,10 @@ class Fields:
             # Both are floats without rounding, so that their quotient is rounded once, and right.
             found[wrong] = digits / _TENS[np.maximum(places, 0)]
             wrong[wrong] = other | (np.abs(digits) > _MOST_EXACT)
+        if wrong.any():
+            missing = self.spelled(columns, b"nan")
+            found[missing], wrong = 0, wrong & ~missing
+            empty = empty | missing
         for column, line in zip(*np.nonzero(wrong), strict=True):  # exponents, very long ones
             text = self.value(columns.start + int(column), int(line), most=1 << 20)
             found[column, line], wrong[column, line] = _number(text)
@@ -281,25 +311,58 @@ def words_at(data: NDArray[np.uint8]) -> Words:
     return as_strided(data[:8].view(np.uint64), shape=(len(data) - 8,), strides=(1,))
 
 
-def text_keys(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-    """Texts as numbers: up to 8 bytes as they are, so that different texts have different
-    numbers; of longer ones a hash of 64 bits."""
-    found = words[starts]
-    found &= _FIRST_BYTES[np.minimum(lengths, 8)]
-    long = np.flatnonzero(lengths > 8)
-    if len(long):
-        found[long] = _hashed(words, starts[long], lengths[long])
+def text_keys(words: Words, starts: Places, lengths: Places, *, has_nul: bool) -> Values:
+    """Texts as numbers. Up to 8 bytes are the number themselves; a hash stands for longer texts and
+    for those that end in a NUL byte, which their number would not show. `has_nul`: whether any
+    NUL byte may be in the texts."""
+    keys = words[starts]
+    keys &= _FIRST_BYTES[np.minimum(lengths, 8)]
+    hashed = lengths > 8
+    if has_nul:
+        hashed |= (lengths > 0) & (keys <= _FIRST_BYTES[np.clip(lengths - 1, 0, 8)])
+    at = np.flatnonzero(hashed)
+    if not len(at):
+        return Values(keys)
+    checks = np.full(len(keys), EXACT)
+    keys[at], second = _hashed(words, starts[at], lengths[at])
+    checks[at] = _check(second)
+    return Values(keys, checks)
+
+
+def hashed_at(found: Values, where: Mask) -> Values:
+    """Replace the keys that `where` marks by hashes of them."""
+    at = np.flatnonzero(where)
+    if not len(at):
+        return found
+    keys = found.keys.copy()
+    checks = np.full(len(keys), EXACT) if found.checks is None else found.checks
+    checks[at] = (checks[at] ^ _check(stirred(keys[at]))) | _HASHED
+    keys[at] = mixed(keys[at])
+    return Values(keys, checks)
+
+
+def _check(second: Words) -> Checks:
+    found: Checks = (second >> np.uint64(32)).astype(np.uint32) | _HASHED
     return found
 
 
-def _hashed(words: Words, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-    found = mixed(lengths.astype(np.uint64))
+def _hashed(words: Words, starts: Places, lengths: Places) -> tuple[Words, Words]:
+    """Two independent hashes of 64 bits."""
+    first = mixed(lengths.astype(np.uint64))
+    second = first.copy()
     left = np.arange(len(lengths))  # the texts that go on; few of them may be very long
     for done in range(0, int(lengths.max()), 8):
         left = left[lengths[left] > done]
         next_ = words[starts[left] + done] & _FIRST_BYTES[np.minimum(lengths[left] - done, 8)]
-        found[left] = mixed(found[left] ^ next_)
-    return found
+        first[left] = mixed(first[left] ^ next_)
+        second[left] = stirred(second[left] ^ next_)
+    return first, second
+
+
+def stirred(words: Words) -> Words:
+    """A cheaper `mixed`, whose leading half depends on every bit of a word."""
+    words = words * np.uint64(0xD1342543DE82EF95)
+    return words ^ (words >> np.uint64(32))
 
 
 _IS_HEX = np.zeros(256, np.bool_)

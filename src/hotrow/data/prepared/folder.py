@@ -16,6 +16,7 @@ from hotrow.data.prepared.spool import WORK
 
 _SETTINGS = f"{WORK}/settings.json"
 _LOCK = "lock"
+_WORK_FORMAT = 2  # of what a stopped run leaves; raise it when keys, lines or splits change
 
 
 @contextmanager
@@ -71,16 +72,25 @@ def _check(disk: Disk, now: dict[str, Any]) -> None:
             )
     elif noted.exists():
         before = json.loads(noted.read_text())
+        if before.pop("work_format", 1) != _WORK_FORMAT:
+            raise ValueError(
+                f"{out} holds a stopped run of another version of hotrow, which cannot be resumed; "
+                "--restart begins anew"
+            )
         if before == now | {"bad_rows": "error"} and now["bad_rows"] == "skip":
             # As the message about a bad line suggests; none was met so far.
-            disk.write(_SETTINGS, [json.dumps(now).encode()])
+            _note(disk, now)
         elif before != now:
             raise ValueError(
                 f"{out} holds a stopped run with other {_differs(before, now)}; resume "
                 "with the same files and settings, or --restart"
             )
     else:
-        disk.write(_SETTINGS, [json.dumps(now).encode()])
+        _note(disk, now)
+
+
+def _note(disk: Disk, now: dict[str, Any]) -> None:
+    disk.write(_SETTINGS, [json.dumps({**now, "work_format": _WORK_FORMAT}).encode()])
 
 
 def _clear(out: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLines, Fields, Judge, one
+from hotrow.data.prepared.fields import EXACT, BadLine, BadLines, Checks, Fields, Judge, one
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
@@ -35,6 +35,7 @@ class Samples:
     bad: BadLines = field(default_factory=BadLines)
     num_lines: int = 0  # good and bad ones
     lengths: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # of jagged ones [samples]
+    checks: dict[str, Checks] = field(default_factory=dict)  # like keys; without: all are EXACT
 
     @property
     def num_bytes(self) -> int:
@@ -44,8 +45,13 @@ class Samples:
             self.dense,
             *self.keys.values(),
             *self.lengths.values(),
+            *self.checks.values(),
         ]
         return sum(each.nbytes for each in arrays)
+
+    def checks_of(self, feature: str) -> Checks:
+        found = self.checks.get(feature)
+        return np.full(len(self.keys[feature]), EXACT) if found is None else found
 
 
 class Layout(Protocol):
@@ -66,6 +72,8 @@ class Source(Protocol):
     paths: list[Path]
     describes: dict[str, Any]  # what else decides about its samples
     times: bool  # whether samples' "lines" are times, of which quantiles make splits
+    first_line: int  # the number of the first sample, by which it is split
+    header_lines: int  # of each file
 
     def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None: ...  # before any piece
     def pieces(self, start: Place | None = None) -> Iterator[Piece]: ...
@@ -82,6 +90,7 @@ class TextSource:
         self.paths = self._files.paths
         self.describes: dict[str, Any] = getattr(layout, "describes", {})
         self.times = False
+        self.first_line = self.header_lines = 0 if layout.header is None else 1
 
     def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
         """Nothing is to be done before."""
@@ -91,6 +100,9 @@ class TextSource:
 
     def parse(self, piece: Piece) -> Samples:
         text: bytes = piece.data
+        if piece.bad:
+            bad = BadLines(1, (BadLine(0, piece.bad),))
+            return replace(self._layout.parse(b""), bad=bad, num_lines=1)
         first = line = 0
         if self._layout.header is not None and not piece.place.file_line:
             first, line = text.find(b"\n") + 1 or len(text), 1
@@ -120,6 +132,11 @@ def _together(parts: list[Samples]) -> Samples:
         lengths={
             name: np.concatenate([each.lengths[name] for each in parts])
             for name in parts[0].lengths
+        },
+        checks={
+            name: np.concatenate([each.checks_of(name) for each in parts])
+            for name in parts[0].keys
+            if any(name in each.checks for each in parts)
         },
     )
 
@@ -188,8 +205,10 @@ class Avazu:
         wrong = wrong | empty | (hours % 100 > 23) | (hours < 0)
         judge.refuse(wrong, one(2), lambda _, found: f"hour is {found!r}, not YYMMDDHH")
         dense = (hours % 100 / 24).astype(np.float32).T
-        keys = dict(zip(self.columns[3:], fields.texts(slice(3, 24)), strict=True))
-        return samples_of(fields, judge, label, dense, keys)
+        found, names = fields.texts(slice(3, 24)), self.columns[3:]
+        keys = dict(zip(names, found.keys, strict=True))
+        checks = {} if found.checks is None else dict(zip(names, found.checks, strict=True))
+        return samples_of(fields, judge, label, dense, keys, checks=checks)
 
 
 LAYOUTS: dict[str, Layout] = {"criteo": Criteo(), "avazu": Avazu()}
@@ -202,10 +221,16 @@ def no_label(found: Any) -> str:
 def label_of(fields: Fields, judge: Judge, *, column: int) -> NDArray[np.uint8]:
     if (bits := fields.bits(column)) is not None:
         return bits
-    values, empty, wrong = fields.numbers(one(column))  # 1.0 as well
-    wrong = wrong | empty | ((values != 0) & (values != 1))
-    judge.refuse(wrong, one(column), lambda _, found: no_label(found))
-    label: NDArray[np.uint8] = np.where(wrong[0], 0, values[0]).astype(np.uint8)
+    where = one(column)
+    is_true, is_false = fields.spelled(where, b"true"), fields.spelled(where, b"false")
+    label: NDArray[np.uint8] = is_true[0].astype(np.uint8)
+    if (is_true | is_false).all():
+        return label
+    values, empty, wrong = fields.numbers(where)  # 1.0 as well
+    values = np.where(is_true, 1, values)
+    wrong = (wrong | empty | ((values != 0) & (values != 1))) & ~(is_true | is_false)
+    judge.refuse(wrong, where, lambda _, found: no_label(found))
+    label = np.where(wrong[0], 0, values[0]).astype(np.uint8)
     return label
 
 
@@ -216,13 +241,26 @@ def samples_of(
     dense: NDArray[Any],
     keys: dict[str, Keys],
     lengths: dict[str, NDArray[np.int64]] | None = None,  # of jagged ones
+    checks: dict[str, Checks] | None = None,
 ) -> Samples:
-    lines, good, lengths = fields.lines, judge.good, lengths or {}
-    if not good.all():
-        lines, label, dense = lines[good], label[good], dense[good]
-        keys = {
-            name: each[np.repeat(good, lengths[name]) if name in lengths else good]
-            for name, each in keys.items()
-        }
-        lengths = {name: each[good] for name, each in lengths.items()}
-    return Samples(lines, label, dense, keys, judge.bad, fields.num_lines, lengths)
+    found = Samples(
+        fields.lines, label, dense, keys, judge.bad, fields.num_lines, lengths or {}, checks or {}
+    )
+    return found if judge.good.all() else only(found, judge.good)
+
+
+def only(samples: Samples, good: NDArray[np.bool_]) -> Samples:
+    """Return the samples that `good` marks."""
+    lengths = samples.lengths
+    masks = {
+        name: np.repeat(good, lengths[name]) if name in lengths else good for name in samples.keys
+    }
+    return replace(
+        samples,
+        lines=samples.lines[good],
+        label=samples.label[good],
+        dense=samples.dense[good],
+        keys={name: each[masks[name]] for name, each in samples.keys.items()},
+        lengths={name: each[good] for name, each in lengths.items()},
+        checks={name: each[masks[name]] for name, each in samples.checks.items()},
+    )

@@ -26,9 +26,10 @@ def share(memory_bytes: int, workers: int | None) -> Share:
     left = memory_bytes - BASE_BYTES - _STRETCH_BYTES
     most = left // 2 // (2 * _PIECE_BYTES) - 1
     if most < 1 or (workers or 1) > most:
+        least = needed(workers or 1)
         raise ValueError(
-            f"--memory {show_bytes(memory_bytes)} is too small: "
-            f"{workers or 1} --workers need {show_bytes(needed(workers or 1))}"
+            f"--memory {show_bytes(memory_bytes, beside=least)} is too small: "
+            f"{workers or 1} --workers need {show_bytes(least, beside=memory_bytes)}"
         )
     cores = len(os.sched_getaffinity(0))
     return Share(

@@ -59,12 +59,13 @@ class LastDay:
 Split = ByTime | AtRandom | LastDay
 
 
-def last_day_halved(lines_of_files: Sequence[int]) -> LastDay:
+def last_day_halved(lines_of_files: Sequence[int], *, first_line: int = 0) -> LastDay:
     """The last of several files, or the last seventh of one, rounded down: its first half for the
     test and its second for validation, all as in the DLRM reference."""
     total = sum(lines_of_files)
     held = lines_of_files[-1] if len(lines_of_files) > 1 else total // _LAST
-    return LastDay(total - held, total - held // 2)
+    end = first_line + total
+    return LastDay(end - held, end - held // 2)
 
 
 def out_of_order(names: Sequence[str]) -> str | None:

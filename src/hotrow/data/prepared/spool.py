@@ -11,7 +11,7 @@ the values of those before again, in the same order, so that it ends as if it ha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Stretch:
     after: Place
     lines: dict[int, int]  # of each file that it is made of
     bad: BadRows
+    checked: tuple[str, ...] = ()  # features whose checks it has
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Stretch:
@@ -60,7 +61,7 @@ class Stretch:
             found["number"], FileRecord(**found["file"]), found["samples"], found["values"],
             Place(**found["place"]), Place(**found["after"]),
             {int(file): lines for file, lines in found["lines"].items()},
-            BadRows(**found["bad"]),
+            BadRows(**found["bad"]), tuple(found["checked"]),
         )  # fmt: skip
 
 
@@ -80,15 +81,15 @@ class Spool:
             each.name: sum(len(part.keys[each.name]) for _, part in found)
             for each in self._schema.jagged
         }
-        file = self._disk.write(
-            f"{WORK}/{number:05}.keys", self._bytes(found, samples, values), durable=False
-        )
+        names = (each.name for each in self._schema.features)
+        checked = tuple(name for name in names if any(name in part.checks for _, part in found))
+        data = self._bytes(found, samples, values, checked)
+        file = self._disk.write(f"{WORK}/{number:05}.keys", data, durable=False)
         lines: dict[int, int] = {}
         for piece, _ in found:
             lines[piece.place.file] = lines.get(piece.place.file, 0) + piece.lines
-        stretch = Stretch(
-            number, file, samples, values, found[0][0].place, found[-1][0].after, lines, bad
-        )
+        place, after = found[0][0].place, found[-1][0].after
+        stretch = Stretch(number, file, samples, values, place, after, lines, bad, checked)
         self._disk.append(LOG, json.dumps(asdict(stretch)))
         self._written.add(number)
         return stretch
@@ -125,15 +126,20 @@ class Spool:
         path = inside(self._disk.folder, stretch.file.file)
         arrays = {
             name: _mapped(path, each)
-            for name, each in self._sections(stretch.samples, stretch.values).items()
+            for name, each in self._sections(
+                stretch.samples, stretch.values, stretch.checked
+            ).items()
         }
         return Samples(
             arrays["lines"], arrays["label"], arrays["dense"],
             {each.name: arrays[f"{each.name}.keys"] for each in self._schema.features},
             lengths={each.name: arrays[f"{each.name}.lengths"] for each in self._schema.jagged},
+            checks={name: arrays[f"{name}.checks"] for name in stretch.checked},
         )  # fmt: skip
 
-    def _sections(self, samples: int, values: dict[str, int]) -> dict[str, Section]:
+    def _sections(
+        self, samples: int, values: dict[str, int], checked: Sequence[str]
+    ) -> dict[str, Section]:
         wanted: list[tuple[str, str, tuple[int, ...]]] = [
             ("lines", "int64", (samples,)),
             ("dense", "float32", (samples, len(self._schema.dense))),
@@ -142,12 +148,18 @@ class Spool:
         for each in self._schema.features:
             count = values[each.name] if each.jagged else samples
             wanted.append((f"{each.name}.keys", self._dtype, (count,)))
+            if each.name in checked:
+                wanted.append((f"{each.name}.checks", "uint32", (count,)))
             if each.jagged:
                 wanted.append((f"{each.name}.lengths", "int64", (samples,)))
         return side_by_side(wanted)
 
     def _bytes(
-        self, found: list[tuple[Piece, Samples]], samples: int, values: dict[str, int]
+        self,
+        found: list[tuple[Piece, Samples]],
+        samples: int,
+        values: dict[str, int],
+        checked: Sequence[str],
     ) -> Iterator[memoryview]:
         def arrays(name: str) -> Iterator[NDArray[Any]]:
             for piece, part in found:
@@ -157,10 +169,13 @@ class Spool:
                     yield getattr(part, name)
                 else:
                     feature, _, what = name.rpartition(".")
-                    yield (part.keys if what == "keys" else part.lengths)[feature]
+                    if what == "checks":
+                        yield part.checks_of(feature)
+                    else:
+                        yield (part.keys if what == "keys" else part.lengths)[feature]
 
-        parts = ((each, arrays(name)) for name, each in self._sections(samples, values).items())
-        yield from in_sections(parts)
+        places = self._sections(samples, values, checked)
+        yield from in_sections((each, arrays(name)) for name, each in places.items())
 
 
 def in_sections(

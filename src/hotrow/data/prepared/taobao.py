@@ -47,6 +47,7 @@ class Taobao:
     name = "taobao"
     key_dtype = "uint32"
     times = True
+    first_line = header_lines = 0
     schema = Schema(
         "next",
         ("gap",),
@@ -134,6 +135,8 @@ class Taobao:
 
 def _events(piece: Piece) -> tuple[Events, BadLines]:
     """On a worker."""
+    if piece.bad:
+        return np.empty((0, 4), np.int64), BadLines(1, (BadLine(0, piece.bad),))
     fields = Fields(piece.data, separator=",", columns=5)
     judge = Judge(fields)
     columns = []
@@ -142,7 +145,7 @@ def _events(piece: Piece) -> tuple[Events, BadLines]:
         wrong = wrong | empty | (values < 0) | (values >= 2**32)
         judge.refuse(wrong, one(place), partial(_no_number, name))
         columns.append(values[0])
-    known = np.isin(fields.texts(one(3)), _BEHAVIOURS)
+    known = np.isin(fields.texts(one(3)).keys, _BEHAVIOURS)
     judge.refuse(~known, one(3), lambda _, found: f"behaviour is {found!r}, not pv, buy, cart, fav")
     return np.stack(columns, axis=1)[judge.good], judge.bad
 

@@ -7,7 +7,7 @@ same pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,18 @@ class Place:
     file: int = 0
     offset: int = 0  # bytes of text before it in its file
     file_line: int = 0  # lines before it in its file
-    line: int = 0  # lines before it in all files
+    line: int = 0  # lines before it in all files, of headers only the first file's
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Whole lines of one file."""
+    """Whole lines of one file; or one line that is too long, which is not kept."""
 
     place: Place
     after: Place  # of what follows in the same file
     data: Any  # bytes, for text
     read_bytes: int  # of its file as it lies on the disk, up to the end of this piece
+    bad: str = ""  # what is wrong with the line, where it was not kept
 
     @property
     def lines(self) -> int:
@@ -64,7 +65,8 @@ class TextFiles:
             _check(path)
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        return file_by_file(len(self.paths), self._file, start)
+        headers = 0 if self._header is None else 1
+        return file_by_file(len(self.paths), self._file, start, headers=headers)
 
     def _file(self, place: Place) -> Iterator[Piece]:
         path = self.paths[place.file]
@@ -77,22 +79,43 @@ class TextFiles:
                 text = rest + more
                 if not text:
                     return
-                cut = text.rfind(b"\n") + 1 if more else len(text)
-                if not cut:
-                    self._check_line(text, place)
-                    cut = len(text)  # a file of one line, whose end is that of the file
-                text, rest = text[:cut], text[cut:]
-                after = _after(place, text)
+                cut, bad = text.rfind(b"\n") + 1, ""
+                if cut or len(text) < self._piece_bytes:
+                    has_end = cut > 0
+                    cut = cut if cut and more else len(text)  # the last line may lack its end
+                    text, rest = text[:cut], text[cut:]
+                    after = _after(place, text)
+                else:
+                    bad = f"longer than {self._piece_bytes:,} bytes, the most that is read"
+                    size, rest, has_end = self._pass_by(stream, len(text))
+                    after = replace(
+                        place,
+                        offset=place.offset + size,
+                        file_line=place.file_line + 1,
+                        line=place.line + 1,
+                    )
                 if not place.offset:
+                    if not has_end:
+                        self._check_line(text, place)
                     text = text.removeprefix(_MARK)
-                piece = Piece(place, after, text, stream.tell())
+                piece = Piece(place, after, b"" if bad else text, stream.tell(), bad)
                 place = piece.after
                 if not piece.place.file_line:
                     self._check_header(piece)
                 yield piece
 
+    def _pass_by(self, stream: _Stream, size: int) -> tuple[int, bytes, bool]:
+        """Read to the end of a line, of which `size` bytes are read, and keep nothing of it.
+        Return its size, what was read behind it, and whether a line end was found."""
+        while more := stream.read(self._piece_bytes):
+            line, end, rest = more.partition(b"\n")
+            size += len(line) + len(end)
+            if end:
+                return size, rest, True
+        return size, b"", False
+
     def _check_line(self, text: bytes, place: Place) -> None:
-        """Text without an end of line is a file's last line, or none at all."""
+        """A file without a line end is one line, or no text."""
         where = f"{self.paths[place.file]}, line {place.file_line + 1:,}"
         if b"\r" in text.rstrip(b"\r"):
             raise ValueError(f"{where}: lines end in \\r alone, as on old Macs; make it \\n")
@@ -103,6 +126,8 @@ class TextFiles:
             )
 
     def _check_header(self, piece: Piece) -> None:
+        if self._header is not None and piece.bad:
+            raise ValueError(f"{self.paths[piece.place.file]}, line 1: {piece.bad}")
         first, _, _ = piece.data.partition(b"\n")
         if self._header is not None and first.rstrip(b"\r") != self._header:
             raise ValueError(
@@ -113,13 +138,14 @@ class TextFiles:
 
 
 def file_by_file(
-    count: int, read: Callable[[Place], Iterator[Piece]], start: Place | None
+    count: int, read: Callable[[Place], Iterator[Piece]], start: Place | None, *, headers: int = 0
 ) -> Iterator[Piece]:
-    """The pieces of so many files from `start` on; `read` gives those of one, from its place on."""
+    """The pieces of so many files from `start` on; `read` gives those of one, from its place on.
+    Each file begins with so many lines of `headers`."""
     place = start or Place()
     for number in range(place.file, count):
         if number > place.file:
-            place = Place(number, 0, 0, place.line)
+            place = Place(number, 0, 0, place.line - headers)
         for piece in read(place):
             yield piece
             place = piece.after

@@ -10,12 +10,14 @@ in an order that has nothing to do with popularity or time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.fields import mixed
+from hotrow.data.prepared.fields import EXACT, Checks, mixed
 
 Keys = NDArray[Any]  # uint32 or uint64
 
@@ -126,6 +128,7 @@ def _woven(is_old: NDArray[np.bool_], old: NDArray[Any], new: NDArray[Any]) -> N
 
 def joined(parts: list[Counted]) -> Counted:
     """Counts of several parts, added up."""
+    parts = [each for each in parts if len(each)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
     keys = np.concatenate([each.keys for each in parts])
@@ -179,6 +182,30 @@ class Vocabulary:
         found = np.take(self.keys, at, mode="clip")
         rows[rest] = np.where(found == wanted, at + 1, 0)
         return rows
+
+
+class RowChecks:
+    """The check of the value that has each row; 0: the row was not used yet.
+
+    Where keys are hashes, two values can have one key. Their checks differ, which `confirm` finds.
+    The checks are in a file of 4 bytes per row, so that a resumed run has them, too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._checks = np.memmap(path, np.uint32, "r+")
+        self._lock = Lock()  # else two threads could both find a row unused
+
+    def confirm(self, rows: NDArray[np.int64], checks: Checks | None) -> bool:
+        """Store the checks of values by row, and return whether each row has one value only. Row 0
+        may have any number. Without `checks` all values are exact."""
+        mine = np.full(len(rows), EXACT) if checks is None else checks
+        with self._lock:
+            known = self._checks[rows]
+            new = np.flatnonzero(known == 0)
+            if len(new):
+                self._checks[rows[new]] = mine[new]
+                known[new] = self._checks[rows[new]]
+        return not ((known != mine) & (rows > 0)).any()
 
 
 class Hashed:

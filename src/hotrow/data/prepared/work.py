@@ -135,8 +135,9 @@ def _check_room(job: Job, rows: int) -> None:
     free = shutil.disk_usage(job.out).free + there
     if 8 * rows > free:
         raise ValueError(
-            f"access counts of {rows:,} rows take {show_bytes(8 * rows)}, and {job.out} has "
-            f"{show_bytes(free)} free; lower --max-rows, or make room"
+            f"access counts of {rows:,} rows take {show_bytes(8 * rows, beside=free)}, and "
+            f"{job.out} has {show_bytes(free, beside=8 * rows)} free; lower --max-rows, or make "
+            "room"
         )
 
 
@@ -144,7 +145,8 @@ def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
     if job.settings.split == "random":
         return AtRandom(job.settings.seed)
     if not job.source.times:
-        return last_day_halved(lines)
+        samples = [each - job.source.header_lines for each in lines]
+        return last_day_halved(samples, first_line=job.source.first_line)
     noted = job.out / WORK / "split.json"  # the spool goes while shards are made
     if not noted.exists():
         split = by_quantiles([job.spool.read(each).lines for each in stretches])

@@ -1,8 +1,9 @@
 """The starting rows of a table, written by the GPU where they lie.
 
-A weight is a function of (seed, id, column): the integer hash of `hotrow.store`, so that uniform
-and constant rows have the CPU's bits, and normal ones the CPU's values up to rounding. Knows
-neither tables nor how a seed becomes the 64-bit words that are mixed with the ids.
+A weight is a function of (seed, table name, row, column): the integer hash of `hotrow.store`, so
+that uniform and constant rows have the CPU's bits, and normal ones the CPU's values up to rounding.
+These kernels get 64-bit words for each table, made from its name and the seed, and mix them with
+the row's number within its table.
 
 `rows` is device memory, or page-locked host memory. Programs write its floats in order, whatever
 the width, so that whole lines cross the link.
@@ -35,17 +36,17 @@ def start_constant(
     padding: int = _NO_ROW,  # a row whose weights are zero
 ) -> None:
     """Weights that are all the same."""
-    _start(rows, state, padding, kind="constant", first_id=0, words=(0, 0), a=value, b=0.0)
+    _start(rows, state, padding, kind="constant", first_row=0, words=(0, 0), a=value, b=0.0)
 
 
 def start_uniform(
-    rows: Tensor,  # [n, width] float32: of the ids first_id, first_id + 1, ...
+    rows: Tensor,  # [n, width] float32: the rows first_row, first_row + 1, ... of a table
     state: Tensor,
     *,
-    first_id: int,
     word: int,
     low: float,
     high: float,
+    first_row: int = 0,
     padding: int = _NO_ROW,
 ) -> None:
     """Weights uniform between low and high."""
@@ -54,7 +55,7 @@ def start_uniform(
         state,
         padding,
         kind="uniform",
-        first_id=first_id,
+        first_row=first_row,
         words=(word, 0),
         a=low,
         b=high - low,
@@ -62,17 +63,17 @@ def start_uniform(
 
 
 def start_normal(
-    rows: Tensor,  # [n, width] float32: of the ids first_id, first_id + 1, ...
+    rows: Tensor,  # [n, width] float32: the rows first_row, first_row + 1, ... of a table
     state: Tensor,
     *,
-    first_id: int,
     words: tuple[int, int],
     mean: float,
     std: float,
+    first_row: int = 0,
     padding: int = _NO_ROW,
 ) -> None:
     """Weights from a normal distribution: `words` for the radius and for the angle."""
-    _start(rows, state, padding, kind="normal", first_id=first_id, words=words, a=mean, b=std)
+    _start(rows, state, padding, kind="normal", first_row=first_row, words=words, a=mean, b=std)
 
 
 def _start(
@@ -81,7 +82,7 @@ def _start(
     padding: int,
     *,
     kind: str,
-    first_id: int,
+    first_row: int,
     words: tuple[int, int],
     a: float,
     b: float,
@@ -92,7 +93,7 @@ def _start(
     if rows.numel() == 0:
         return
     # In tensors: the kernel would otherwise be compiled for each range of the integers' values.
-    integers = torch.tensor([first_id, *map(_signed, words), padding])
+    integers = torch.tensor([first_row, *map(_signed, words), padding])
     floats = torch.tensor([a, b], dtype=torch.float32)
     _start_rows[(triton.cdiv(rows.numel(), _BLOCK),)](
         rows,
@@ -128,7 +129,7 @@ class Unwritten:
         self,
         bases: Sequence[int],  # the first id of each table, then the number of rows
         beginnings: Sequence[Beginning],
-        words: Sequence[int],  # for uniform weights, and for a normal one's radius and angle
+        words: Sequence[Sequence[int]],  # of each table: for uniform weights, radius and angle
         state: Sequence[float],  # what each state column starts at
         device: torch.device,
     ) -> None:
@@ -141,7 +142,7 @@ class Unwritten:
             for base, each in zip(bases, beginnings, strict=False)
         ]
         self.padding = torch.tensor(padding, device=device)
-        self.words = torch.tensor([_signed(word) for word in words], device=device)
+        self.words = torch.tensor([[*map(_signed, mine)] for mine in words], device=device)
         self.state = torch.tensor(state, dtype=torch.float32, device=device)
         self.written = torch.zeros(-(-bases[-1] // 32), dtype=torch.int32, device=device)
         self.made = torch.zeros(1, dtype=torch.int64, device=device)  # rows, so far
@@ -209,9 +210,9 @@ def _mix64(x):
 
 
 @triton.jit
-def _unit_floats(ids, word, column):
-    """Uniform floats in [0, 1), hashed from (word, id, column)."""
-    key = _mix64(ids ^ word)
+def _unit_floats(row, word, column):
+    """Uniform floats in [0, 1), hashed from (word, row, column)."""
+    key = _mix64(row ^ word)
     x = key.to(tl.uint32) + ((key >> 32).to(tl.uint32) | 1) * column
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -233,20 +234,21 @@ def _start_rows(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first_id, a, b = tl.load(integers).to(tl.uint64), tl.load(floats), tl.load(floats + 1)
+    offset, a, b = tl.load(integers).to(tl.uint64), tl.load(floats), tl.load(floats + 1)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     # Only the block's first float is divided in 64 bits.
     first_row = first // WIDTH
     place = (first - first_row * WIDTH).to(tl.int32) + tl.arange(0, BLOCK)
     row, column = first_row + place // WIDTH, place % WIDTH
-    ids, hashed = row.to(tl.uint64) + first_id, column.to(tl.uint32)
+    number, hashed = row.to(tl.uint64) + offset, column.to(tl.uint32)
     if KIND == "uniform":
-        weights = a + _unit_floats(ids, tl.load(integers + 1).to(tl.uint64), hashed) * b
+        weights = a + _unit_floats(number, tl.load(integers + 1).to(tl.uint64), hashed) * b
     elif KIND == "normal":
         # 1 - u is exact, u being a multiple of 2**-24, so that this is the CPU's log1p(-u).
-        u = _unit_floats(ids, tl.load(integers + 1).to(tl.uint64), hashed)
+        u = _unit_floats(number, tl.load(integers + 1).to(tl.uint64), hashed)
         radius = tl.sqrt_rn(-2 * tl.log(1 - u))
-        angle = 6.2831854820251465 * _unit_floats(ids, tl.load(integers + 2).to(tl.uint64), hashed)
+        v = _unit_floats(number, tl.load(integers + 2).to(tl.uint64), hashed)
+        angle = 6.2831854820251465 * v
         weights = a + b * radius * tl.cos(angle)
     else:
         weights = a
@@ -281,6 +283,12 @@ def is_written(written, row, mask):
 
 
 @triton.jit
+def _word(words, table, mask, place: tl.constexpr):
+    """One of the three words of each table, [n, 1]."""
+    return tl.load(words + 3 * table + place, mask=mask, other=0).to(tl.uint64)[:, None]
+
+
+@triton.jit
 def _start_moves(
     slots, move_slots, entering, count, written, bases, kinds, numbers, padding, words, state, made,
     num_tables, SEARCH: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -288,8 +296,6 @@ def _start_moves(
 ):  # fmt: skip
     total = tl.load(count)
     column = tl.arange(0, COLUMNS)[None, :]
-    word0, word1 = tl.load(words).to(tl.uint64), tl.load(words + 1).to(tl.uint64)
-    word2 = tl.load(words + 2).to(tl.uint64)
     first = tl.program_id(0) * ROWS
     while first < total:
         move = first + tl.arange(0, ROWS)
@@ -308,13 +314,16 @@ def _start_moves(
         kind = tl.load(kinds + table, mask=there, other=0)[:, None]
         a = tl.load(numbers + 2 * table, mask=there, other=0.0)[:, None]
         b = tl.load(numbers + 2 * table + 1, mask=there, other=0.0)[:, None]
-        ids = row.to(tl.uint64)[:, None]
+        number = (row - tl.load(bases + table, mask=there, other=0)).to(tl.uint64)[:, None]
+        word = _word(words, table, there, 0)
         hashed = tl.zeros([ROWS, COLUMNS], tl.uint32) + column.to(tl.uint32)
         weights = tl.zeros([ROWS, COLUMNS], tl.float32) + a
-        weights = tl.where(kind == 1, a + _unit_floats(ids, word0, hashed) * b, weights)
+        weights = tl.where(kind == 1, a + _unit_floats(number, word, hashed) * b, weights)
         if tl.max((kind == 2).to(tl.int32)) > 0:
-            radius = tl.sqrt_rn(-2 * tl.log(1 - _unit_floats(ids, word1, hashed)))
-            angle = 6.2831854820251465 * _unit_floats(ids, word2, hashed)
+            u = _unit_floats(number, _word(words, table, there, 1), hashed)
+            radius = tl.sqrt_rn(-2 * tl.log(1 - u))
+            v = _unit_floats(number, _word(words, table, there, 2), hashed)
+            angle = 6.2831854820251465 * v
             weights = tl.where(kind == 2, a + b * radius * tl.cos(angle), weights)
         zeros = tl.load(padding + table, mask=there, other=-1) == row
         weights = tl.where(zeros[:, None], 0.0, weights)

@@ -75,11 +75,12 @@ def update_slots(
     null_slot: int,
     dim: int,
     frozen: Tensor | None = None,  # a bit for each id: int32 words
+    untrained: Tensor | None = None,  # [P] int64: ids of few rows that are skipped, too
 ) -> None:
     """One optimizer step on every unique row but those at the null slot, and frozen ones."""
     terms = (grads, bag_of, weights, divisor)
     step = _step_of(rule, scalars, bases)
-    _reduce(rows, row_slots, segments, terms, step, null_slot, dim, frozen)
+    _reduce(rows, row_slots, segments, terms, step, null_slot, dim, frozen, untrained)
 
 
 def update_rows(
@@ -94,6 +95,7 @@ def update_rows(
     dim: int,
     null_slot: int = -1,  # entries of `index` that are skipped
     frozen: Tensor | None = None,  # a bit for each id that is skipped: int32 words
+    untrained: Tensor | None = None,  # [P] int64: ids of few rows that are skipped, too
 ) -> None:
     """One optimizer step on some rows, each at most once, from gradients already summed."""
     num_rows = row_grads.shape[0]
@@ -102,7 +104,7 @@ def update_rows(
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        *(rows, rows.stride(0), index, null_slot, ids, frozen),
+        *(rows, rows.stride(0), index, null_slot, ids, frozen, *_listed(untrained)),
         *(count, num_rows, row_grads.contiguous()),
         *_step_of(rule, scalars, bases),
         *(dim, columns, tile),
@@ -123,6 +125,11 @@ def _step_of(rule: RowRule, scalars: Tensor, bases: Tensor | None) -> tuple[Any,
     return scalars.contiguous(), bases, num_tables, search_steps, name
 
 
+def _listed(untrained: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return the ids and their number, which kernels take as a constant: 0 costs nothing."""
+    return untrained, 0 if untrained is None else untrained.numel()
+
+
 def _reduce(
     rows: Tensor,
     row_slots: Tensor | None,  # None: row i of `rows` is the i-th unique one
@@ -132,6 +139,7 @@ def _reduce(
     null_slot: int,
     dim: int,
     frozen: Tensor | None = None,
+    untrained: Tensor | None = None,
 ) -> None:
     num_lookups = segments.order.numel()
     if num_lookups == 0:
@@ -143,7 +151,7 @@ def _reduce(
     num_windows = triton.cdiv(num_lookups, CHUNK)
     partial = torch.empty(num_windows, dim, dtype=torch.float32, device=rows.device)
     runs = (segments.order, segments.rank, segments.starts)
-    place = (row_slots, null_slot, segments.ids, frozen)
+    place = (row_slots, null_slot, segments.ids, frozen, *_listed(untrained))
     target = (rows, rows.stride(0), *place)
     _chunks[(num_windows,)](
         *(partial, *place, *runs, *terms, *chunk_shape),
@@ -240,8 +248,8 @@ def _chunk_in(window, rank, starts, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _address(row_slots, row, mask, null_slot, ids, frozen):
-    """Where the unique rows lie, int64; the null slot where there is none, or it is frozen."""
+def _address(row_slots, row, mask, null_slot, ids, frozen, untrained, UNTRAINED: tl.constexpr):
+    """Where the unique rows lie, int64; the null slot where there is none, or it stays as it is."""
     if row_slots is None:
         slot = tl.where(mask, row, null_slot)
     else:
@@ -251,6 +259,10 @@ def _address(row_slots, row, mask, null_slot, ids, frozen):
         word = tl.load(frozen + (own >> 5), mask=mask, other=0)
         is_frozen = ((word >> (own & 31).to(tl.int32)) & 1) != 0
         slot = tl.where(is_frozen, null_slot, slot)
+    if UNTRAINED > 0:
+        own = tl.load(ids + row, mask=mask, other=-1)
+        for place in tl.static_range(UNTRAINED):
+            slot = tl.where(own == tl.load(untrained + place), null_slot, slot)
     return slot.to(tl.int64)
 
 
@@ -261,6 +273,8 @@ def _chunks(
     null_slot,
     ids,
     frozen,
+    untrained,
+    UNTRAINED: tl.constexpr,
     order,
     rank,
     starts,
@@ -279,7 +293,7 @@ def _chunks(
     if number == 0:
         return
     # Padding may be the longest row.
-    if _address(row_slots, row, True, null_slot, ids, frozen) == null_slot:
+    if _address(row_slots, row, True, null_slot, ids, frozen, untrained, UNTRAINED) == null_slot:
         return
     first = start + number * CHUNK
     total = _sum_chunk(
@@ -307,6 +321,8 @@ def _long_rows(
     null_slot,
     ids,
     frozen,
+    untrained,
+    UNTRAINED: tl.constexpr,
     partial,  # [windows, DIM]
     order,
     rank,
@@ -330,7 +346,7 @@ def _long_rows(
     row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
     if number != 1:
         return
-    slot = _address(row_slots, row, True, null_slot, ids, frozen)
+    slot = _address(row_slots, row, True, null_slot, ids, frozen, untrained, UNTRAINED)
     if slot == null_slot:
         return
     total = _sum_chunk(
@@ -359,6 +375,8 @@ def _short_rows(
     null_slot,
     ids,
     frozen,
+    untrained,
+    UNTRAINED: tl.constexpr,
     count,
     order,
     starts,
@@ -383,7 +401,9 @@ def _short_rows(
         row = tile * TILE + tl.arange(0, TILE)
         start = tl.load(starts + row, mask=row < num_rows, other=0)
         end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
-        slot = _address(row_slots, row, row < num_rows, null_slot, ids, frozen)
+        slot = _address(
+            row_slots, row, row < num_rows, null_slot, ids, frozen, untrained, UNTRAINED
+        )
         is_mine = (end - start <= CHUNK) & (slot != null_slot)
         table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
         # Read before the sum, so that the row is on its way meanwhile.
@@ -421,6 +441,8 @@ def _update_rows(
     null_slot,
     ids,
     frozen,
+    untrained,
+    UNTRAINED: tl.constexpr,
     count,
     num_rows,
     row_grads,
@@ -439,7 +461,7 @@ def _update_rows(
     tile = tl.program_id(0)
     while tile * TILE < num_rows:
         row = tile * TILE + tl.arange(0, TILE)
-        slot = _address(index, row, row < num_rows, null_slot, ids, frozen)
+        slot = _address(index, row, row < num_rows, null_slot, ids, frozen, untrained, UNTRAINED)
         is_mine = slot != null_slot
         table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
         old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)

@@ -14,6 +14,17 @@ from hotrow.kernels.triton.maps import first_place
 from hotrow.kernels.triton.words import FIRST_BAD, ROW_IN, ROW_OUT
 
 BLOCK = 256  # short programs, see plan.py
+COMPARED = 1024  # ids by a program of training's own lane
+
+
+@triton.jit
+def _id_of(value, feature, real, features, num_rows):
+    """The id of a user's index, num_rows for padding and for none, and whether no table has it."""
+    base = tl.load(features + feature * 4)
+    limit = tl.load(features + feature * 4 + 1)
+    padding = tl.load(features + feature * 4 + 2)
+    bad = real & ((value < 0) | (value >= limit))
+    return tl.where(real & ~bad & (value != padding), base + value, num_rows), bad
 
 
 @triton.jit
@@ -52,11 +63,7 @@ def _globalise(
         sample = (place // num_features).to(tl.int64)
         source = sample * row_stride + tl.load(features + feature * 4 + 3)
     value = tl.load(values + source, mask=real, other=0).to(tl.int64)
-    base = tl.load(features + feature * 4)
-    limit = tl.load(features + feature * 4 + 1)
-    padding = tl.load(features + feature * 4 + 2)
-    bad = real & ((value < 0) | (value >= limit))
-    id_ = tl.where(real & ~bad & (value != padding), base + value, num_rows)
+    id_, bad = _id_of(value, feature, real, features, num_rows)
     tl.store(ids + place, id_.to(ids.dtype.element_ty), mask=place < capacity)
     worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
     if worst < 2147483647:
@@ -129,6 +136,68 @@ def _launch_globalise(
         0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
         SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
         BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["key", "num_planned", "num_values", "num_samples"])
+def _compare(
+    values, offsets, places, features, order, rank, planned, flag, key, num_planned, num_values,
+    num_samples, num_features, row_stride, column_stride, num_rows, JAGGED: tl.constexpr,
+    SORTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_planned
+    if SORTED:
+        position = tl.load(order + place, mask=inside, other=0).to(tl.int64)
+        place = tl.load(rank + place, mask=inside, other=0)
+    else:
+        position = place.to(tl.int64)
+    expected = tl.load(planned + place, mask=inside, other=0).to(tl.int64)
+    end = tl.program_id(0).to(tl.int64) * 0
+    if JAGGED:
+        feature = tl.zeros(position.shape, tl.int32)
+        source = tl.zeros(position.shape, tl.int64)
+        for number in range(num_features):
+            first = tl.load(places + number) * num_samples
+            low = tl.load(offsets + first).to(tl.int64)
+            start, end = end, end + tl.load(offsets + first + num_samples).to(tl.int64) - low
+            here = (position >= start) & (position < end)
+            feature = tl.where(here, number, feature)
+            source = tl.where(here, position - start + low, source)
+        real = inside & (position < end) & (source >= 0) & (source < num_values)
+    else:
+        feature = (position % num_features).to(tl.int32)
+        column = tl.load(features + feature * 4 + 3)
+        source = position // num_features * row_stride + column * column_stride
+        real = inside
+    value = tl.load(values + source, mask=real, other=0).to(tl.int64)
+    id_, _ = _id_of(value, feature, real, features, num_rows)
+    differs = tl.max((inside & (id_ != expected)).to(tl.int32), axis=0)
+    if (differs != 0) | (end > num_planned):
+        tl.store(flag, key)
+
+
+def compare_ids(
+    given: tuple[Tensor, ...],  # dense [B, columns] or [B]; or indices and offsets, of any int type
+    places: Tensor | None,  # jagged: [F] int64, of each feature among the keys
+    num_samples: int,
+    features: Tensor,  # [F, 4] int64, as for `globalise`
+    planned: Tensor,  # [L] ids in the order of lookups, or by `order` and `rank`
+    sorted_by: tuple[Tensor, Tensor] | None,  # order and rank of segments
+    num_rows: int,
+    flag: Tensor,  # out: [1] int32, page-locked: `key` if ids are others than were planned
+    key: int,
+) -> None:
+    """Compare what a user's tensors hold now with what was planned; launches alone."""
+    values, count = given[0], planned.numel() if sorted_by is None else sorted_by[0].numel()
+    if not count:
+        return
+    order, rank = (None, None) if sorted_by is None else sorted_by
+    strides = (*values.stride(), 0)
+    _compare[(triton.cdiv(count, COMPARED),)](
+        values, given[1] if places is not None else None, places, features, order, rank, planned,
+        flag, key, count, values.numel(), num_samples, features.shape[0], strides[0], strides[1],
+        num_rows, JAGGED=places is not None, SORTED=sorted_by is not None, BLOCK=COMPARED,
     )  # fmt: skip
 
 

@@ -1,0 +1,368 @@
+"""Batches that are held while their loader goes on.
+
+A loader may fill the same buffers again and again. A batch that is still held then turns into a
+later one, labels included. So batches of such a loader are copied as they are read. Most loaders
+give new memory every time and should not pay for copies; which kind a loader is shows in its first
+batches, which are copied in any case:
+
+    read 0 .. 63      copies; memory that comes again, or changes while it is held: copy for good
+    read 64 ..        the loader's own batches, as long as their memory does not come again
+
+Later on a change can only be noticed, not undone, so it is an error. Knows nothing of rows or ids.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+Part = Any  # a tensor or a numpy array
+Span = tuple[
+    int, int, list[Any]
+]  # first address, the one behind the last, references to the owners
+
+_FIRST = 64  # batches of a loader that are copied in any case
+_FIRST_OF_MANY = 256  # the same where it is not known how many batches are held
+_MOST_HELD = 512  # batches that may be held where that is not known
+_MARGIN = 4  # batches that count as held after their time: a GPU may still be reading them
+_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Held:
+    """A batch that was read. `batch` is the loader's own object, or a copy of it."""
+
+    __slots__ = ("_clones", "_origin", "_parts", "_versions", "batch")
+
+    def __init__(
+        self,
+        origin: Any,
+        parts: Sequence[Part] = (),
+        batch: Any = None,
+        clones: Sequence[Part] | None = None,
+    ) -> None:
+        """Without `parts` nothing is checked; with `clones` of them `batch` is a copy."""
+        self.batch = origin if clones is None else batch
+        self._origin, self._parts, self._clones = origin, parts, clones
+        self._versions = [_version(part) for part in parts]
+
+    @property
+    def is_copy(self) -> bool:
+        return self._clones is not None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether this is the loader's own batch, and the loader might change it."""
+        return bool(self._parts) and not self.is_copy
+
+    def changed(self) -> str | None:
+        """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
+
+        Where a copy was made, values in host memory are compared. Otherwise versions are, which do
+        not see writes by numpy or through `.data`.
+        """
+        if not self._parts:
+            return None
+        now = parts_in(self._origin)
+        if len(now) != len(self._parts) or any(
+            one is not other for one, other in zip(now, self._parts, strict=True)
+        ):
+            return "the object that holds its tensors"
+        for number, part in enumerate(self._parts):
+            if self._clones is not None:
+                is_other = not _same_bits(part, self._clones[number])
+            else:
+                is_other = _version(part) != self._versions[number] and _is_whole(part)
+            if is_other:
+                return f"batch{_path(self._origin, part) or ''}"
+        return None
+
+
+class Kept:
+    """An iterator over a loader whose batches are held while it goes on."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._iterator = iter(loader)
+        self._given = None if gives_new_memory(loader) else _given_by(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch, which may be held for any time."""
+        batch = next(self._iterator)
+        if self._given is None:
+            return batch
+        return self._given.take(batch, _MOST_HELD, first=_FIRST_OF_MANY).batch
+
+    def read(self, held: int) -> Held:
+        """Return the next batch while so many before it are held."""
+        batch = next(self._iterator)
+        if self._given is None:
+            return Held(batch)
+        return self._given.take(batch, held, first=_FIRST)
+
+    def check(self, held: Held) -> str | None:
+        """Name what changed in a batch since it was read, unless a copy of it was made."""
+        what = held.changed()
+        if what is not None and held.is_copy:
+            assert self._given is not None
+            self._given.reuses = True
+            return None
+        return what
+
+
+class _Given:
+    """The memory that a loader gave for its last batches."""
+
+    def __init__(self) -> None:
+        self.reuses = False  # every batch is copied from now on
+        self._reads = self._most_held = 0
+        # Of all spans, by address; those of different batches do not overlap.
+        self._starts: list[int] = []
+        self._spans: list[Span] = []
+        self._recent: deque[list[Span]] = deque()  # by batch
+
+    def take(self, batch: Any, held: int, *, first: int) -> Held:
+        """Note a batch that was just read; copy it if it would not stay as it is."""
+        parts = parts_in(batch)
+        self._reads += 1
+        if not self.reuses:
+            while len(self._recent) > held + _MARGIN:
+                for span in self._recent.popleft():
+                    self._forget(span)
+            self.reuses = not self._note(parts)
+        if first == _FIRST:
+            # A window that grows by one per step reads two: overlaps show while it grows.
+            self._most_held = max(self._most_held, held)
+            first = max(first, 2 * self._most_held + 8)
+        if self.reuses or self._reads <= first:
+            return _copied(batch, parts)
+        return Held(batch, parts)
+
+    def _note(self, parts: Sequence[Part]) -> bool:
+        """Remember a batch's memory; False if a batch that is still held has some of it."""
+        spans = _joined(sorted(map(_span, parts), key=lambda span: span[0]))
+        for start, end, owners in spans:
+            place = bisect_right(self._starts, start)
+            if place and self._spans[place - 1][1] > start:
+                place -= 1
+            while place < len(self._starts) and self._starts[place] < end:
+                if any(_is_alive(owner) for owner in self._spans[place][2]):
+                    return False
+                del self._starts[place], self._spans[place]  # freed, and given to another
+            self._starts.insert(place, start)
+            self._spans.insert(place, (start, end, owners))
+        self._recent.append(spans)
+        return True
+
+    def _forget(self, span: Span) -> None:
+        place = bisect_left(self._starts, span[0])
+        if place < len(self._spans) and self._spans[place][2] is span[2]:
+            del self._starts[place], self._spans[place]
+
+
+_known: weakref.WeakKeyDictionary[Any, _Given] = weakref.WeakKeyDictionary()
+
+
+def _given_by(loader: Any) -> _Given:
+    """What is known of a loader; an epoch goes on where the one before ended."""
+    try:
+        return _known.setdefault(loader, _Given())
+    except TypeError:  # it has no hash, or no weak references
+        return _Given()
+
+
+def gives_new_memory(loader: Any) -> bool:
+    """Whether no batch of a loader can lie where an earlier one did, or that is no change."""
+    if isinstance(loader, DataLoader):
+        return loader.num_workers > 0  # batches come from other processes
+    return isinstance(loader, list | tuple)
+
+
+# -- parts of a batch ----------------------------------------------------------------------
+
+
+def parts_in(batch: Any) -> list[Part]:
+    """Return every tensor and numpy array of a batch.
+
+    They are looked for in lists, tuples, mappings, dataclasses and in the attributes of other
+    objects, but not in objects inside of those, which may be a whole data set.
+    """
+    found: list[Part] = []
+    _find(batch, found, inside=False)
+    return found
+
+
+def _find(value: Any, found: list[Part], *, inside: bool) -> None:
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and value.numel():
+            found.append(value)
+    elif isinstance(value, np.ndarray):
+        if value.size and not value.dtype.hasobject:
+            found.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _find(each, found, inside=inside)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _find(each, found, inside=inside)
+    else:
+        attributes, is_opaque = _attributes(value)
+        if not (inside and is_opaque):
+            for each in attributes.values():
+                _find(each, found, inside=inside or is_opaque)
+
+
+def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
+    """Return an object's attributes, and whether they are not declared as those of a dataclass."""
+    if isinstance(value, type | nn.Module) or callable(value):
+        return {}, True
+    if is_dataclass(value):
+        return {name: getattr(value, name) for name in _field_names(type(value))}, False
+    return getattr(value, "__dict__", {}), True
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def copy_of(batch: Any) -> Any:
+    """Return a batch of the same classes with copies of its tensors and arrays.
+
+    An object that cannot be copied is returned as it is.
+    """
+    return _copied(batch, parts_in(batch)).batch
+
+
+def _copied(batch: Any, parts: Sequence[Part]) -> Held:
+    clones = {id(part): _clone(part) for part in parts}
+    try:
+        made = _rebuilt(batch, clones, inside=False)
+    except Exception:  # whatever a class does when it is copied
+        return Held(batch, parts)
+    return Held(batch, parts, made, [clones[id(part)] for part in parts])
+
+
+def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if (clone := clones.get(id(value))) is not None:
+        return clone
+    if isinstance(value, list | tuple):
+        made = [_rebuilt(each, clones, inside=inside) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, Mapping):
+        new = {key: _rebuilt(each, clones, inside=inside) for key, each in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return new
+        made = copy.copy(value)
+        made.update(new)
+        return made
+    attributes, is_opaque = _attributes(value)
+    if not attributes or (inside and is_opaque):
+        return value
+    made = copy.copy(value)
+    for name, each in attributes.items():
+        object.__setattr__(made, name, _rebuilt(each, clones, inside=inside or is_opaque))
+    return made
+
+
+def _clone(part: Part) -> Part:
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    if part.requires_grad:  # a copy would not get its gradient
+        return part
+    if torch.cuda.is_initialized() and part.is_pinned():
+        return torch.empty_like(part, pin_memory=True).copy_(part)
+    return part.clone()
+
+
+def _same_bits(one: Part, other: Part) -> bool:
+    """Compare values in host memory; what is elsewhere would have to be waited for."""
+    if one is other:
+        return True
+    if isinstance(one, np.ndarray):
+        return one.tobytes() == other.tobytes()
+    if one.device.type != "cpu" or torch.equal(one, other):
+        return True
+    words = _WORDS.get(one.element_size())
+    return words is not None and torch.equal(one.view(words), other.view(words))  # NaN
+
+
+def _version(part: Part) -> int:
+    """Return how often torch saw a tensor change; inference tensors and arrays do not count."""
+    return part._version if isinstance(part, Tensor) and not part.is_inference() else 0
+
+
+def _is_whole(part: Part) -> bool:
+    """Whether a tensor has its memory for itself: views of one tensor share their version."""
+    return bool(part.untyped_storage().nbytes() == part.nbytes)
+
+
+def _path(value: Any, part: Part, *, inside: bool = False) -> str | None:
+    """Return how a program would write where a part is in a batch; None: it is not there."""
+    if value is part:
+        return ""
+    if isinstance(value, list | tuple):
+        found = ((f"[{number}]", each) for number, each in enumerate(value))
+    elif isinstance(value, Mapping):
+        found = ((f"[{key!r}]", each) for key, each in value.items())
+    else:
+        attributes, is_opaque = _attributes(value)
+        if inside and is_opaque:
+            return None
+        inside = inside or is_opaque
+        found = ((f".{name}", each) for name, each in attributes.items())
+    for name, each in found:
+        if type(each) not in _PLAIN and (rest := _path(each, part, inside=inside)) is not None:
+            return name + rest
+    return None
+
+
+# -- memory --------------------------------------------------------------------------------
+
+
+def _span(part: Part) -> Span:
+    if isinstance(part, np.ndarray):
+        low = high = part.__array_interface__["data"][0]
+        for count, stride in zip(part.shape, part.strides, strict=True):
+            low, high = low + min(0, (count - 1) * stride), high + max(0, (count - 1) * stride)
+        return low, high + part.itemsize, [weakref.ref(part)]
+    start, size = part.data_ptr(), part.nbytes
+    if not part.is_contiguous():
+        last = sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
+        size = (last + 1) * part.element_size()
+    return start, start + size, [StorageWeakRef(part.untyped_storage())]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Join spans that overlap: tensors of one batch may share memory. They come by address."""
+    made: list[Span] = []
+    for start, end, owners in spans:
+        if made and start < made[-1][1]:
+            first, last, others = made.pop()
+            start, end, owners = first, max(last, end), [*others, *owners]
+        made.append((start, end, owners))
+    return made
+
+
+def _is_alive(owner: Any) -> bool:
+    if isinstance(owner, StorageWeakRef):
+        return not owner.expired()
+    return owner() is not None

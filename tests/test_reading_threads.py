@@ -1,0 +1,363 @@
+"""Threads that read a collection beside one that trains it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotrow
+from builders import SCHEDULES, variant
+from hotrow.threads import RowLock, TrainingThread
+
+TABLES = [
+    hotrow.EmbeddingBagConfig("user", 400, 4, ["user"]),
+    hotrow.EmbeddingBagConfig("item", 300, 4, ["item", "last"]),
+    hotrow.EmbeddingBagConfig("shop", 50, 6, ["shop"]),
+]
+BUDGETED = ["uncached", "static", "lru", "scratchpipe", "lookahead"]
+STRATEGIES = [*BUDGETED, "all-fast", "cpu", "hybrid", "static-hybrid"]
+STEPS = 30
+
+
+def collection(strategy: Any, device: str = "cpu", **options: Any) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        TABLES, hotrow.Adam(lr=0.05), budget="60%", strategy=strategy, device=device, seed=3,
+        **options,
+    )  # fmt: skip
+
+
+def batches(count: int, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [table.num_embeddings for table in TABLES for _ in table.feature_names]
+    columns = [torch.randint(n, (count, 24), generator=generator) for n in sizes]
+    return list(torch.stack(columns, dim=2).to(device))
+
+
+def probes(device: str = "cpu") -> list[Tensor]:
+    return batches(STEPS + 4, device)[STEPS:]
+
+
+def vectors(embedding: hotrow.EmbeddingBagCollection, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return embedding(ids).values().cpu()
+
+
+def train(
+    embedding: hotrow.EmbeddingBagCollection,
+    after_step: Callable[[int], None] = lambda step: None,
+    data: list[Tensor] | None = None,
+    device: str = "cpu",
+) -> None:
+    data = batches(STEPS, device) if data is None else data
+    for step, ids in enumerate(hotrow.ahead(data, embedding)):
+        embedding(ids).values().square().mean().backward()
+        after_step(step)
+
+
+def every_row(embedding: hotrow.EmbeddingBagCollection) -> Tensor:
+    tables = [torch.cat([rows for _, rows in embedding.rows(t.name)]).flatten() for t in TABLES]
+    return torch.cat(tables)
+
+
+@contextmanager
+def readers(count: int, read: Callable[[], None]) -> Iterator[None]:
+    """Threads that read again and again; what fails in one of them fails here."""
+    stop, errors = threading.Event(), []
+
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                read()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, name=f"reader-{n}") for n in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Steps:
+    """Which step has ended, and what probes read after each one when nobody else reads."""
+
+    def __init__(self, alone: hotrow.EmbeddingBagCollection, device: str = "cpu") -> None:
+        self.probes = probes(device)
+        self.history = [self._read(alone)]
+        train(alone, lambda step: self.history.append(self._read(alone)), device=device)
+        self.rows = every_row(alone)
+        self.ended = 0
+        self.reads = 0
+
+    def _read(self, embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:
+        return [vectors(embedding, ids) for ids in self.probes]
+
+    def end(self, step: int) -> None:
+        self.ended = step + 1
+
+    def check(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        """One read equals what was read alone, after a step between the call and its return."""
+        place = self.reads % len(self.probes)
+        first = self.ended
+        found = vectors(embedding, self.probes[place])
+        last = min(self.ended + 1, len(self.history) - 1)  # one may have ended, and not said so
+        self.reads += 1
+        steps = range(first, last + 1)
+        assert any(torch.equal(found, self.history[step][place]) for step in steps), (
+            f"vectors of no step from {first} to {last}"
+        )
+
+
+def check_beside_training(make: Callable[[], Any], device: str = "cpu", count: int = 4) -> None:
+    alone, shared = make(), make()
+    steps = Steps(alone, device)
+    with readers(count, lambda: steps.check(shared)):
+        train(shared, steps.end, device=device)
+    assert steps.reads >= count
+    assert torch.equal(every_row(shared), steps.rows)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
+    check_beside_training(lambda: collection(strategy))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_threads_read_beside_every_schedule(schedule: str) -> None:
+    strategy = variant("lookahead", schedule, victims="random")
+    check_beside_training(lambda: collection(strategy), count=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_threads_share_a_collection_for_inference(strategy: str) -> None:
+    embedding = collection(strategy)
+    train(embedding)
+    mine = probes()
+    wanted = {id(ids): vectors(embedding, ids) for ids in mine}
+
+    def read() -> None:
+        for ids in mine:
+            assert torch.equal(vectors(embedding, ids), wanted[id(ids)])
+
+    with readers(4, read):
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe", "hybrid"])
+def test_state_dicts_of_another_thread_are_of_one_step(strategy: str) -> None:
+    # Every step adds the same to every weight, so that a state of one step has one value.
+    embedding = hotrow.EmbeddingBagCollection(
+        [hotrow.EmbeddingBagConfig("a", 400, 4, ["f"], init=hotrow.Constant(0.0))],
+        hotrow.SGD(lr=1.0), budget="90%", strategy=strategy,
+    )  # fmt: skip
+    ids = torch.arange(400).unsqueeze(1)
+
+    def read() -> None:
+        weights = embedding.state_dict()["embedding_bags.a.weight"]
+        assert len(weights.unique()) == 1
+
+    with readers(2, read):
+        for mine in hotrow.ahead([ids] * 60, embedding):
+            embedding(mine).values().sum().backward()
+
+
+def test_rows_loaded_by_another_thread_are_whole() -> None:
+    embedding = collection("lookahead")
+    ids = torch.arange(50).repeat(4, 1).t().contiguous()
+    stop = threading.Event()
+
+    def load() -> None:
+        for value in range(200):
+            embedding.load_weights("shop", 0, torch.full((50, 6), float(value)))
+        stop.set()
+
+    thread = threading.Thread(target=load)
+    embedding.load_weights("shop", 0, torch.zeros(50, 6))
+    thread.start()
+    while not stop.is_set():
+        shop = vectors(embedding, ids)[:, -6:]
+        assert len(shop.unique()) == 1
+    thread.join()
+
+
+# -- threads that train ------------------------------------------------------------------
+
+
+def in_thread(work: Callable[[], Any], name: str = "second") -> BaseException | None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_a_second_thread_that_trains_is_refused_by_name() -> None:
+    embedding = collection("lookahead")
+    ids = batches(1)[0]
+    waiting = embedding(ids).values().sum()
+    error = in_thread(lambda: embedding(ids))
+    assert isinstance(error, RuntimeError)
+    assert "thread 'second'" in str(error)
+    assert "'MainThread'" in str(error)
+    assert "no_grad" in str(error)
+    waiting.backward()
+    assert in_thread(lambda: embedding(ids).values().sum().backward()) is None
+    embedding(ids).values().sum().backward()
+
+
+def test_a_thread_that_iterates_is_named_to_one_that_trains() -> None:
+    embedding = collection("lookahead")
+    stream = hotrow.ahead(batches(8), embedding)
+    ids = next(stream)
+    error = in_thread(lambda: embedding(ids))
+    assert "iterates over hotrow.ahead" in str(error)
+    error = in_thread(lambda: next(stream))
+    assert "takes a batch from hotrow.ahead" in str(error)
+    embedding(ids).values().sum().backward()
+    stream.close()
+    assert in_thread(lambda: train(embedding)) is None
+
+
+def test_a_lookup_whose_graph_is_gone_is_not_waited_for() -> None:
+    embedding = collection("lookahead")
+    ids = batches(1)[0]
+    embedding(ids)
+    assert in_thread(lambda: embedding(ids).values().sum().backward()) is None
+
+
+def test_eval_in_another_thread_does_not_end_training() -> None:
+    alone, shared = collection("lookahead"), collection("lookahead")
+    train(alone)
+
+    def evaluate() -> None:
+        shared.eval()
+        ids = probes()[0]
+        assert not shared(ids).values().requires_grad
+        shared.train()
+
+    def after_step(step: int) -> None:
+        assert in_thread(evaluate) is None
+        assert shared.training
+
+    train(shared, after_step)
+    assert torch.equal(every_row(shared), every_row(alone))
+    shared.eval()
+    assert not shared.training
+    assert in_thread(lambda: shared(probes()[0])) is None
+
+
+# -- the lock ----------------------------------------------------------------------------
+
+
+def test_readers_share_and_writers_exclude() -> None:
+    lock = RowLock(shared=True)
+    together, inside = threading.Barrier(4, timeout=5), []
+
+    def read() -> None:
+        with lock.reading():
+            together.wait()  # all four are inside
+
+    with readers_once(4, read):
+        pass
+
+    def write() -> None:
+        with lock.writing(), lock.writing(), lock.reading():
+            inside.append(1)
+            time.sleep(0.001)
+            assert inside == [1]
+            inside.clear()
+
+    with readers_once(6, lambda: [write() for _ in range(20)]):
+        pass
+
+
+@contextmanager
+def readers_once(count: int, work: Callable[[], Any]) -> Iterator[None]:
+    errors = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:
+    lock = RowLock(shared=True)
+
+    def read() -> None:
+        with lock.reading(), lock.reading():
+            time.sleep(0.001)
+
+    with readers(6, read):
+        begun = time.perf_counter()
+        for _ in range(50):
+            with lock.writing():
+                pass
+        assert time.perf_counter() - begun < 5
+
+
+def test_the_modes_of_threads() -> None:
+    thread = TrainingThread()
+    thread.look_up()
+    in_thread(lambda: setattr(thread, "mode", False))
+    assert thread.mode
+    thread.mode = False
+    assert not thread.mode
+
+
+def test_a_loop_that_is_refused_leaves_the_other_thread_alone() -> None:
+    embedding = collection("lookahead")
+    ids = batches(1)[0]
+    waiting = embedding(ids).values().sum()
+    error = in_thread(lambda: next(hotrow.ahead(batches(4), embedding)))
+    assert "waits for its gradients" in str(error)
+    waiting.backward()
+    stream = hotrow.ahead(batches(4), embedding)
+    assert len(list(stream)) == 4
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert in_thread(lambda: train(embedding)) is None
+
+
+def test_checkpoints_are_saved_and_loaded_by_the_thread_that_trains(tmp_path: Any) -> None:
+    embedding = collection("lookahead")
+    stream = hotrow.ahead(batches(4), embedding)
+    embedding(next(stream)).values().sum().backward()
+    error = in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=1))
+    assert "saves a checkpoint" in str(error)
+    assert "'MainThread'" in str(error)
+    hotrow.save_checkpoint(tmp_path, embedding, step=1)
+    error = in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding))
+    assert "'MainThread'" in str(error)
+    stream.close()
+    assert in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=2)) is None
+    assert in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding)) is None

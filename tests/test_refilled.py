@@ -1,0 +1,665 @@
+"""Loaders that fill the same buffers again, and ids that change after they were planned."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import hotrow
+from hotrow.copied import Copies, SetOptions
+from hotrow.strategy import STRATEGIES
+
+ROWS, SIZE, STEPS = 60, 8, 24
+TABLES = [
+    hotrow.EmbeddingBagConfig("a", ROWS, 4, ["f"]),
+    hotrow.EmbeddingBagConfig("b", ROWS, 4, ["g"]),
+]
+Parts = dict[str, Tensor]
+
+
+def build(strategy: str, budget: int = 6000) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        TABLES, hotrow.SGD(lr=0.1), budget, strategy=strategy, seed=1
+    )
+
+
+def some(count: int = STEPS, seed: int = 0) -> list[Parts]:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "ids": torch.randint(ROWS, (SIZE, 2), generator=draw),
+            "dense": torch.rand(SIZE, 3, generator=draw),
+            "label": torch.full((SIZE,), float(number)),
+        }
+        for number in range(count)
+    ]
+
+
+def copies(batches: list[Parts]) -> list[Parts]:
+    return [{name: each.clone() for name, each in batch.items()} for batch in batches]
+
+
+@dataclass
+class Seen:
+    """What a loop was given, and what came of it."""
+
+    labels: list[float]
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+
+    def same_as(self, other: Seen) -> bool:
+        assert self.labels == other.labels
+        return all(map(torch.equal, self.losses, other.losses)) and all(
+            torch.equal(each, other.weights[name]) for name, each in self.weights.items()
+        )
+
+
+def parts_of(batch: Any) -> Parts:
+    return batch
+
+
+def run(
+    strategy: str, loader: Any, parts: Callable[[Any], Parts] = parts_of, **options: Any
+) -> Seen:
+    embedding, labels, losses = build(strategy), [], []
+    for batch in hotrow.ahead(loader, embedding, ids=lambda b: parts(b)["ids"], **options):
+        mine = parts(batch)
+        labels.append(float(mine["label"][0]))
+        assert (mine["label"] == mine["label"][0]).all()
+        out = embedding(mine["ids"]).values().sum(1)
+        loss = (out * mine["dense"].sum(1) - mine["label"]).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    embedding.check()
+    return Seen(labels, losses, {k: v.clone() for k, v in embedding.state_dict().items()})
+
+
+# -- loaders -------------------------------------------------------------------------------
+
+
+def into_tensors(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
+    """Refills tensors in a way that torch's versions see."""
+    rooms = [{name: torch.empty_like(x) for name, x in batches[0].items()} for _ in range(buffers)]
+    for number, batch in enumerate(batches):
+        room = rooms[number % buffers]
+        for name, part in batch.items():
+            room[name].copy_(part)
+        yield dict(room)
+
+
+def into_data(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
+    """Refills tensors in a way that torch's versions do not see."""
+    rooms = [{name: torch.empty_like(x) for name, x in batches[0].items()} for _ in range(buffers)]
+    for number, batch in enumerate(batches):
+        room = rooms[number % buffers]
+        for name, part in batch.items():
+            room[name].data.copy_(part)
+        yield dict(room)
+
+
+def into_arrays(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
+    """Refills numpy's arrays, of which every batch has new tensors."""
+    rooms = [{name: x.numpy().copy() for name, x in batches[0].items()} for _ in range(buffers)]
+    for number, batch in enumerate(batches):
+        room = rooms[number % buffers]
+        for name, part in batch.items():
+            room[name][:] = part.numpy()
+        yield {name: torch.from_numpy(array) for name, array in room.items()}
+
+
+def into_one_dict(batches: list[Parts], buffers: int = 1) -> Iterator[Parts]:
+    """The tensors are new ones, but the dict that holds them is the same."""
+    rooms: list[Parts] = [{} for _ in range(buffers)]
+    for number, batch in enumerate(batches):
+        room = rooms[number % buffers]
+        room.update({name: part.clone() for name, part in batch.items()})
+        yield room
+
+
+def by_a_thread(batches: list[Parts], buffers: int = 8) -> Iterator[Parts]:
+    """A thread refills a buffer as soon as the batch after it was asked for."""
+    free: Queue[int] = Queue()
+    full: Queue[int | None] = Queue()
+    rooms = [{name: x.numpy().copy() for name, x in batches[0].items()} for _ in range(buffers)]
+    for number in range(buffers):
+        free.put(number)
+
+    def fill() -> None:
+        for batch in batches:
+            number = free.get()
+            for name, part in batch.items():
+                rooms[number][name][:] = part.numpy()
+            full.put(number)
+        full.put(None)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    while (number := full.get()) is not None:
+        yield {name: torch.from_numpy(array) for name, array in rooms[number].items()}
+        free.put(number)
+    thread.join()
+
+
+REFILLS = {
+    "one-tensor": into_tensors,
+    "two-tensors": lambda batches: into_tensors(batches, 2),
+    "three-tensors": lambda batches: into_tensors(batches, 3),
+    "data": into_data,
+    "three-data": lambda batches: into_data(batches, 3),
+    "one-array": into_arrays,
+    "two-arrays": lambda batches: into_arrays(batches, 2),
+    "three-arrays": lambda batches: into_arrays(batches, 3),
+    "one-dict": into_one_dict,
+    "thread": by_a_thread,
+}
+
+
+@cache
+def expected_of(strategy: str) -> Seen:
+    return run(strategy, copies(some()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("refill", REFILLS)
+def test_a_loader_may_fill_its_buffers_again(refill: str, strategy: str) -> None:
+    assert expected_of(strategy).labels == list(range(STEPS))
+    assert run(strategy, REFILLS[refill](some())).same_as(expected_of(strategy))
+
+
+# -- forms of batches ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frozen:
+    ids: Tensor
+    dense: Tensor
+    label: Tensor
+
+
+class Plain:
+    """Neither a container nor a dataclass; it has a data set that nobody should copy."""
+
+    data_set: Any = object()
+
+    def __init__(self, parts: Parts) -> None:
+        self.ids, self.dense, self.label = parts["ids"], parts["dense"], parts["label"]
+        self.source = Forbidden()
+
+
+class Forbidden:
+    def __copy__(self) -> Any:
+        raise AssertionError("nothing of a loader is copied but its batches")
+
+    __deepcopy__ = __copy__
+
+
+def jagged(parts: Parts) -> Any:
+    """Ids feature by feature, one for each sample, and their offsets."""
+    return hotrow.KeyedJaggedTensor(
+        ["f", "g"],
+        parts["ids"].view(2, SIZE).flatten(),
+        offsets=torch.arange(2 * SIZE + 1),
+        weights=parts["dense"][:, :2].t().flatten(),
+    )
+
+
+FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
+    "tuple": (
+        lambda parts: tuple(parts.values()),
+        lambda batch: dict(zip(("ids", "dense", "label"), batch, strict=True)),
+    ),
+    "nested": (
+        lambda parts: [{"in": {"ids": parts["ids"]}}, (parts["dense"], [parts["label"]])],
+        lambda b: {"ids": b[0]["in"]["ids"], "dense": b[1][0], "label": b[1][1][0]},
+    ),
+    "mapping": (UserDict, lambda batch: batch.data),
+    "dataclass": (lambda parts: Frozen(**parts), vars),
+    "object": (Plain, vars),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("refill", ["one-tensor", "two-arrays"])
+def test_batches_of_any_form_are_copied_as_they_are(refill: str, form: str) -> None:
+    make, parts = FORMS[form]
+    loader = (make(each) for each in REFILLS[refill](some()))
+    assert run("lookahead", loader, parts).same_as(run("lookahead", copies(some())))
+
+
+def test_jagged_ids_and_weights_are_copied() -> None:
+    def loop(loader: Any) -> list[Tensor]:
+        embedding, seen = build("lookahead"), []
+        for batch in hotrow.ahead(loader, embedding):
+            out = embedding(batch).values()
+            out.square().sum().backward()
+            seen.append(out.detach())
+        return seen
+
+    room = jagged(some()[0])
+
+    def refilled() -> Iterator[Any]:
+        for batch in map(jagged, some()):
+            room.values().copy_(batch.values())
+            room.offsets().copy_(batch.offsets())
+            room.weights_or_none().copy_(batch.weights_or_none())
+            yield room
+
+    assert all(map(torch.equal, loop(refilled()), loop(map(jagged, some()))))
+
+
+class Samples(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return STEPS * SIZE
+
+    def __getitem__(self, place: int) -> Tensor:
+        draw = torch.Generator().manual_seed(place)
+        return torch.randint(ROWS, (3,), generator=draw)
+
+
+class Collate:
+    """Puts batches together in one buffer."""
+
+    def __init__(self) -> None:
+        self.room = torch.empty(SIZE, 3, dtype=torch.int64)
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples, out=self.room)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_data_loader_may_put_batches_together_in_one_buffer(workers: int) -> None:
+    collate = None if workers else Collate()  # what workers send is shared with them
+    data = DataLoader(Samples(), batch_size=SIZE, collate_fn=collate, num_workers=workers)
+    expected = list(DataLoader(Samples(), batch_size=SIZE))
+    stream = hotrow.ahead(data, build("lookahead"), ids=lambda batch: batch[:, :2])
+    assert all(map(torch.equal, [x.clone() for x in stream], expected))
+
+
+def test_a_batch_is_of_the_class_that_the_loader_gave() -> None:
+    batch = Plain(some(1)[0])
+    (found,) = hotrow.ahead(iter([batch]), build("lookahead"), ids=lambda b: b.ids)
+    assert type(found) is Plain
+    assert found is not batch
+    assert found.source is batch.source
+    assert torch.equal(found.label, batch.label)
+
+
+# -- what is read when ---------------------------------------------------------------------
+
+# How many batches may be read before the one before them has been trained.
+AHEAD = {
+    "all-fast": 0,
+    "cpu": 0,
+    "hybrid": 1,
+    "static-hybrid": 1,
+    "uncached": 0,
+    "static": 0,
+    "lru": 0,
+}
+
+
+def most_ahead(strategy: str, **options: Any) -> int:
+    """The most batches that were read beyond the one that was yielded last."""
+    read = most = 0
+
+    def loader() -> Iterator[Tensor]:
+        nonlocal read, most
+        for batch in some():
+            read += 1
+            most = max(most, read - yielded - 1)
+            yield batch["ids"]
+
+    yielded = 0
+    embedding = build(strategy)
+    for ids in hotrow.ahead(loader(), embedding, **options):
+        yielded += 1
+        most = max(most, read - yielded)
+        embedding(ids).values().sum().backward()
+    assert yielded == STEPS
+    return most
+
+
+@pytest.mark.parametrize("strategy", AHEAD)
+def test_a_strategy_reads_no_further_ahead_than_documented(strategy: str) -> None:
+    assert most_ahead(strategy) == AHEAD[strategy]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_depth_of_zero_reads_nothing_ahead(strategy: str) -> None:
+    assert most_ahead(strategy, depth=0) == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_depth_of_zero_gives_the_same_bits(strategy: str) -> None:
+    found = run(strategy, into_arrays(some()), depth=0)
+    assert found.same_as(expected_of(strategy))
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+def test_these_strategies_read_ahead(strategy: str) -> None:
+    assert most_ahead(strategy) > 2
+
+
+# -- who is copied -------------------------------------------------------------------------
+
+
+def given(loader: Any, **options: Any) -> list[int]:
+    """Where the labels lie of what a loop was given."""
+    stream = hotrow.ahead(loader, build("lookahead"), ids=lambda b: b["ids"], **options)
+    return [batch["label"].data_ptr() for batch in stream]
+
+
+def test_a_loader_that_gives_new_memory_is_copied_at_first_alone() -> None:
+    batches = some(200)
+    places = given(iter(batches))
+    own = [place == batch["label"].data_ptr() for place, batch in zip(places, batches, strict=True)]
+    assert not any(own[:64])
+    assert all(own[-64:])
+
+
+def test_an_epoch_goes_on_where_the_one_before_ended() -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[Parts]:
+            return iter(batches)
+
+    batches, loader = some(40), Loader()
+    own = [
+        place == batch["label"].data_ptr()
+        for _ in range(4)
+        for place, batch in zip(given(loader), batches, strict=True)
+    ]
+    assert not any(own[:64])
+    assert all(own[-40:])
+
+
+def test_a_list_is_not_copied() -> None:
+    batch = some(1)[0]
+    assert set(given([batch] * 20)) == {batch["label"].data_ptr()}
+
+
+def test_slices_of_one_tensor_are_not_copied_for_good() -> None:
+    ids = torch.randint(ROWS, (200, SIZE, 2))
+    labels = torch.rand(200, SIZE)
+    places = given({"ids": x, "label": y} for x, y in zip(ids, labels, strict=True))
+    assert places[-1] == labels[-1].data_ptr()
+
+
+def test_a_batch_that_comes_again_and_again_is_no_error() -> None:
+    batches = some(3)
+    found = run("lookahead", (batches[number % 3] for number in range(STEPS)))
+    assert found.labels == [number % 3 for number in range(STEPS)]
+
+
+def test_a_ring_that_is_shorter_than_the_window_is_noticed() -> None:
+    """The window grows step by step, and comes to hold more batches than the ring has."""
+    batches = some(400)
+    found = run("lookahead", into_arrays(batches, 30), depth=60)
+    assert found.labels == list(range(400))
+
+
+def late(batches: list[Parts], write: Callable[[Tensor, Tensor], None]) -> Iterator[Parts]:
+    """After 200 batches in new memory, a single buffer."""
+    yield from copies(batches[:200])
+    room = copies(batches[:1])[0]
+    for batch in batches[200:]:
+        for name, part in batch.items():
+            write(room[name], part)
+        yield room
+
+
+@pytest.mark.parametrize("write", ["torch", "numpy"])
+def test_a_loader_that_refills_late_is_an_error_or_right(write: str) -> None:
+    """What is wrong is never yielded; the message names batch, tensor and remedy."""
+
+    def by_numpy(to: Tensor, part: Tensor) -> None:
+        to.numpy()[:] = part.numpy()
+
+    loader = late(some(240), Tensor.copy_ if write == "torch" else by_numpy)
+    labels: list[float] = []
+    embedding = build("lookahead")
+
+    def loop() -> None:
+        for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
+            labels.append(float(batch["label"][0]))
+            embedding(batch["ids"]).values().sum().backward()
+
+    what = r"batch\['ids'\]" if write == "torch" else "its ids"
+    said = rf"batch 200 of this pass, counted from 0, was changed .*: {what}\. .*batch\.clone\(\)"
+    with pytest.raises(RuntimeError, match=said):
+        loop()
+    assert labels == list(range(200))
+    embedding.check()
+
+
+def test_a_change_of_labels_alone_is_an_error() -> None:
+    def loader() -> Iterator[Parts]:
+        before = None
+        for number, batch in enumerate(some(120)):
+            if number > 100 and before is not None:
+                before["label"].zero_()
+            yield batch
+            before = batch
+
+    stream = hotrow.ahead(loader(), build("lookahead"), ids=lambda b: b["ids"])
+    with pytest.raises(RuntimeError, match=r"batch 100 .* training: batch\['label'\]\."):
+        list(stream)
+
+
+def test_a_loop_may_change_slices_of_one_tensor() -> None:
+    """All of them have one version, which then tells nothing of the others."""
+    ids, dense = torch.randint(ROWS, (150, SIZE, 2)), torch.rand(150, SIZE)
+    loader = ({"ids": x, "dense": y} for x, y in zip(ids, dense, strict=True))
+    embedding = build("lookahead")
+    for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
+        batch["dense"].clamp_(max=0.5)
+        embedding(batch["ids"]).values().sum().backward()
+
+
+# -- ids that change after a batch was yielded ---------------------------------------------
+
+
+def by_numpy(ids: Tensor) -> None:
+    ids.numpy()[:] = 7
+
+
+def by_data(ids: Tensor) -> None:
+    ids.data.clamp_(max=20)
+
+
+def in_place(ids: Tensor) -> None:
+    ids.clamp_(max=20)
+
+
+WRITES = [by_numpy, by_data, in_place]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("write", WRITES)
+def test_ids_that_a_loop_changes_are_looked_up_as_they_are(
+    write: Callable[[Tensor], None], strategy: str
+) -> None:
+    def loop(loader: Any, change: Callable[[Tensor], None] | None) -> dict[str, Tensor]:
+        embedding = build(strategy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="these ids are not the ones hotrow.ahead")
+            for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
+                if change is not None:
+                    change(batch["ids"])
+                out = embedding(batch["ids"])
+                out.values().square().sum().backward()
+        return dict(embedding.state_dict())
+
+    changed = copies(some())
+    for batch in changed:
+        write(batch["ids"])
+    expected = loop(changed, None)
+    for loader in (copies(some()), iter(copies(some())), into_tensors(some())):
+        found = loop(loader, write)
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("part", ["values", "offsets"])
+def test_jagged_ids_that_a_loop_changes_are_looked_up_as_they_are(part: str) -> None:
+    batch = hotrow.KeyedJaggedTensor(
+        ["f", "g"], torch.tensor([1, 2, 3, 4]), offsets=torch.tensor([0, 1, 2, 3, 4])
+    )
+    embedding = build("lookahead")
+    for ids in hotrow.ahead([batch], embedding):
+        if part == "values":
+            ids.values().numpy()[1] = 9
+        else:
+            ids.offsets().numpy()[1] = 0
+        with pytest.warns(UserWarning, match="changed in place since"):
+            found = embedding(ids).values()
+    embedding.eval()
+    assert torch.equal(found.detach(), embedding(batch).values())
+
+
+# -- systems that hold batches -------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        budget = hotrow.Budget((hotrow.Share(70, 64, dense_map=True),), window_bytes=1 << 20)
+        self.embedding = hotrow.EmbeddingBagCollection(
+            TABLES, hotrow.SGD(lr=0.5), budget, strategy=strategy, seed=1
+        )
+        self.top = nn.Linear(11, 1)
+
+    def forward(self, batch: Parts) -> Tensor:
+        vectors = self.embedding(batch["ids"]).values()
+        logits: Tensor = self.top(torch.cat([batch["dense"], vectors], 1)).squeeze(1)
+        return logits
+
+
+class Again:
+    """Batches in one set of buffers, as often as they are asked for."""
+
+    def __init__(self, refill: str | None, batches: list[Parts]) -> None:
+        self._refill, self._batches = refill, batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Parts]:
+        if self._refill is None:
+            return iter(copies(self._batches))
+        return iter(REFILLS[self._refill](self._batches))
+
+
+def clicks(count: int, kind: torch.dtype = torch.float32) -> list[Parts]:
+    """A few rows have most lookups, so that some samples are hot."""
+    draw = torch.Generator().manual_seed(3)
+    return [
+        {
+            "ids": (torch.rand(SIZE, 2, generator=draw) ** 4 * ROWS).long(),
+            "dense": torch.rand(SIZE, 3, generator=draw),
+            "label": torch.randint(0, 2, (SIZE,), generator=draw).to(kind),
+        }
+        for _ in range(count)
+    ]
+
+
+def trainer_of(strategy: str, system: Any = None) -> hotrow.Trainer[Parts]:
+    model = Model(strategy)
+    return hotrow.Trainer(
+        model,
+        functional.binary_cross_entropy_with_logits,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ids=lambda batch: batch["ids"],
+        labels=lambda batch: batch["label"],
+        system=system,
+    )
+
+
+def slipstream(**options: Any) -> hotrow.Slipstream:
+    return hotrow.Slipstream(
+        target=0.4, tolerance=0.2, watched=0.1, sample_rate=0.2, hot_budget="80%",
+        validate_every=0, recheck_every=10, **options,
+    )  # fmt: skip
+
+
+SYSTEMS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "none": ("lookahead", lambda: None),
+    "hotline": ("static", lambda: hotrow.Hotline(window=64, relearn=2, floor=0.5)),
+    "slipstream": ("lookahead", slipstream),
+    "slipstream-rows": ("all-fast", lambda: slipstream(mode="rows")),
+    "random-drop": ("lookahead", lambda: hotrow.RandomDrop(0.2)),
+    "hotline+random-drop": ("static", lambda: hotrow.Hotline(skip=hotrow.RandomDrop(0.2))),
+    "fae": ("static", lambda: hotrow.FAE(sample_rate=0.5)),
+}
+
+
+@pytest.mark.parametrize("refill", ["one-tensor", "three-tensors", "one-array", "one-dict"])
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.filterwarnings("ignore:.*(test=|test samples|search|reached|popular)")
+def test_systems_may_be_given_a_loader_that_refills(system: str, refill: str) -> None:
+    strategy, make = SYSTEMS[system]
+    losses, bits = [], []
+    for kind in (None, refill):
+        trainer = trainer_of(strategy, make())
+        losses.append([record.loss for record in trainer.run(Again(kind, clicks(40)))])
+        bits.append(list(trainer.model.state_dict().values()))
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *bits))
+
+
+def test_a_system_may_pass_the_loaders_batches_on() -> None:
+    class Through:
+        def attach(self, trainer: Any) -> None: ...
+
+        def passes(self, batches: Any) -> Iterator[Any]:
+            yield batches
+
+    found = []
+    for kind in (None, "one-tensor"):
+        trainer = trainer_of("lookahead", Through())
+        found.append([record.loss for record in trainer.run(Again(kind, clicks(20)))])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_evaluation_keeps_the_labels_of_each_batch(kind: torch.dtype) -> None:
+    found = [
+        trainer_of("lookahead").evaluate(Again(refill, clicks(6, kind)))
+        for refill in (None, "one-tensor")
+    ]
+    assert found[0] == found[1]
+
+
+def test_samples_that_a_function_takes_may_be_views() -> None:
+    """FAE keeps them as long as it trains."""
+
+    def take(batch: Parts, places: Tensor) -> Any:
+        every = len(places) == SIZE
+        return {name: x if every else x[places] for name, x in batch.items()} | {"tag": Forbidden()}
+
+    def join(batches: list[Any]) -> Any:
+        return {
+            name: torch.cat([each[name] for each in batches])
+            for name in ("ids", "dense", "label")
+        }  # fmt: skip
+
+    found = []
+    for kind in (None, "one-array"):
+        options = SetOptions(SIZE, take=take, join=join)
+        copied = Copies(options, folder=None).of(
+            Again(kind, clicks(10)), lambda batch: torch.ones(SIZE, dtype=torch.bool)
+        )
+        found.append([each["label"] for each in copied.hot.batches()])
+    assert all(map(torch.equal, *found))
