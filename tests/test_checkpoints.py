@@ -376,6 +376,29 @@ def test_a_checkpoint_of_another_folder_is_no_parent(tmp_path: Path) -> None:
     assert same(loaded, expected)
 
 
+@pytest.mark.parametrize("other", ["a part", "other names"])
+def test_a_checkpoint_of_another_model_is_no_parent(other: str, tmp_path: Path) -> None:
+    """The same collections, but not in the same places: rows of the parent would be others'."""
+    torch.manual_seed(0)
+    table = Bag("item", 40, 4, ["item"])
+    one, two = (
+        hotrow.EmbeddingBagCollection([table], RULES["adam"], strategy="all-fast", seed=seed)
+        for seed in (1, 2)
+    )
+    hotrow.save_checkpoint(tmp_path, nn.ModuleDict({"a": one, "b": two}), step=1, full_every=9)
+    for each in (one, two):
+        each(torch.tensor([[3], [7]])).values().square().sum().backward()
+    model = nn.ModuleDict({"a": two, "b": one}) if other == "other names" else one
+    path = hotrow.save_checkpoint(tmp_path, model, step=2, full_every=9)
+    assert Checkpoint(path).manifest.parent is None
+    saved = [one, two] if other == "other names" else [one]
+    expected = [next(each.rows("item"))[1].clone() for each in saved]
+    for each in saved:
+        each.load_weights("item", 0, torch.zeros(40, 4))
+    hotrow.load_checkpoint(path, model)
+    assert all(map(same_bits, [next(each.rows("item"))[1] for each in saved], expected))
+
+
 def test_a_parent_that_was_replaced_is_refused(tmp_path: Path) -> None:
     loop, other = Loop(), Loop(seed=1)
     parent = loop.save(tmp_path / "one", 1, full_every=9)

@@ -213,7 +213,8 @@ class EmbeddingBagCollection(nn.Module):
     """
 
     _prefix = "embedding_bags"
-    changed_since: Any = None  # for what `note_changes` was called
+    # The checkpoint for which `note_changes` was called, and the collection's name in its model.
+    changed_since: tuple[Any, str] | None = None
     being_saved: Any = None  # with `join()`: who reads the snapshots
 
     def __init__(

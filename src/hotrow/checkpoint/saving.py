@@ -125,8 +125,8 @@ class Prepared:
             raise
         if self.is_parent:
             parent = Parent(self.name, manifest.checksum)
-            for each in self.collections:
-                each.changed_since = parent if each.notes_changes else None
+            for name, each in collections_of(self.model).items():
+                each.changed_since = (parent, name) if each.notes_changes else None
         clean(self.root, self.keep)
         return path
 
@@ -225,15 +225,23 @@ def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent | None:
-    """The checkpoint since which all collections know what has changed; None: all are saved."""
-    known = {each.changed_since for each in collections_of(model).values()}
-    parent: Parent | None = known.pop() if len(known) == 1 else None
+    """Return the checkpoint since which all collections know what has changed; None: save all.
+
+    It must hold the same tables, from the same collections under the same names.
+    """
+    named = collections_of(model)
+    parents = {since[0] for each in named.values() if (since := each.changed_since) is not None}
+    parent: Parent | None = parents.pop() if len(parents) == 1 else None
+    if any(each.changed_since != (parent, name) for name, each in named.items()):
+        return None
     if parent is None or root / parent.name not in saved_in(root):
         return None
     if number_of(name) - number_of(parent.name) >= full_every:
         return None
     with suppress(ValueError):  # damaged: nothing is to depend on it
-        if read_manifest(root / parent.name).checksum == parent.checksum:
+        manifest = read_manifest(root / parent.name)
+        same_tables = [each.key for each in manifest.tables] == list(tables_of(model))
+        if manifest.checksum == parent.checksum and same_tables:
             return parent
     return None
 
