@@ -41,6 +41,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/skip_control.py` | the same on three systems and data sets; needs no GPU |
 | `python benchmarks/criteo_sample.py train.txt` | equality to the bit on real clicks |
 | `python benchmarks/quality.py --criteo train.txt` | AUC on real samples, beside plain PyTorch |
+| `python benchmarks/watched.py` | what watching a loader for refilled buffers costs |
 | `python benchmarks/counted.py counts.csv` | generated clicks beside the counts they are to have |
 | `python benchmarks/drift.py clicks.parquet` | popular samples while a click log drifts |
 | `python benchmarks/real.py --criteo train.txt` | every system on real clicks |
@@ -49,7 +50,7 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
 | `python benchmarks/predicted.py` | predicted steps beside measured ones; needs no GPU |
 
-All but the last nine take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last ten take `--minutes 8` (begin nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
 `--results` names a folder for them). Other options belong to some:
 

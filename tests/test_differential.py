@@ -21,7 +21,7 @@ from hotrow.strategy import STRATEGIES
 from program_runs import check, difference
 from programs import EVERYTHING, INGREDIENTS, Program, draw
 
-QUICK = range(160)
+QUICK = range(120)
 SLOW = range(1000, 2000)
 ON_A_DEVICE = range(5000, 5120)
 

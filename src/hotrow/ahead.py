@@ -7,9 +7,11 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from hotrow.interrupt import Standing, uninterrupted
 from hotrow.kept import Held, Kept, gives_new_memory
 from hotrow.lanes import Lanes, Mark, Name
 from hotrow.parts import Parted, Split
+from hotrow.random_states import random_states, restore_random_states
 from hotrow.schedule import Ticket
 from hotrow.stages import FUSED, SPLIT, hold_of, sequential
 from hotrow.strategy import Strategy, as_listed
@@ -32,6 +35,16 @@ Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
 _NO_ACCIDENT = 3  # batches in the wrong mode
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
+_LOOKED_AT = 64  # batches of a pass for which draws of random numbers are looked at
+_NO_BATCH = object()
+_MIXED_DRAWS = (
+    "the loader draws from torch's global random generator while batches are read, and so does the "
+    "training step, as dropout does. hotrow.ahead reads batches early, so these draws come in "
+    "another order than in a plain loop, and results depend on how many batches are read ahead. "
+    "Give the loader a generator of its own, such as DataLoader(..., generator=torch.Generator()), "
+    "and let its data set draw from that; depth=0 reads no batch ahead"
+)
+_told_of_draws: WeakSet[nn.Module] = WeakSet()
 
 
 class Landing(Protocol):
@@ -115,6 +128,8 @@ class Ahead:
         self._strategy = _common_strategy(list(self._collections.values()))
         self._reader: _Reader | None = None
         self._last: _Read | None = None
+        self._resumed: Mapping[str, Any] | None = None  # where the next pass goes on
+        self._began: Any = None  # all random states as they were when the pass began
 
     def __iter__(self) -> Ahead:
         if self._running is None:
@@ -131,6 +146,8 @@ class Ahead:
                 collection.take_next()
         assert self._running is not None
         assert self._reader is not None
+        draws = self._reader.draws
+        draws.end_step()
         try:
             ticket = next(self._running)
             assert isinstance(ticket, _Read)
@@ -157,6 +174,10 @@ class Ahead:
             self._landing.arrived(ticket.batch, ticket.arrivals)
         if ticket.is_split:
             self._step.split(self._reader.split(ticket))
+        if draws.are_mixed and self._model not in _told_of_draws:
+            _told_of_draws.add(self._model)
+            warn(_MIXED_DRAWS)
+        draws.begin_step()
         return ticket.batch
 
     def _note_mode(self) -> None:
@@ -181,13 +202,36 @@ class Ahead:
         return 0 if self._reader is None else self._reader.yielded
 
     def state_dict(self) -> Any:
-        """The loader's own state as it was after the last batch yielded.
+        """Return where the loader is after the last batch yielded; batches read ahead do not count.
 
-        For loaders with a `state_dict()`; batches read ahead do not count.
+        For a loader with a `state_dict()` that is its own. For any other it is the number of
+        batches yielded in this pass, and the random states with which the pass began.
         """
         if self._last is None:
             raise RuntimeError("no batch has been yielded yet, so there is no position to save")
-        return self._last.loader_state
+        if hasattr(self._loader, "state_dict"):
+            return self._last.loader_state
+        return {"batches": self.position(), "random": self._began}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next pass go on after the batch where a `state_dict()` was saved.
+
+        A loader without a state of its own is read again from the beginning of its pass, with the
+        random states of then, so that it shuffles as it did; batches that were yielded are dropped,
+        and random states are put back as they are now.
+        """
+        if self._running is not None:
+            raise RuntimeError("load_state_dict() while batches are read: call close() before")
+        self._reader = self._last = None  # a pass that has ended begins again
+        if hasattr(self._loader, "load_state_dict"):
+            self._loader.load_state_dict(state)
+            return
+        count = state.get("batches") if isinstance(state, Mapping) else None
+        if type(count) is not int or count < 0 or "random" not in state:
+            raise ValueError(
+                "this is no state of hotrow.ahead over a loader without a state_dict() of its own"
+            )
+        self._resumed = state
 
     def close(self) -> None:
         """Finish what was planned; batches read ahead are dropped. In a forked child, which has
@@ -216,33 +260,42 @@ class Ahead:
                 collection.leave(self)
 
     def __del__(self) -> None:
-        if getattr(self, "_running", None) is not None and not sys.is_finalizing():
-            try:
-                self.close()
-            except RuntimeError as error:  # a loop was left: there is no caller to raise it to
-                warn(str(error))
+        if getattr(self, "_running", None) is None or sys.is_finalizing():
+            return
+        self._close()
+        try:
+            self._refuse_changed_ids(waits=True)
+        except RuntimeError as error:  # a loop was left, so there is no caller to raise it to
+            warn(str(error))
 
     def _start(self) -> None:
         entered = []
+        resumed, self._resumed = self._resumed, None
         # Anew for each pass: a collection may have changed its stages, or its engine.
         self._strategy = _common_strategy(list(self._collections.values()))
         try:
             for collection in self._collections.values():
                 collection.enter(self)
                 entered.append(collection)
-            # The reader must not know this object: leaving a loop drops the last reference to
-            # it, and that has to close it at once.
-            self._reader = _Reader(
-                self._loader,
-                self._collections,
-                self._ids,
-                self._strategy,
-                self._depth,
-                self._landing,
-                self._step,
-                self.clock,
-                self._is_kept,
-            )
+            # A loader may draw the order of its samples when it begins.
+            self._began = None if self._is_kept else random_states()
+            with _as_it_began(resumed):
+                # The reader must not know this object: leaving a loop drops the last reference to
+                # it, and that has to close it at once.
+                self._reader = _Reader(
+                    self._loader,
+                    self._collections,
+                    self._ids,
+                    self._strategy,
+                    self._depth,
+                    self._landing,
+                    self._step,
+                    self.clock,
+                    self._is_kept,
+                )
+                if resumed is not None:
+                    self._began = resumed["random"]
+                    self._reader.skip(resumed["batches"])
             if self._landing is not None:
                 self._landing.begin(self._reader.lane)
         except BaseException:
@@ -258,6 +311,64 @@ class Ahead:
             self.clock,
         )
         self._standing.put_up()
+
+
+@contextmanager
+def _as_it_began(resumed: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, random states are those with which a pass began that goes on; outside as before."""
+    if resumed is None:
+        yield
+        return
+    now = random_states()
+    restore_random_states(resumed["random"])
+    try:
+        yield
+    finally:
+        restore_random_states(now)
+
+
+class _Draws:
+    """Notices a loader and training steps that draw from one generator, in a pass's first batches.
+
+    Reading ahead changes the order of such draws. To look costs microseconds, so it ends soon.
+    """
+
+    def __init__(self, device: torch.device, *, looks: bool) -> None:
+        self._left = _LOOKED_AT if looks else 0  # batches
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._in_reading = self._in_training = False
+        self._begun: list[Tensor] | None = None
+
+    @property
+    def are_mixed(self) -> bool:
+        return self._in_reading and self._in_training
+
+    def _states(self) -> list[Tensor]:
+        return [each.get_state() for each in self._generators]
+
+    def _have_moved(self, before: list[Tensor]) -> bool:
+        return not all(map(torch.equal, before, self._states()))
+
+    def read(self, source: Callable[[], Any]) -> Any:
+        """Read a batch that a plain loop would read after a training step."""
+        if not self._left:
+            return source()
+        before = self._states()
+        batch = source()
+        self._in_reading = self._in_reading or self._have_moved(before)
+        return batch
+
+    def begin_step(self) -> None:
+        if self._left:
+            self._left -= 1
+            self._begun = self._states()
+
+    def end_step(self) -> None:
+        if self._begun is not None:
+            self._in_training = self._in_training or self._have_moved(self._begun)
+            self._begun = None
 
 
 class _Read(Ticket):
@@ -324,6 +435,8 @@ class _Reader:
         # In which a GPU may still read a batch that lies in page-locked memory.
         self._reads_later = self.is_serial and not gives_new_memory(loader)
         self._sent: list[Mark] = []
+        self.draws = _Draws(self.lanes.device, looks=not self.is_serial)
+        self._skipped = 0  # batches of a pass that goes on
         self._known: deque[_Read] = deque()
         self._exhausted = False
         self._count = 0
@@ -334,14 +447,14 @@ class _Reader:
     def admit(self) -> _Read | None:
         """The next batch to plan; reads on, so that what the plan must know is known."""
         least = self._least
-        if self.yielded:
+        if self.yielded > self._skipped:
             # Two are read for each one that leaves, until the window is full.
             wanted = max(least, self._wanted())
             news = max(2, least - len(self._known))
         else:
             # Training starts with as few batches as can overlap, and does not wait for more.
             wanted = max(least, min(2, self._wanted()))
-            news = wanted - self._count
+            news = wanted + self._skipped - self._count
         for _ in range(news):
             if len(self._known) < wanted and not self._exhausted:
                 self._read()
@@ -375,8 +488,11 @@ class _Reader:
 
     def check(self, read: _Read) -> None:
         """Raise if a batch that is about to be yielded is no longer what was read."""
-        if (error := self._why_changed(read)) is not None:
-            raise error
+        # A batch that is on a GPU now was looked at before it was uploaded.
+        if self.lanes.device.type == "cpu" or (read.held is not None and read.held.is_copy):
+            error = self._why_changed(read)
+            if error is not None:
+                raise error
         read.held = None
 
     def _why_changed(self, read: _Read) -> Exception | None:
@@ -415,6 +531,16 @@ class _Reader:
         collections = [each for each, _ in read.arrivals]
         return Split(read.batch, parted.first, parted.size, parted.cut, arrivals, collections, wait)
 
+    def skip(self, count: int) -> None:
+        """Drop the first batches, which were trained before."""
+        source = self._iterator.source if isinstance(self._iterator, Kept) else self._iterator
+        for number in range(count):
+            if next(source, _NO_BATCH) is _NO_BATCH:
+                raise ValueError(
+                    f"the loader has {number:,} batches, and this pass is to go on after {count:,}"
+                )
+        self._count = self._skipped = self.yielded = count
+
     def _wanted(self) -> int:
         """How many batches are to be known."""
         most = [group.most_ahead for group in self._groups]
@@ -434,12 +560,16 @@ class _Reader:
     def _read(self) -> None:
         for mark in self._sent:
             mark.wait()
-        held, source = None, self._iterator
+        source, held = self._iterator, None
+        take = partial(next, source)
+        if isinstance(source, Kept):
+            take = partial(source.read, self._count - self.yielded)
         try:
             with self._reading:
-                if isinstance(source, Kept):
-                    held = source.read(self._count - self.yielded)
-                batch = next(source) if held is None else held.batch
+                # Before the first batch a plain loop has trained nothing, either.
+                batch = self.draws.read(take) if self._count > self._skipped else take()
+            if isinstance(batch, Held):
+                held, batch = batch, batch.batch
             self._count += 1
         except StopIteration:
             self._exhausted = True

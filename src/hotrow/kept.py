@@ -29,9 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 Part = Any  # a tensor or a numpy array
-Span = tuple[
-    int, int, list[Any]
-]  # first address, the one behind the last, references to the owners
+Span = tuple[int, int, list[Any]]  # first address, the one behind the last, who has it
 
 _FIRST = 64  # batches of a loader that are copied in any case
 _FIRST_OF_MANY = 256  # the same where it is not known how many batches are held
@@ -94,7 +92,7 @@ class Kept:
     """An iterator over a loader whose batches are held while it goes on."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._iterator = iter(loader)
+        self.source = iter(loader)
         self._given = None if gives_new_memory(loader) else _given_by(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,17 +100,17 @@ class Kept:
 
     def __next__(self) -> Any:
         """Return the next batch, which may be held for any time."""
-        batch = next(self._iterator)
+        batch = next(self.source)
         if self._given is None:
             return batch
-        return self._given.take(batch, _MOST_HELD, first=_FIRST_OF_MANY).batch
+        return self._given.take(batch, None).batch
 
     def read(self, held: int) -> Held:
         """Return the next batch while so many before it are held."""
-        batch = next(self._iterator)
+        batch = next(self.source)
         if self._given is None:
             return Held(batch)
-        return self._given.take(batch, held, first=_FIRST)
+        return self._given.take(batch, held)
 
     def check(self, held: Held) -> str | None:
         """Name what changed in a batch since it was read, unless a copy of it was made."""
@@ -135,32 +133,42 @@ class _Given:
         self._spans: list[Span] = []
         self._recent: deque[list[Span]] = deque()  # by batch
 
-    def take(self, batch: Any, held: int, *, first: int) -> Held:
-        """Note a batch that was just read; copy it if it would not stay as it is."""
+    def take(self, batch: Any, held: int | None) -> Held:
+        """Note a batch that was just read; copy it if it would not stay as it is.
+
+        The last `held` batches before it are held; None: any of the last ones may be.
+        """
         parts = parts_in(batch)
         self._reads += 1
         if not self.reuses:
-            while len(self._recent) > held + _MARGIN:
+            while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
                     self._forget(span)
-            self.reuses = not self._note(parts)
-        if first == _FIRST:
-            # A window that grows by one per step reads two: overlaps show while it grows.
-            self._most_held = max(self._most_held, held)
-            first = max(first, 2 * self._most_held + 8)
+            self.reuses = not self._note(parts, weakly=held is None)
+        # A window that grows by one per step reads two: overlaps show while it grows.
+        self._most_held = max(self._most_held, held or 0)
+        first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * self._most_held + 8)
         if self.reuses or self._reads <= first:
             return _copied(batch, parts)
         return Held(batch, parts)
 
-    def _note(self, parts: Sequence[Part]) -> bool:
-        """Remember a batch's memory; False if a batch that is still held has some of it."""
-        spans = _joined(sorted(map(_span, parts), key=lambda span: span[0]))
+    def _note(self, parts: Sequence[Part], *, weakly: bool) -> bool:
+        """Remember a batch's memory; False if a batch that is still held has some of it.
+
+        Memory that was freed and is used again for another batch does not count. So what is held
+        is kept alive here, or known by weak references.
+        """
+        refer = _weakly if weakly else _strongly
+        spans = [(*_extent(part), [refer(part)]) for part in parts]
+        if len(spans) > 1:
+            spans = _joined(sorted(spans, key=lambda span: span[0]))
         for start, end, owners in spans:
             place = bisect_right(self._starts, start)
             if place and self._spans[place - 1][1] > start:
                 place -= 1
             while place < len(self._starts) and self._starts[place] < end:
                 if any(_is_alive(owner) for owner in self._spans[place][2]):
+                    self._starts, self._spans, self._recent = [], [], deque()
                     return False
                 del self._starts[place], self._spans[place]  # freed, and given to another
             self._starts.insert(place, start)
@@ -275,11 +283,15 @@ def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
         made.update(new)
         return made
     attributes, is_opaque = _attributes(value)
-    if not attributes or (inside and is_opaque):
+    if inside and is_opaque:
+        return value
+    inside = inside or is_opaque
+    new = {name: _rebuilt(each, clones, inside=inside) for name, each in attributes.items()}
+    if all(each is attributes[name] for name, each in new.items()):
         return value
     made = copy.copy(value)
-    for name, each in attributes.items():
-        object.__setattr__(made, name, _rebuilt(each, clones, inside=inside or is_opaque))
+    for name, each in new.items():
+        object.__setattr__(made, name, each)
     return made
 
 
@@ -338,17 +350,28 @@ def _path(value: Any, part: Part, *, inside: bool = False) -> str | None:
 # -- memory --------------------------------------------------------------------------------
 
 
-def _span(part: Part) -> Span:
+def _weakly(part: Part) -> Any:
+    if isinstance(part, np.ndarray):
+        return weakref.ref(part)
+    return StorageWeakRef(part.untyped_storage())
+
+
+def _strongly(part: Part) -> Any:
+    return part
+
+
+def _extent(part: Part) -> tuple[int, int]:
+    """Return the first address of a part, and the one behind its last."""
     if isinstance(part, np.ndarray):
         low = high = part.__array_interface__["data"][0]
         for count, stride in zip(part.shape, part.strides, strict=True):
             low, high = low + min(0, (count - 1) * stride), high + max(0, (count - 1) * stride)
-        return low, high + part.itemsize, [weakref.ref(part)]
+        return low, high + part.itemsize
     start, size = part.data_ptr(), part.nbytes
     if not part.is_contiguous():
         last = sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
         size = (last + 1) * part.element_size()
-    return start, start + size, [StorageWeakRef(part.untyped_storage())]
+    return start, start + size
 
 
 def _joined(spans: list[Span]) -> list[Span]:
@@ -365,4 +388,4 @@ def _joined(spans: list[Span]) -> list[Span]:
 def _is_alive(owner: Any) -> bool:
     if isinstance(owner, StorageWeakRef):
         return not owner.expired()
-    return owner() is not None
+    return not isinstance(owner, weakref.ref) or owner() is not None
