@@ -395,8 +395,8 @@ class Comparison:
             yield (
                 f"{name} ended with an AUC {abs(apart):.5f} {'below' if apart < 0 else 'above'} "
                 f"{control}, which drops as many samples at random: {size} than seeds {differ} "
-                f"(about {_SEEDS_DIFFER}). In the study of docs/systems.md Slipstream was not "
-                "better than random-drop; compare several values of run.seed before you rely on it"
+                f"(about {_SEEDS_DIFFER}). In the study of docs/systems.md Slipstream was on "
+                "average no better than random-drop: compare several values of run.seed"
             )
 
     def _baseline(self) -> Entry | None:
