@@ -353,15 +353,15 @@ class Rows(Model):
                 yield self._batch(number, buffers.fill(raw) if refills else raw)
             return
         known = iter(numbers)
-        batches = iter(
-            hotrow.ahead(
-                self._loader(numbers), self, lambda batch: batch["features"],
-                depth=self.program.depth,
-            )
-        )  # fmt: skip
-        for batch in batches:
-            samples = samples_of(self.program, next(known))
-            yield batch, replace(samples, label=batch["raw"]["label"])
+        batches = hotrow.ahead(
+            self._loader(numbers), self, lambda batch: batch["features"], depth=self.program.depth
+        )
+        try:
+            for batch in batches:
+                samples = samples_of(self.program, next(known))
+                yield batch, replace(samples, label=batch["raw"]["label"])
+        finally:  # Python 3.12 keeps what a closed generator has, for as long as the generator
+            batches.close()
 
     def _loader(self, numbers: Sequence[int]) -> Iterator[Any]:
         buffers = Buffers(self.program.buffers, self.device.type == "cuda")
@@ -453,6 +453,13 @@ class Rows(Model):
         if self.plainly:
             yield from super().saved()
             return
+        try:
+            yield from self._load_saved()
+        finally:
+            if self._saved:
+                self._folder.cleanup()
+
+    def _load_saved(self) -> Iterator[tuple[str, Tensor]]:
         for number, save in enumerate(self._saved):
             path = save if isinstance(save, Path) else save.wait()
             loaded = Rows(self.program, self.device, plainly=True)

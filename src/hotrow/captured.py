@@ -340,6 +340,7 @@ class CapturedStep:
             except RuntimeError as error:
                 if is_spoiled(error) and self._spoiled < _MOST_SPOILED:
                     self._spoiled += 1  # it is tried again with the next batch
+                    self._forget_graphs()  # whose random numbers come from another generator now
                     return None
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
@@ -403,6 +404,11 @@ class CapturedStep:
         ]
         return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
 
+    def _forget_graphs(self) -> None:
+        for berth in self._berths.values():
+            berth.graphs.clear()
+        self._pool = None  # it went with the last of them
+
     def drop(self) -> None:
         """The step is another one now."""
         self._watch = None
@@ -429,9 +435,7 @@ class CapturedStep:
         if reason is not None:
             self._refuse(reason)
         if not is_first:
-            for berth in self._berths.values():
-                berth.graphs.clear()
-            self._pool = None  # it went with the last of them
+            self._forget_graphs()
             self._stale += 1
             if self._stale == 3:
                 warn(

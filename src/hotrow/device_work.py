@@ -106,8 +106,10 @@ class DeviceWork(Work):
     def looked_up(self) -> Tensor:
         """The ids of the lookups, as they were when they were planned."""
         if self.plan is None:
-            ids = lookups_of(self.batch, self.group.layout).ids
-            return torch.where(ids < 0, self.group.layout.num_rows, ids)
+            # What is kept may be older than the user's tensor, which may have changed since.
+            found = self.ids
+            padding = found.ids.new_tensor([self.group.layout.num_rows])
+            return torch.cat([found.ids, padding]).index_select(0, found.inverse)
         segments = self.plan.segments()
         ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
         ids[segments.order.long()] = segments.ids[segments.rank.long()].long()

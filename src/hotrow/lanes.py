@@ -6,6 +6,7 @@ and marks say nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -358,8 +359,29 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def is_spoiled(error: BaseException) -> bool:
-    """Whether a capture failed by what another thread has asked of CUDA meanwhile."""
+    """Whether a capture failed by what another thread has asked of CUDA meanwhile.
+
+    CUDA says the same when the end of a capture fails after an error of this thread's own, which is
+    then the error's context.
+    """
+    while error.__context__ is not None:
+        error = error.__context__
     return "previous error during capture" in str(error)
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, device: int) -> None:
+    """End what torch leaves open when a capture fails: the allocator goes on recording into its
+    pool, so that no memory that other streams have used is freed, and the generator of random
+    numbers waits for the graph to end."""
+    with contextlib.suppress(RuntimeError):  # it was not recording
+        torch._C._cuda_endAllocateToPool(device, graph.pool())
+    generator = torch.cuda.default_generators[device]
+    state = generator.get_state()
+    try:
+        torch.zeros(1, device=f"cuda:{device}").uniform_()
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
+    generator.set_state(state)
 
 
 def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
@@ -378,6 +400,9 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
             torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
         ):
             launch()
+    except BaseException:
+        _end_failed(graph, stream.device_index)
+        raise
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
         if collects:
