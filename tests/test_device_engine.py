@@ -529,6 +529,20 @@ def test_ids_changed_after_planning_are_looked_up_anew() -> None:
     assert outcome(embedding, []).same_bits(outcome(twin, []))
 
 
+@pytest.mark.filterwarnings("ignore:these ids are not the ones:UserWarning")
+def test_ids_of_a_batch_in_chunks_that_are_changed_are_looked_up_anew() -> None:
+    """Ids that were sorted when the batch did not fit must not be taken for those of now."""
+    share = hotrow.Share(3, buffer_rows=4, dense_map=True)
+    budget = hotrow.Budget((share,), window_bytes=1 << 14)
+    embedding, twin = build(ONE_HOT, "adagrad", "lru", budget=budget), build(ONE_HOT, "adagrad")
+    for batch in hotrow.ahead(on_device([x.clone() for x in ONE_HOT.batches(4)]), embedding):
+        batch[:, 0] = (batch[:, 0] + 1) % 60
+        look_up(embedding, batch).backward()
+        look_up(twin, batch).backward()
+    assert embedding.traffic().chunked_batches
+    assert outcome(embedding, []).same_bits(outcome(twin, []))
+
+
 def test_several_collections_train_side_by_side() -> None:
     def run(left: Any, right: Any) -> list[Outcome]:
         model = nn.ModuleDict({"left": left, "right": right})

@@ -92,7 +92,7 @@ LAYERS = [
         "traffic",
         "records",
     },
-    {"host_memory", "snapshot"},
+    {"host_memory", "snapshot", "threads"},
     {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
     {"parts", "dense_steps"},
     {
