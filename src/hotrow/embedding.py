@@ -557,6 +557,8 @@ class EmbeddingBagCollection(nn.Module):
                 "each other's rows. Finish the first one's loop, or call its close()"
             )
         _refuse_replicas()
+        for group in self.every_group:
+            group.take_changed()  # of a pass that ended with an error
         self._ahead = weakref.ref(stream)
 
     def leave(self, stream: Any) -> None:
