@@ -708,3 +708,10 @@ def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
         embedding(batch).values().sum().backward()
         done += 1
     assert done == len(batches)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "scratchpipe", "lru"])
+def test_a_depth_of_zero_gives_the_bits_of_all_fast(name: str) -> None:
+    """Stages that were made to overlap then come one after the other."""
+    embedding = tight(ONE_HOT, "sgd", name)
+    assert train(embedding, ONE_HOT.batches(STEPS), depth=0).same_bits(all_fast("one-hot", "sgd"))

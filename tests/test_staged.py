@@ -162,14 +162,17 @@ def test_the_choices_have_everything_once() -> None:
         ("scratchpipe", "most-recent"),
     ],
 )
-def test_rows_that_come_late_are_waited_for(name: str, victims: str, late: Late) -> None:
+@pytest.mark.parametrize("depth", [4, 0])
+def test_rows_that_come_late_are_waited_for(
+    name: str, victims: str, depth: int, late: Late
+) -> None:
     steps = 12
     strategy = stages_for(variant(name, victims=victims), "staged")
     # Pins would keep rows from leaving.
     strategy = replace(strategy, pinned_part=0.0)
     budget = tight_budget(ONE_HOT, ONE_HOT.batches(steps), strategy.hold)
     embedding = build(ONE_HOT, "adam", strategy, budget=budget, fill="staged")
-    found = train(embedding, ONE_HOT.batches(steps), depth=4)
+    found = train(embedding, ONE_HOT.batches(steps), depth=depth)
     assert found.same_bits(all_fast("one-hot", "adam", steps))
     assert set(late.done) == {"write_rows", "_gather"}
 

@@ -255,6 +255,8 @@ class Ahead:
         try:
             running.close()
         finally:
+            if self._reader is not None:
+                self._reader.end()
             self._standing.take_down()
             for collection in self._collections.values():
                 collection.leave(self)
@@ -432,9 +434,9 @@ class _Reader:
         # Training waits for whatever comes last before it, and so for all in the same lane.
         self.lane = self.stages[-2].lane
         self._iterator: Iterator[Any] = iter(loader) if is_kept or self.is_serial else Kept(loader)
-        # In which a GPU may still read a batch that lies in page-locked memory.
-        self._reads_later = self.is_serial and not gives_new_memory(loader)
-        self._sent: list[Mark] = []
+        # A GPU may still read a batch in page-locked memory when the loader is to fill it again.
+        self._may_refill = self.is_serial and not gives_new_memory(loader)
+        self._sent: list[Mark] = []  # until when it does
         self.draws = _Draws(self.lanes.device, looks=not self.is_serial)
         self._skipped = 0  # batches of a pass that goes on
         self._known: deque[_Read] = deque()
@@ -470,7 +472,7 @@ class _Reader:
         if (device.type != "cpu" or landing is not None) and read.error is None:
             read.error = self._why_changed(read)
         if (device.type != "cpu" or landing is not None) and read.error is None:
-            is_read_later = self._reads_later and any(x.is_pinned() for x in tensors_in(read.batch))
+            is_locked = self._may_refill and any(x.is_pinned() for x in tensors_in(read.batch))
             with self.lanes.on(self.lane):
                 landed = None if landing is None else landing.land(read.batch, read.arrivals)
                 read.is_landed = landed is not None
@@ -482,7 +484,7 @@ class _Reader:
                 ]
                 if read.parted is not None:
                     read.there = self.lanes.mark(self.lane)
-            if is_read_later:
+            if is_locked:
                 self._sent = [self.lanes.mark("plan"), self.lanes.mark(self.lane)]
         return read
 
@@ -541,6 +543,12 @@ class _Reader:
                 )
         self._count = self._skipped = self.yielded = count
 
+    def end(self) -> None:
+        """Drop the batches that were read ahead."""
+        self._known.clear()
+        if isinstance(self._iterator, Kept):
+            self._iterator.end()
+
     def _wanted(self) -> int:
         """How many batches are to be known."""
         most = [group.most_ahead for group in self._groups]
@@ -558,8 +566,8 @@ class _Reader:
         return self._last_useful
 
     def _read(self) -> None:
-        for mark in self._sent:
-            mark.wait()
+        while self._sent:
+            self._sent.pop().wait()
         source, held = self._iterator, None
         take = partial(next, source)
         if isinstance(source, Kept):

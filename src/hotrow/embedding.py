@@ -680,6 +680,8 @@ class EmbeddingBagCollection(nn.Module):
             )
         _refuse_replicas()
         self._thread.iterate()
+        for group in self.every_group:
+            group.take_changed()  # of a pass that ended with an error
         self._ahead = weakref.ref(stream)
 
     def take_next(self) -> None:

@@ -18,7 +18,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -112,14 +112,19 @@ class Kept:
             return Held(batch)
         return self._given.take(batch, held)
 
+    def end(self) -> None:
+        """Nothing is held any more."""
+        if self._given is not None:
+            self._given.forget()
+
     def check(self, held: Held) -> str | None:
         """Name what changed in a batch since it was read, unless a copy of it was made."""
-        what = held.changed()
-        if what is not None and held.is_copy:
-            assert self._given is not None
-            self._given.reuses = True
+        given = self._given
+        if given is None or (held.is_copy and given.reuses):
             return None
-        return what
+        what = held.changed()
+        given.reuses = given.reuses or (held.is_copy and what is not None)
+        return None if held.is_copy else what
 
 
 class _Given:
@@ -128,6 +133,10 @@ class _Given:
     def __init__(self) -> None:
         self.reuses = False  # every batch is copied from now on
         self._reads = self._most_held = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """No batch is held any more."""
         # Of all spans, by address; those of different batches do not overlap.
         self._starts: list[int] = []
         self._spans: list[Span] = []
@@ -143,7 +152,7 @@ class _Given:
         if not self.reuses:
             while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
-                    self._forget(span)
+                    self._release(span)
             self.reuses = not self._note(parts, weakly=held is None)
         # A window that grows by one per step reads two: overlaps show while it grows.
         self._most_held = max(self._most_held, held or 0)
@@ -168,7 +177,7 @@ class _Given:
                 place -= 1
             while place < len(self._starts) and self._starts[place] < end:
                 if any(_is_alive(owner) for owner in self._spans[place][2]):
-                    self._starts, self._spans, self._recent = [], [], deque()
+                    self.forget()
                     return False
                 del self._starts[place], self._spans[place]  # freed, and given to another
             self._starts.insert(place, start)
@@ -176,7 +185,7 @@ class _Given:
         self._recent.append(spans)
         return True
 
-    def _forget(self, span: Span) -> None:
+    def _release(self, span: Span) -> None:
         place = bisect_left(self._starts, span[0])
         if place < len(self._spans) and self._spans[place][2] is span[2]:
             del self._starts[place], self._spans[place]
@@ -240,8 +249,9 @@ def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
     """Return an object's attributes, and whether they are not declared as those of a dataclass."""
     if isinstance(value, type | nn.Module) or callable(value):
         return {}, True
-    if is_dataclass(value):
-        return {name: getattr(value, name) for name in _field_names(type(value))}, False
+    kind: Any = type(value)
+    if hasattr(kind, "__dataclass_fields__"):
+        return {name: getattr(value, name) for name in _field_names(kind)}, False
     return getattr(value, "__dict__", {}), True
 
 
@@ -273,8 +283,8 @@ def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
     if (clone := clones.get(id(value))) is not None:
         return clone
     if isinstance(value, list | tuple):
-        made = [_rebuilt(each, clones, inside=inside) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        items = [_rebuilt(each, clones, inside=inside) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         new = {key: _rebuilt(each, clones, inside=inside) for key, each in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
@@ -310,7 +320,7 @@ def _same_bits(one: Part, other: Part) -> bool:
     if one is other:
         return True
     if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
+        return bool(one.tobytes() == other.tobytes())
     if one.device.type != "cpu" or torch.equal(one, other):
         return True
     words = _WORDS.get(one.element_size())
