@@ -6,8 +6,9 @@
 Trains a small model on batches that lie in memory of their own, with all checks and without them,
 in turns. "watched" is a generator, whose first batches are copied and whose others are watched;
 "list" needs no watching, and has the comparison of ids alone. Times are medians of rounds, per
-step, after the batches that are copied; "first" are those. A refilling loader is beside them. On a
-CPU, processor time is measured, which other programs disturb less.
+step, after the batches that are copied; "first" are those; "more" is the median of the rounds'
+ratios. "inside" is the share of a step that the host spends in the checks, which says more where
+other programs run. A refilling loader is beside them. On a CPU, processor time is measured.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hotrow
+from hotrow import kept
 from hotrow.ahead import Ahead
 from hotrow.data import ClickBatch
-from hotrow.embedding import EmbeddingBagCollection
+from hotrow.embedding import Arrival, EmbeddingBagCollection
+from hotrow.kept import Kept
 
 FEATURES, NUM_DENSE, DIM = 26, 13, 16
 FIRST = 64  # batches that are copied in any case
@@ -64,6 +67,38 @@ def made(count: int, rows: int, size: int, *, locked: bool) -> list[ClickBatch]:
     return batches
 
 
+class Checks:
+    """The host's seconds inside of the checks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.thread_time() - begun
+
+        return run
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        places: list[tuple[Any, str]] = [(kept._Given, "take"), (Kept, "check"), (torch, "clone")]
+        before = [getattr(owner, name) for owner, name in places]
+        is_as_read: Any = Arrival.is_as_read
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, self.timed(function))
+        Arrival.is_as_read = property(self.timed(is_as_read.fget))  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Arrival.is_as_read = is_as_read  # type: ignore[method-assign]
+            for (owner, name), function in zip(places, before, strict=True):
+                setattr(owner, name, function)
+
+
 @contextmanager
 def unchecked(is_off: bool) -> Iterator[None]:
     """Inside, ids are not compared with those that were planned."""
@@ -98,8 +133,8 @@ LOADERS: dict[str, Callable[[list[ClickBatch]], Any]] = {
 
 def seconds(
     model: Model, step: Any, batches: list[ClickBatch], kind: str, *, checks: bool, depth: int
-) -> tuple[float, float]:
-    """Per step, of the first batches and of all others."""
+) -> tuple[float, float, float]:
+    """Per step: of the first batches, of all others, and of these inside of the checks."""
     device = model.embedding.device
 
     def now() -> float:
@@ -111,15 +146,17 @@ def seconds(
     skipped = max(FIRST, 2 * depth + 16)
     loader = LOADERS[kind](batches)
     is_kept = not checks and kind != "refilling"
-    with unchecked(not checks):
+    watch = Checks()
+    with unchecked(not checks), watch.measured():
         stream = Ahead(loader, model, lambda b: b.sparse, depth=depth, step=step, is_kept=is_kept)
         begun = now()
         for number, batch in enumerate(stream):
             if number == skipped:
-                middle = now()
+                middle, watch.seconds = now(), 0.0
             step(batch)
-        ended = now()
-    return (middle - begun) / skipped, (ended - middle) / (len(batches) - skipped)
+        ended, inside = now(), watch.seconds
+    later = len(batches) - skipped
+    return (middle - begun) / skipped, (ended - middle) / later, inside / later
 
 
 def main() -> None:
@@ -142,7 +179,7 @@ def main() -> None:
     step = hotrow.graphed(model, functional.binary_cross_entropy_with_logits, dense)
     cases = [("list", False), ("list", True), ("watched", False), ("watched", True)]
     cases.append(("refilling", True))
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = {case: [] for case in cases}
+    found: dict[tuple[str, bool], list[tuple[float, ...]]] = {case: [] for case in cases}
     for turn in range(asked.rounds + 1):
         place = turn % len(cases)
         for kind, checks in cases[place:] + cases[:place]:
@@ -150,15 +187,19 @@ def main() -> None:
             if turn:  # the first warms up
                 found[kind, checks].append(times)
     print(f"{asked.device}, {size:,} samples of {FEATURES} ids, {asked.rounds} rounds")
-    print(f"{'loader':>10} {'checks':>7} {'ms per step':>12} {'more':>7} {'first':>8}")
+    print(
+        f"{'loader':>10} {'checks':>7} {'ms per step':>12} {'more':>7} {'first':>8} {'inside':>7}"
+    )
     for kind, checks in cases:
-        first, later = (statistics.median(each) for each in zip(*found[kind, checks], strict=True))
+        first, later, inside = (
+            statistics.median(each) for each in zip(*found[kind, checks], strict=True)
+        )
         more = ""
         if checks and (kind, False) in found:
-            base = statistics.median(each[1] for each in found[kind, False])
-            more = f"{later / base - 1:+.1%}"
+            pairs = zip(found[kind, True], found[kind, False], strict=True)
+            more = f"{statistics.median(on[1] / off[1] for on, off in pairs) - 1:+.1%}"
         said = f"{kind:>10} {'on' if checks else 'off':>7} {1e3 * later:>12.3f} {more:>7}"
-        print(f"{said} {1e3 * first:>8.3f}")
+        print(f"{said} {1e3 * first:>8.3f} {inside / later:>7.2%}")
 
 
 if __name__ == "__main__":

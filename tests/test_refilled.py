@@ -198,6 +198,13 @@ class Plain:
         self.source = Forbidden()
 
 
+class Slotted:
+    __slots__ = ("dense", "ids", "label")
+
+    def __init__(self, parts: Parts) -> None:
+        self.ids, self.dense, self.label = parts["ids"], parts["dense"], parts["label"]
+
+
 class Forbidden:
     def __copy__(self) -> Any:
         raise AssertionError("nothing of a loader is copied but its batches")
@@ -227,6 +234,7 @@ FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
     "mapping": (UserDict, lambda batch: batch.data),
     "dataclass": (lambda parts: Frozen(**parts), vars),
     "object": (Plain, vars),
+    "slots": (Slotted, lambda b: {"ids": b.ids, "dense": b.dense, "label": b.label}),
 }
 
 

@@ -47,14 +47,14 @@ class Held:
     def __init__(
         self,
         origin: Any,
-        parts: Sequence[Part] = (),
+        parts: Sequence[Part] | None = None,
         batch: Any = None,
         clones: Sequence[Part] | None = None,
     ) -> None:
         """Without `parts` nothing is checked; with `clones` of them `batch` is a copy."""
         self.batch = origin if clones is None else batch
         self._origin, self._parts, self._clones = origin, parts, clones
-        self._versions = [_version(part) for part in parts]
+        self._versions = [_version(part) for part in parts or ()]
 
     @property
     def is_copy(self) -> bool:
@@ -63,7 +63,7 @@ class Held:
     @property
     def is_watched(self) -> bool:
         """Whether this is the loader's own batch, and the loader might change it."""
-        return bool(self._parts) and not self.is_copy
+        return self._parts is not None and not self.is_copy
 
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
@@ -252,12 +252,24 @@ def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
     kind: Any = type(value)
     if hasattr(kind, "__dataclass_fields__"):
         return {name: getattr(value, name) for name in _field_names(kind)}, False
-    return getattr(value, "__dict__", {}), True
+    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
+    if slots := _slot_names(kind):
+        there = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        attributes = {**there, **attributes}
+    return attributes, True
 
 
 @cache
 def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
+
+
+@cache
+def _slot_names(kind: Any) -> tuple[str, ...]:
+    """Return the attributes that a class keeps outside of `__dict__`."""
+    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    every = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return tuple(name for name in every if not name.startswith("__"))
 
 
 def copy_of(batch: Any) -> Any:
@@ -269,6 +281,8 @@ def copy_of(batch: Any) -> Any:
 
 
 def _copied(batch: Any, parts: Sequence[Part]) -> Held:
+    if not parts:  # of a form that is not known
+        return Held(batch, parts)
     clones = {id(part): _clone(part) for part in parts}
     try:
         made = _rebuilt(batch, clones, inside=False)
