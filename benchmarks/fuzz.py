@@ -27,6 +27,7 @@ READERS = {
     "values": f"{_CHECKPOINT}::test_values_of_any_form",
     "run": "tests/run/test_resume_fuzz.py::test_runs_to_go_on_with",
     "tables": f"{_CHECKPOINT}::test_tables_of_others",
+    "export": f"{_CHECKPOINT}::test_records_of_exports",
     "toml": f"{_CHECKPOINT}::test_run_files",
     "text": f"{_DATA}::test_lines",
     "prepared": f"{_DATA}::test_prepared_folders",
