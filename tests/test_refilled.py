@@ -297,6 +297,34 @@ def test_a_batch_is_of_the_class_that_the_loader_gave() -> None:
     assert torch.equal(found.label, batch.label)
 
 
+class FromLengths:
+    """As TorchRec's KeyedJaggedTensor: offsets are computed when they are first asked for."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._values, self._lengths = parts["ids"].t().flatten(), torch.ones(2 * SIZE).long()
+        self._offsets: Tensor | None = None
+
+    def keys(self) -> list[str]:
+        return ["f", "g"]
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        if self._offsets is None:
+            self._offsets = torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+        return self._offsets
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+def test_a_batch_may_compute_tensors_when_it_is_asked_for_ids(strategy: str) -> None:
+    embedding, count = build(strategy), 0
+    for batch in hotrow.ahead(map(FromLengths, some(150)), embedding):
+        embedding(batch).values().square().sum().backward()
+        count += 1
+    assert count == 150
+
+
 # -- what is read when ---------------------------------------------------------------------
 
 # How many batches may be read before the one before them has been trained.

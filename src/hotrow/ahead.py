@@ -592,6 +592,8 @@ class _Reader:
         if hasattr(self._loader, "state_dict"):
             # A copy: it may give what it goes on counting in.
             read.loader_state = copy.deepcopy(self._loader.state_dict())
+        if held is not None:
+            held.note_computed()
         read.held, read.number = held, self._count - 1
         self._known.append(read)
 

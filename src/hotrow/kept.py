@@ -65,6 +65,14 @@ class Held:
         """Whether this is the loader's own batch, and the loader might change it."""
         return bool(self._parts) and not self.is_copy
 
+    def note_computed(self) -> None:
+        """Note tensors that the batch itself has computed and kept since it was read, as TorchRec's
+        jagged tensors and cached properties do when `ids=` asks for them."""
+        if self.is_watched:
+            before = dict(zip(map(id, self._parts), self._versions, strict=True))
+            self._parts = parts_in(self._origin)
+            self._versions = [before.get(id(part), _version(part)) for part in self._parts]
+
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
 
