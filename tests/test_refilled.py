@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from queue import Queue
@@ -205,6 +205,43 @@ class Forbidden:
     __deepcopy__ = __copy__
 
 
+class Slots:
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = dict(parts)
+
+
+class Called(Plain):
+    def __call__(self) -> None:
+        """An object that can be called is a batch like any other."""
+
+
+class ReadOnly(Mapping[str, Tensor]):
+    def __init__(self, parts: Parts) -> None:
+        self.parts = dict(parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Listed(list[Tensor]):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.values())
+        self.names = tuple(parts)
+
+
+class Nested:
+    def __init__(self, parts: Parts) -> None:
+        self.inner = Plain(parts)
+
+
 def jagged(parts: Parts) -> Any:
     """Ids feature by feature, one for each sample, and their offsets."""
     return hotrow.KeyedJaggedTensor(
@@ -227,6 +264,14 @@ FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
     "mapping": (UserDict, lambda batch: batch.data),
     "dataclass": (lambda parts: Frozen(**parts), vars),
     "object": (Plain, vars),
+    "slots": (Slots, lambda batch: batch.parts),
+    "called": (Called, vars),
+    "read-only": (ReadOnly, lambda batch: batch.parts),
+    "listed": (Listed, lambda batch: dict(zip(batch.names, batch, strict=True))),
+    "deque": (
+        lambda parts: deque(parts.values()),
+        lambda batch: dict(zip(("ids", "dense", "label"), batch, strict=True)),
+    ),
 }
 
 
@@ -236,6 +281,27 @@ def test_batches_of_any_form_are_copied_as_they_are(refill: str, form: str) -> N
     make, parts = FORMS[form]
     loader = (make(each) for each in REFILLS[refill](some()))
     assert run("lookahead", loader, parts).same_as(run("lookahead", copies(some())))
+
+
+def test_jagged_ids_in_an_object_are_copied() -> None:
+    def loader(parts: Iterator[Parts]) -> Iterator[Any]:
+        for each in parts:
+            batch = Plain(each)
+            values, offsets = each["ids"].view(-1), torch.arange(2 * SIZE + 1)
+            batch.ids = hotrow.KeyedJaggedTensor(["f", "g"], values, offsets=offsets)
+            yield batch
+
+    stream = hotrow.ahead(loader(into_tensors(some())), build("lookahead"), ids=lambda b: b.ids)
+    found = [(b.ids.values().clone(), b.label.clone()) for b in stream]
+    for (ids, label), parts in zip(found, some(), strict=True):
+        assert torch.equal(ids, parts["ids"].flatten())
+        assert torch.equal(label, parts["label"])
+
+
+def test_ids_in_an_object_that_is_not_copied_are_an_error() -> None:
+    loader = map(Nested, into_tensors(some()))
+    with pytest.raises(RuntimeError, match=r"batch 0 of this pass.* its ids"):
+        list(hotrow.ahead(loader, build("lookahead"), ids=lambda b: b.inner.ids))
 
 
 def test_jagged_ids_and_weights_are_copied() -> None:

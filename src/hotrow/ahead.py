@@ -501,7 +501,8 @@ class _Reader:
         if held is None or not isinstance(source, Kept):
             return None
         what = source.check(held)
-        if what is None and held.is_watched and not all(x.is_as_read for _, x in read.arrivals):
+        # Ids may lie in an object that Kept does not look into.
+        if what is None and source.may_change and not all(x.is_as_read for _, x in read.arrivals):
             what = "its ids"
         if what is None:
             return None

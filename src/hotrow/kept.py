@@ -17,9 +17,10 @@ import copy
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,11 @@ class Kept:
         if self._given is None:
             return batch
         return self._given.take(batch, None).batch
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the loader might change batches that it gave."""
+        return self._given is not None
 
     def read(self, held: int) -> Held:
         """Return the next batch while so many before it are held."""
@@ -214,8 +220,8 @@ def gives_new_memory(loader: Any) -> bool:
 def parts_in(batch: Any) -> list[Part]:
     """Return every tensor and numpy array of a batch.
 
-    They are looked for in lists, tuples, mappings, dataclasses and in the attributes of other
-    objects, but not in objects inside of those, which may be a whole data set.
+    They are looked for in lists, tuples, deques, mappings, dataclasses, jagged tensors and in the
+    attributes of other objects, but not in objects inside of those, which may be a whole data set.
     """
     found: list[Part] = []
     _find(batch, found, inside=False)
@@ -231,10 +237,10 @@ def _find(value: Any, found: list[Part], *, inside: bool) -> None:
     elif isinstance(value, np.ndarray):
         if value.size and not value.dtype.hasobject:
             found.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for each in value:
             _find(each, found, inside=inside)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict | MappingProxyType):
         for each in value.values():
             _find(each, found, inside=inside)
     else:
@@ -245,17 +251,29 @@ def _find(value: Any, found: list[Part], *, inside: bool) -> None:
 
 
 def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
-    """Return an object's attributes, and whether they are not declared as those of a dataclass."""
-    if isinstance(value, type | nn.Module) or callable(value):
+    """Return an object's attributes, and whether it might be anything, such as a data set."""
+    if isinstance(value, type | nn.Module | FunctionType | MethodType):
         return {}, True
     if is_dataclass(value):
         return {name: getattr(value, name) for name in _field_names(type(value))}, False
-    return getattr(value, "__dict__", {}), True
+    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    is_jagged = all(callable(getattr(value, name, None)) for name in ("keys", "values", "offsets"))
+    attributes = {**getattr(value, "__dict__", {}), **slots}
+    return attributes, not (is_jagged or isinstance(value, Mapping))
 
 
 @cache
 def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of attributes that a class keeps in `__slots__`."""
+    members = (vars(base).items() for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(
+        name for each in members for name, at in each if isinstance(at, MemberDescriptorType)
+    )
 
 
 def copy_of(batch: Any) -> Any:
@@ -272,7 +290,10 @@ def _copied(batch: Any, parts: Sequence[Part]) -> Held:
         made = _rebuilt(batch, clones, inside=False)
     except Exception:  # whatever a class does when it is copied
         return Held(batch, parts)
-    return Held(batch, parts, made, [clones[id(part)] for part in parts])
+    copies = parts_in(made)
+    if [*map(id, copies)] != [id(clones[id(part)]) for part in parts]:
+        return Held(batch, parts)  # a class that is copied in another way
+    return Held(batch, parts, made, copies)
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
@@ -280,13 +301,21 @@ def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
         return value
     if (clone := clones.get(id(value))) is not None:
         return clone
-    if isinstance(value, list | tuple):
-        made = [_rebuilt(each, clones, inside=inside) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    if isinstance(value, Mapping):
+    if isinstance(value, list | tuple | deque):
+        parts = [_rebuilt(each, clones, inside=inside) for each in value]
+        if isinstance(value, tuple):
+            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            if attributes := getattr(value, "__dict__", None):
+                made.__dict__.update(attributes)
+            return made
+        made = copy.copy(value)
+        made.clear()
+        made.extend(parts)
+        return made
+    if isinstance(value, dict | MappingProxyType):
         new = {key: _rebuilt(each, clones, inside=inside) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return new
+        if type(value) in (dict, MappingProxyType):
+            return type(value)(new)
         made = copy.copy(value)
         made.update(new)
         return made
@@ -298,6 +327,8 @@ def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
     if all(each is attributes[name] for name, each in new.items()):
         return value
     made = copy.copy(value)
+    if made is value:
+        raise TypeError(f"{type(value).__name__} cannot be copied")
     for name, each in new.items():
         object.__setattr__(made, name, each)
     return made
@@ -339,9 +370,9 @@ def _path(value: Any, part: Part, *, inside: bool = False) -> str | None:
     """Return how a program would write where a part is in a batch; None: it is not there."""
     if value is part:
         return ""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         found = ((f"[{number}]", each) for number, each in enumerate(value))
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict | MappingProxyType):
         found = ((f"[{key!r}]", each) for key, each in value.items())
     else:
         attributes, is_opaque = _attributes(value)
