@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -477,6 +479,24 @@ def test_an_epoch_goes_on_where_the_one_before_ended() -> None:
     ]
     assert not any(own[:64])
     assert all(own[-40:])
+
+
+def test_a_loader_does_not_keep_batches_after_a_pass() -> None:
+    labels: list[weakref.ref[Tensor]] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Parts]:
+            for batch in some(80):
+                labels.append(weakref.ref(batch["label"]))
+                yield batch
+
+    loader, embedding = Loader(), build("lookahead")
+    for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
+        embedding(batch["ids"]).values().sum().backward()
+    del batch
+    gc.collect()
+    assert len(labels) == 80
+    assert not [label for label in labels if label() is not None]
 
 
 def test_a_list_is_not_copied() -> None:

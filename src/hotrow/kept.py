@@ -102,7 +102,7 @@ class Kept:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.source = iter(loader)
-        self._given = None if gives_new_memory(loader) else _given_by(loader)
+        self._given = None if gives_new_memory(loader) else _Given(_habits_of(loader))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -131,17 +131,24 @@ class Kept:
         what = held.changed()
         if what is not None and held.is_copy:
             assert self._given is not None
-            self._given.reuses = True
+            self._given.habits.reuses = True
             return None
         return what
 
 
-class _Given:
-    """The memory that a loader gave for its last batches."""
+class _Habits:
+    """What is known of a loader. It outlives a pass, and so keeps no batch."""
 
     def __init__(self) -> None:
         self.reuses = False  # every batch is copied from now on
-        self._reads = self._most_held = 0
+        self.reads = self.most_held = 0
+
+
+class _Given:
+    """The memory that a loader gave for its last batches in one pass."""
+
+    def __init__(self, habits: _Habits) -> None:
+        self.habits = habits
         # Of all spans, by address; those of different batches do not overlap.
         self._starts: list[int] = []
         self._spans: list[Span] = []
@@ -152,17 +159,17 @@ class _Given:
 
         The last `held` batches before it are held; None: any of the last ones may be.
         """
-        parts = parts_in(batch)
-        self._reads += 1
-        if not self.reuses:
+        parts, habits = parts_in(batch), self.habits
+        habits.reads += 1
+        if not habits.reuses:
             while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
                     self._forget(span)
-            self.reuses = not self._note(parts, weakly=held is None)
+            habits.reuses = not self._note(parts, weakly=held is None)
         # A window that grows by one per step reads two: overlaps show while it grows.
-        self._most_held = max(self._most_held, held or 0)
-        first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * self._most_held + 8)
-        if self.reuses or self._reads <= first:
+        habits.most_held = max(habits.most_held, held or 0)
+        first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * habits.most_held + 8)
+        if habits.reuses or habits.reads <= first:
             return _copied(batch, parts)
         return Held(batch, parts)
 
@@ -196,15 +203,15 @@ class _Given:
             del self._starts[place], self._spans[place]
 
 
-_known: weakref.WeakKeyDictionary[Any, _Given] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, _Habits] = weakref.WeakKeyDictionary()
 
 
-def _given_by(loader: Any) -> _Given:
+def _habits_of(loader: Any) -> _Habits:
     """What is known of a loader; an epoch goes on where the one before ended."""
     try:
-        return _known.setdefault(loader, _Given())
+        return _known.setdefault(loader, _Habits())
     except TypeError:  # it has no hash, or no weak references
-        return _Given()
+        return _Habits()
 
 
 def gives_new_memory(loader: Any) -> bool:
