@@ -182,7 +182,10 @@ class Ahead:
 
     def _note_mode(self) -> None:
         """Say so if a training loop seems to have left `eval()` on."""
-        if self._model.training or not torch.is_grad_enabled():
+        trains = self._model.training and not any(
+            collection.evaluates_alone for collection in self._collections.values()
+        )
+        if trains or not torch.is_grad_enabled():
             self._unplanned = 0
             return
         self._unplanned += 1
