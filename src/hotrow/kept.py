@@ -261,9 +261,10 @@ def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
     """Return an object's attributes, and whether it might be anything, such as a data set."""
     if isinstance(value, type | nn.Module | FunctionType | MethodType):
         return {}, True
+    kind: Any = type(value)
     if is_dataclass(value):
-        return {name: getattr(value, name) for name in _field_names(type(value))}, False
-    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        return {name: getattr(value, name) for name in _field_names(kind)}, False
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
     is_jagged = all(callable(getattr(value, name, None)) for name in ("keys", "values", "offsets"))
     attributes = {**getattr(value, "__dict__", {}), **slots}
     return attributes, not (is_jagged or isinstance(value, Mapping))
@@ -304,6 +305,7 @@ def _copied(batch: Any, parts: Sequence[Part]) -> Held:
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
+    made: Any
     if type(value) in _PLAIN:
         return value
     if (clone := clones.get(id(value))) is not None:
@@ -356,7 +358,7 @@ def _same_bits(one: Part, other: Part) -> bool:
     if one is other:
         return True
     if isinstance(one, np.ndarray):
-        return one.tobytes() == other.tobytes()
+        return bool(one.tobytes() == other.tobytes())
     if one.device.type != "cpu" or torch.equal(one, other):
         return True
     words = _WORDS.get(one.element_size())

@@ -177,11 +177,6 @@ class TrainingThread:
         own: bool = getattr(self._modes, "own", self._mode)
         return own
 
-    @property
-    def evaluates_alone(self) -> bool:
-        """Whether `eval()` was called in the current thread and holds for it alone."""
-        return self._mode and not self.mode
-
     @mode.setter
     def mode(self, training: bool) -> None:
         """`eval()` in another thread must not end training: there it holds for that thread."""
@@ -190,3 +185,8 @@ class TrainingThread:
         else:
             self._mode = training
             self._modes.__dict__.pop("own", None)
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether `eval()` was called in the current thread and holds for it alone."""
+        return self._mode and not self.mode
