@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections import UserDict
-from collections.abc import Callable, Iterator
+import weakref
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from queue import Queue
@@ -212,6 +214,43 @@ class Forbidden:
     __deepcopy__ = __copy__
 
 
+class Slots:
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = dict(parts)
+
+
+class Called(Plain):
+    def __call__(self) -> None:
+        """An object that can be called is a batch like any other."""
+
+
+class ReadOnly(Mapping[str, Tensor]):
+    def __init__(self, parts: Parts) -> None:
+        self.parts = dict(parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Listed(list[Tensor]):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.values())
+        self.names = tuple(parts)
+
+
+class Nested:
+    def __init__(self, parts: Parts) -> None:
+        self.inner = Plain(parts)
+
+
 def jagged(parts: Parts) -> Any:
     """Ids feature by feature, one for each sample, and their offsets."""
     return hotrow.KeyedJaggedTensor(
@@ -235,6 +274,14 @@ FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
     "dataclass": (lambda parts: Frozen(**parts), vars),
     "object": (Plain, vars),
     "slots": (Slotted, lambda b: {"ids": b.ids, "dense": b.dense, "label": b.label}),
+    "more slots": (Slots, lambda batch: batch.parts),
+    "called": (Called, vars),
+    "read-only": (ReadOnly, lambda batch: batch.parts),
+    "listed": (Listed, lambda batch: dict(zip(batch.names, batch, strict=True))),
+    "deque": (
+        lambda parts: deque(parts.values()),
+        lambda batch: dict(zip(("ids", "dense", "label"), batch, strict=True)),
+    ),
 }
 
 
@@ -244,6 +291,27 @@ def test_batches_of_any_form_are_copied_as_they_are(refill: str, form: str) -> N
     make, parts = FORMS[form]
     loader = (make(each) for each in REFILLS[refill](some()))
     assert run("lookahead", loader, parts).same_as(run("lookahead", copies(some())))
+
+
+def test_jagged_ids_in_an_object_are_copied() -> None:
+    def loader(parts: Iterator[Parts]) -> Iterator[Any]:
+        for each in parts:
+            batch = Plain(each)
+            values, offsets = each["ids"].view(-1), torch.arange(2 * SIZE + 1)
+            batch.ids = hotrow.KeyedJaggedTensor(["f", "g"], values, offsets=offsets)
+            yield batch
+
+    stream = hotrow.ahead(loader(into_tensors(some())), build("lookahead"), ids=lambda b: b.ids)
+    found = [(b.ids.values().clone(), b.label.clone()) for b in stream]
+    for (ids, label), parts in zip(found, some(), strict=True):
+        assert torch.equal(ids, parts["ids"].flatten())
+        assert torch.equal(label, parts["label"])
+
+
+def test_ids_in_an_object_that_is_not_copied_are_an_error() -> None:
+    loader = map(Nested, into_tensors(some()))
+    with pytest.raises(RuntimeError, match=r"batch 0 of this pass.* its ids"):
+        list(hotrow.ahead(loader, build("lookahead"), ids=lambda b: b.inner.ids))
 
 
 def test_jagged_ids_and_weights_are_copied() -> None:
@@ -303,6 +371,34 @@ def test_a_batch_is_of_the_class_that_the_loader_gave() -> None:
     assert found is not batch
     assert found.source is batch.source
     assert torch.equal(found.label, batch.label)
+
+
+class FromLengths:
+    """As TorchRec's KeyedJaggedTensor: offsets are computed when they are first asked for."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._values, self._lengths = parts["ids"].t().flatten(), torch.ones(2 * SIZE).long()
+        self._offsets: Tensor | None = None
+
+    def keys(self) -> list[str]:
+        return ["f", "g"]
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        if self._offsets is None:
+            self._offsets = torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+        return self._offsets
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+def test_a_batch_may_compute_tensors_when_it_is_asked_for_ids(strategy: str) -> None:
+    embedding, count = build(strategy), 0
+    for batch in hotrow.ahead(map(FromLengths, some(150)), embedding):
+        embedding(batch).values().square().sum().backward()
+        count += 1
+    assert count == 150
 
 
 # -- what is read when ---------------------------------------------------------------------
@@ -391,6 +487,24 @@ def test_an_epoch_goes_on_where_the_one_before_ended() -> None:
     ]
     assert not any(own[:64])
     assert all(own[-40:])
+
+
+def test_a_loader_does_not_keep_batches_after_a_pass() -> None:
+    labels: list[weakref.ref[Tensor]] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Parts]:
+            for batch in some(80):
+                labels.append(weakref.ref(batch["label"]))
+                yield batch
+
+    loader, embedding = Loader(), build("lookahead")
+    for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
+        embedding(batch["ids"]).values().sum().backward()
+    del batch
+    gc.collect()
+    assert len(labels) == 80
+    assert not [label for label in labels if label() is not None]
 
 
 def test_a_list_is_not_copied() -> None:

@@ -182,7 +182,10 @@ class Ahead:
 
     def _note_mode(self) -> None:
         """Say so if a training loop seems to have left `eval()` on."""
-        if self._model.training or not torch.is_grad_enabled():
+        trains = self._model.training and not any(
+            collection.evaluates_alone for collection in self._collections.values()
+        )
+        if trains or not torch.is_grad_enabled():
             self._unplanned = 0
             return
         self._unplanned += 1
@@ -503,7 +506,8 @@ class _Reader:
         if held is None or not isinstance(source, Kept):
             return None
         what = source.check(held)
-        if what is None and held.is_watched and not all(x.is_as_read for _, x in read.arrivals):
+        # Ids may lie in an object that Kept does not look into.
+        if what is None and source.may_change and not all(x.is_as_read for _, x in read.arrivals):
             what = "its ids"
         if what is None:
             return None
@@ -600,6 +604,8 @@ class _Reader:
         if hasattr(self._loader, "state_dict"):
             # A copy: it may give what it goes on counting in.
             read.loader_state = copy.deepcopy(self._loader.state_dict())
+        if held is not None:
+            held.note_computed()
         read.held, read.number = held, self._count - 1
         self._known.append(read)
 

@@ -334,6 +334,11 @@ class EmbeddingBagCollection(nn.Module):
     def training(self, mode: bool) -> None:
         self._thread.mode = mode
 
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether `eval()` was called in the current thread and holds for it alone."""
+        return self._thread.evaluates_alone
+
     def _share(
         self,
         budget: str | float | Budget | None,

@@ -17,9 +17,10 @@ import copy
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,14 @@ class Held:
         """Whether this is the loader's own batch, and the loader might change it."""
         return self._parts is not None and not self.is_copy
 
+    def note_computed(self) -> None:
+        """Note tensors that the batch itself has computed and kept since it was read, as TorchRec's
+        jagged tensors and cached properties do when `ids=` asks for them."""
+        if self._parts is not None and not self.is_copy:
+            before = dict(zip(map(id, self._parts), self._versions, strict=True))
+            self._parts = parts_in(self._origin)
+            self._versions = [before.get(id(part), _version(part)) for part in self._parts]
+
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
 
@@ -93,7 +102,7 @@ class Kept:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.source = iter(loader)
-        self._given = None if gives_new_memory(loader) else _given_by(loader)
+        self._given = None if gives_new_memory(loader) else _Given(_habits_of(loader))
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -104,6 +113,11 @@ class Kept:
         if self._given is None:
             return batch
         return self._given.take(batch, None).batch
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the loader might change batches that it gave."""
+        return self._given is not None
 
     def read(self, held: int) -> Held:
         """Return the next batch while so many before it are held."""
@@ -120,19 +134,26 @@ class Kept:
     def check(self, held: Held) -> str | None:
         """Name what changed in a batch since it was read, unless a copy of it was made."""
         given = self._given
-        if given is None or (held.is_copy and given.reuses):
+        if given is None or (held.is_copy and given.habits.reuses):
             return None
         what = held.changed()
-        given.reuses = given.reuses or (held.is_copy and what is not None)
+        given.habits.reuses = given.habits.reuses or (held.is_copy and what is not None)
         return None if held.is_copy else what
 
 
-class _Given:
-    """The memory that a loader gave for its last batches."""
+class _Habits:
+    """What is known of a loader. It outlives a pass, and so keeps no batch."""
 
     def __init__(self) -> None:
         self.reuses = False  # every batch is copied from now on
-        self._reads = self._most_held = 0
+        self.reads = self.most_held = 0
+
+
+class _Given:
+    """The memory that a loader gave for its last batches in one pass."""
+
+    def __init__(self, habits: _Habits) -> None:
+        self.habits = habits
         self.forget()
 
     def forget(self) -> None:
@@ -147,17 +168,17 @@ class _Given:
 
         The last `held` batches before it are held; None: any of the last ones may be.
         """
-        parts = parts_in(batch)
-        self._reads += 1
-        if not self.reuses:
+        parts, habits = parts_in(batch), self.habits
+        habits.reads += 1
+        if not habits.reuses:
             while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
                     self._release(span)
-            self.reuses = not self._note(parts, weakly=held is None)
+            habits.reuses = not self._note(parts, weakly=held is None)
         # A window that grows by one per step reads two: overlaps show while it grows.
-        self._most_held = max(self._most_held, held or 0)
-        first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * self._most_held + 8)
-        if self.reuses or self._reads <= first:
+        habits.most_held = max(habits.most_held, held or 0)
+        first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * habits.most_held + 8)
+        if habits.reuses or habits.reads <= first:
             return _copied(batch, parts)
         return Held(batch, parts)
 
@@ -191,15 +212,15 @@ class _Given:
             del self._starts[place], self._spans[place]
 
 
-_known: weakref.WeakKeyDictionary[Any, _Given] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, _Habits] = weakref.WeakKeyDictionary()
 
 
-def _given_by(loader: Any) -> _Given:
+def _habits_of(loader: Any) -> _Habits:
     """What is known of a loader; an epoch goes on where the one before ended."""
     try:
-        return _known.setdefault(loader, _Given())
+        return _known.setdefault(loader, _Habits())
     except TypeError:  # it has no hash, or no weak references
-        return _Given()
+        return _Habits()
 
 
 def gives_new_memory(loader: Any) -> bool:
@@ -215,8 +236,8 @@ def gives_new_memory(loader: Any) -> bool:
 def parts_in(batch: Any) -> list[Part]:
     """Return every tensor and numpy array of a batch.
 
-    They are looked for in lists, tuples, mappings, dataclasses and in the attributes of other
-    objects, but not in objects inside of those, which may be a whole data set.
+    They are looked for in lists, tuples, deques, mappings, dataclasses, jagged tensors and in the
+    attributes of other objects, but not in objects inside of those, which may be a whole data set.
     """
     found: list[Part] = []
     _find(batch, found, inside=False)
@@ -232,10 +253,10 @@ def _find(value: Any, found: list[Part], *, inside: bool) -> None:
     elif isinstance(value, np.ndarray):
         if value.size and not value.dtype.hasobject:
             found.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for each in value:
             _find(each, found, inside=inside)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict | MappingProxyType):
         for each in value.values():
             _find(each, found, inside=inside)
     else:
@@ -246,17 +267,16 @@ def _find(value: Any, found: list[Part], *, inside: bool) -> None:
 
 
 def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
-    """Return an object's attributes, and whether they are not declared as those of a dataclass."""
-    if isinstance(value, type | nn.Module) or callable(value):
+    """Return an object's attributes, and whether it might be anything, such as a data set."""
+    if isinstance(value, type | nn.Module | FunctionType | MethodType):
         return {}, True
     kind: Any = type(value)
     if hasattr(kind, "__dataclass_fields__"):
         return {name: getattr(value, name) for name in _field_names(kind)}, False
-    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
-    if slots := _slot_names(kind):
-        there = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        attributes = {**there, **attributes}
-    return attributes, True
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    is_jagged = all(callable(getattr(value, name, None)) for name in ("keys", "values", "offsets"))
+    attributes = {**getattr(value, "__dict__", {}), **slots}
+    return attributes, not (is_jagged or isinstance(value, Mapping))
 
 
 @cache
@@ -265,11 +285,12 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 @cache
-def _slot_names(kind: Any) -> tuple[str, ...]:
-    """Return the attributes that a class keeps outside of `__dict__`."""
-    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
-    every = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    return tuple(name for name in every if not name.startswith("__"))
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of attributes that a class keeps in `__slots__`."""
+    members = (vars(base).items() for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(
+        name for each in members for name, at in each if isinstance(at, MemberDescriptorType)
+    )
 
 
 def copy_of(batch: Any) -> Any:
@@ -288,21 +309,33 @@ def _copied(batch: Any, parts: Sequence[Part]) -> Held:
         made = _rebuilt(batch, clones, inside=False)
     except Exception:  # whatever a class does when it is copied
         return Held(batch, parts)
-    return Held(batch, parts, made, [clones[id(part)] for part in parts])
+    copies = parts_in(made)
+    if [*map(id, copies)] != [id(clones[id(part)]) for part in parts]:
+        return Held(batch, parts)  # a class that is copied in another way
+    return Held(batch, parts, made, copies)
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
+    made: Any
     if type(value) in _PLAIN:
         return value
     if (clone := clones.get(id(value))) is not None:
         return clone
-    if isinstance(value, list | tuple):
-        items = [_rebuilt(each, clones, inside=inside) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
+    if isinstance(value, list | tuple | deque):
+        parts = [_rebuilt(each, clones, inside=inside) for each in value]
+        if isinstance(value, tuple):
+            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            if attributes := getattr(value, "__dict__", None):
+                made.__dict__.update(attributes)
+            return made
+        made = copy.copy(value)
+        made.clear()
+        made.extend(parts)
+        return made
+    if isinstance(value, dict | MappingProxyType):
         new = {key: _rebuilt(each, clones, inside=inside) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return new
+        if type(value) in (dict, MappingProxyType):
+            return type(value)(new)
         made = copy.copy(value)
         made.update(new)
         return made
@@ -314,6 +347,8 @@ def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
     if all(each is attributes[name] for name, each in new.items()):
         return value
     made = copy.copy(value)
+    if made is value:
+        raise TypeError(f"{type(value).__name__} cannot be copied")
     for name, each in new.items():
         object.__setattr__(made, name, each)
     return made
@@ -355,9 +390,9 @@ def _path(value: Any, part: Part, *, inside: bool = False) -> str | None:
     """Return how a program would write where a part is in a batch; None: it is not there."""
     if value is part:
         return ""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         found = ((f"[{number}]", each) for number, each in enumerate(value))
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict | MappingProxyType):
         found = ((f"[{key!r}]", each) for key, each in value.items())
     else:
         attributes, is_opaque = _attributes(value)
