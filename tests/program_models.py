@@ -353,15 +353,16 @@ class Rows(Model):
                 yield self._batch(number, buffers.fill(raw) if refills else raw)
             return
         known = iter(numbers)
-        batches = hotrow.ahead(
-            self._loader(numbers), self, lambda batch: batch["features"], depth=self.program.depth
-        )
-        try:
-            for batch in batches:
-                samples = samples_of(self.program, next(known))
-                yield batch, replace(samples, label=batch["raw"]["label"])
-        finally:  # Python 3.12 keeps what a closed generator has, for as long as the generator
-            batches.close()
+        # Nothing closes it: leaving the loop has to, by dropping the last reference.
+        batches = iter(
+            hotrow.ahead(
+                self._loader(numbers), self, lambda batch: batch["features"],
+                depth=self.program.depth,
+            )
+        )  # fmt: skip
+        for batch in batches:
+            samples = samples_of(self.program, next(known))
+            yield batch, replace(samples, label=batch["raw"]["label"])
 
     def _loader(self, numbers: Sequence[int]) -> Iterator[Any]:
         buffers = Buffers(self.program.buffers, self.device.type == "cuda")
