@@ -360,9 +360,14 @@ class Rows(Model):
                 depth=self.program.depth,
             )
         )  # fmt: skip
-        for batch in batches:
-            samples = samples_of(self.program, next(known))
-            yield batch, replace(samples, label=batch["raw"]["label"])
+        # CPython 3.12.2 and 3.12.3 keep the locals of a closed generator (python/cpython#118272)
+        # unless it was closed inside a `try`, so there the iterator would not be dropped.
+        try:
+            for batch in batches:
+                samples = samples_of(self.program, next(known))
+                yield batch, replace(samples, label=batch["raw"]["label"])
+        finally:
+            pass
 
     def _loader(self, numbers: Sequence[int]) -> Iterator[Any]:
         buffers = Buffers(self.program.buffers, self.device.type == "cuda")
