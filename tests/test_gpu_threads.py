@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hotrow
+from hotrow import lanes
 from test_gpu_graphed import Model, batches
 from test_reading_threads import (
     Steps,
@@ -179,3 +180,32 @@ def test_captures_survive_what_other_threads_ask_of_cuda(call: str) -> None:
     assert torch.equal(found, wanted)
     assert run.step.landing is not None
     assert not run.step.landing._refused
+
+
+def test_a_capture_that_another_thread_spoils_leaves_nothing_open() -> None:
+    """The next capture into the same pool works, memory is freed, and random numbers go on."""
+    values = torch.zeros(8, device="cuda")
+
+    def launch() -> None:
+        values.add_(torch.ones(8, device="cuda"))
+
+    def spoiled() -> None:
+        launch()
+        other = threading.Thread(target=_synchronize)
+        other.start()
+        other.join()
+
+    launch()
+    pool = lanes.capture(launch, None, 0).pool()
+    torch.cuda.synchronize()
+    for place in (None, pool):
+        torch.cuda.manual_seed(3)
+        wanted = torch.rand(4, device="cuda")
+        torch.cuda.manual_seed(3)
+        with pytest.raises(RuntimeError) as caught:
+            lanes.capture(spoiled, place, 0)
+        assert lanes.is_spoiled(caught.value)
+        assert torch.equal(torch.rand(4, device="cuda"), wanted)
+    before = values.clone()
+    lanes.capture(launch, pool, 0).replay()
+    assert torch.equal(values, before + 1)

@@ -6,7 +6,6 @@ and marks say nothing.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import threading
@@ -369,12 +368,19 @@ def is_spoiled(error: BaseException) -> bool:
     return "previous error during capture" in str(error)
 
 
-def _end_failed(graph: torch.cuda.CUDAGraph, device: int) -> None:
-    """End what torch leaves open when a capture fails: the allocator goes on recording into its
-    pool, so that no memory that other streams have used is freed, and the generator of random
-    numbers waits for the graph to end."""
-    with contextlib.suppress(RuntimeError):  # it was not recording
-        torch._C._cuda_endAllocateToPool(device, graph.pool())
+def _end_failed(pool: Any, device: int) -> None:
+    """End what torch leaves open when a capture fails.
+
+    Its allocator would go on recording into the pool, so that the next capture into it fails and
+    no memory that other streams have used is freed. Its generator of random numbers would wait for
+    the graph to end.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        pass  # torch has ended the capture, and the graph gives its hold on the pool back
+    else:
+        torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
     state = generator.get_state()
     try:
@@ -390,6 +396,8 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
     Its kernels have the priority of the stream they were captured on, wherever they are replayed.
     """
     graph = torch.cuda.CUDAGraph()
+    # torch does not say which pool a failed capture had, so it is chosen here.
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     collects, stream = gc.isenabled(), torch.cuda.current_stream()
     side = _capture_stream(stream.device_index, priority)
     gc.disable()  # to free an older graph now would spoil this one
@@ -401,7 +409,7 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
         ):
             launch()
     except BaseException:
-        _end_failed(graph, stream.device_index)
+        _end_failed(pool, stream.device_index)
         raise
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
