@@ -28,7 +28,7 @@ from terabyte import SETTINGS
 from torch import Tensor
 from traces import Trace
 
-from hotrow.optim import RowRule
+from hotrow.kernels.rules import RowRule
 
 GIB = 2**30
 MISSES = 8_000  # of a batch at the target's budget

@@ -27,11 +27,11 @@ import pyarrow.parquet as pq
 from criteo_sample import NUM_CATEGORIES, NUM_NUMBERS, read_bytes
 from traces import Trace
 
-from hotrow.budget import parse_bytes, show_bytes
 from hotrow.data import KAGGLE_ROWS
 from hotrow.data.prepared.vocabulary import spread
 from hotrow.run.lookups import LookupBatch, OfParquet
 from hotrow.run.profiling import DataProfile, profile_lookups
+from hotrow.support.units import parse_bytes, show_bytes
 
 CATEGORIES = [f"C{number}" for number in range(1, NUM_CATEGORIES + 1)]
 PARTS = (0.01, 0.1)

@@ -83,7 +83,7 @@ class Program:
 
     seed: int
     tables: tuple[hotrow.EmbeddingBagConfig, ...]
-    rule: hotrow.optim.RowRule
+    rule: hotrow.kernels.rules.RowRule
     rates: tuple[float, ...] | None  # by table
     scheduler: str | None
     form: str  # of ids: dense, kjt, of or tuple
@@ -244,13 +244,13 @@ def _draw_tables(
     return tuple(tables)
 
 
-def _draw_rule(dice: random.Random) -> hotrow.optim.RowRule:
+def _draw_rule(dice: random.Random) -> hotrow.kernels.rules.RowRule:
     """With a large `eps`: a gradient that should be zero, and is 1e-9 by rounding, would have the
     optimizers that divide by its size take a step as large as any other."""
     rate, eps = dice.choice([0.02, 0.1]), dice.choice([1e-2, 1e-3])
     start, betas = dice.choice([0.0, 0.1]), dice.choice([(0.9, 0.999), (0.5, 0.9)])
     decay = dice.choice([0.0, 0.05, 0.3])
-    kinds: list[Callable[[], hotrow.optim.RowRule]] = [
+    kinds: list[Callable[[], hotrow.kernels.rules.RowRule]] = [
         lambda: hotrow.SGD(rate, weight_decay=decay),
         lambda: hotrow.Adagrad(rate, initial_accumulator_value=start, eps=eps),
         lambda: hotrow.RowWiseAdagrad(rate, initial_accumulator_value=start, eps=eps),

@@ -27,8 +27,8 @@ from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.checkpoint.tensors import read_head, read_tensors
 from hotrow.checkpoint.tree import unpack
 from hotrow.disk import BlockSums
-from hotrow.run import toml
 from hotrow.run.config import RunConfig
+from hotrow.support import toml
 
 TABLES = (hotrow.EmbeddingBagConfig("item", 60, 4, ["item"]),)
 

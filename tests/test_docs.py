@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hotrow.cli import make_app
-from hotrow.run import toml
 from hotrow.run.config import BUILT_IN, RunConfig, load
 from hotrow.run.files import read_run
+from hotrow.support import toml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -76,6 +76,7 @@ LAYERS = [
         "random_states",
         "reuse",
         "scalars",
+        "support",
         "told",
         "watch",
         "writer",

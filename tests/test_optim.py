@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import hotrow
 from builders import CASES, RULES, build, outcome, readout, tight_budget, variant
-from hotrow.optim import RowRule, per_row
+from hotrow.kernels.rules import RowRule, per_row
 
 Table = hotrow.EmbeddingBagConfig
 TABLES = [Table("a", 30, 4, ["f"]), Table("b", 20, 4, ["g"]), Table("c", 10, 3, ["h"])]

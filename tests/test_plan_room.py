@@ -14,11 +14,11 @@ import hotrow
 import hotrow.embedding
 import hotrow.plan_room
 from builders import Outcome, readout, train
-from hotrow.budget import parse_bytes
 from hotrow.captured import _BERTHS, _Form, _Shape
 from hotrow.device_rows import DeviceRows
 from hotrow.lanes import lanes_of
 from hotrow.plan_buffers import BufferPool, PlanBuffers, plan_bytes
+from hotrow.support.units import parse_bytes
 from hotrow.writer import why_not
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

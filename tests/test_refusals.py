@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hotrow
 from hotrow.hotset import HotSet
-from hotrow.optim import RowRule
+from hotrow.kernels.rules import RowRule
 
 Table = hotrow.EmbeddingBagConfig
 TABLES = [Table("a", 10, 3, ["f"]), Table("b", 8, 3, ["g"]), Table("c", 6, 3, ["h"])]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.budget import Budget, share_out, show_bytes
+from hotrow.budget import Budget, share_out
 from hotrow.machine import find_machine
 from hotrow.sizing import auto_budget, budget_for, geometric, plan_bytes_of
 from hotrow.strategy import STRATEGIES
+from hotrow.support.units import show_bytes
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, group_by_width
 
 CPU = torch.device("cpu")

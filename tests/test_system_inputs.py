@@ -16,7 +16,7 @@ import hotrow
 from hotrow import samples
 from hotrow.fae import FAE
 from hotrow.hotline import Hotline
-from hotrow.optim import RowRule
+from hotrow.kernels.rules import RowRule
 
 Item = dict[str, Any]
 

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from hotrow.kernels import reference
 from hotrow.kernels.reference import bits_of
+from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.kernels.triton import update
 from hotrow.kernels.triton.lookup import pool, weight_grads
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.update import NUM_SCALARS, sum_by_row, update_rows, update_slots
-from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 
 NUM_ROWS = 1000  # ids are below; padding is this id
 BASES = [0, 10, 400, 777]  # first ids of four tables

@@ -44,7 +44,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., hotrow.EmbeddingBagC
     """Builds a collection on an engine of ENGINES; on a machine with a GPU all are there."""
 
     def make(
-        engine: str, rule: hotrow.optim.RowRule, tables: Sequence[Any] = TABLES, **more: Any
+        engine: str, rule: hotrow.kernels.rules.RowRule, tables: Sequence[Any] = TABLES, **more: Any
     ) -> hotrow.EmbeddingBagCollection:
         strategy, slots, kind = (*ENGINES[engine], None, None)[:3]
         options: dict[str, Any] = {"seed": 3, "strategy": strategy, **more}

@@ -15,15 +15,14 @@ from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollecti
 from hotrow.fae import FAE, FAERecord
 from hotrow.graphed import GraphedStep, graphed
 from hotrow.hotline import Hotline
-from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
+from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.profile import load_profile, save_profile
 from hotrow.slipstream import RandomDrop, Slipstream
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.support.version import __version__ as __version__
 from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
 from hotrow.traffic import TableTraffic, Traffic
 from hotrow.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FAE",

@@ -33,11 +33,12 @@ from hotrow.batch import (
     versions_of,
     weights_of,
 )
-from hotrow.budget import Budget, larger_budget, parse_bytes, share_out, show_bytes, write_budget
+from hotrow.budget import Budget, larger_budget, share_out
 from hotrow.hotset import HotSet
 from hotrow.hybrid import HostRows
+from hotrow.kernels.rules import RowRule
 from hotrow.lanes import lanes_of, synchronize
-from hotrow.optim import RowOptimizer, RowRule
+from hotrow.optim import RowOptimizer
 from hotrow.plan_room import make_room
 from hotrow.profile import Profile, byte_parts, check_profile
 from hotrow.rows import RowGroup
@@ -49,6 +50,7 @@ from hotrow.stages import SPLIT, Stage, Work
 from hotrow.static_hybrid import StaticHybridRows
 from hotrow.step import Lookup, PendingStep, by_feature
 from hotrow.strategy import STRATEGIES, Strategy, find_strategy
+from hotrow.support.units import parse_bytes, show_bytes, write_budget
 from hotrow.tables import EmbeddingBagConfig, WidthGroup, feature_order, group_by_width
 from hotrow.threads import RowLock, TrainingThread
 from hotrow.told import few, setting, warn

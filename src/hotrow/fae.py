@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from hotrow.batch import Batch, parse
-from hotrow.budget import parse_bytes, show_bytes
 from hotrow.calibrate import (
     SAMPLED,
     SMALL_TABLE_BYTES,
@@ -50,6 +49,7 @@ from hotrow.samples import Take, check_both
 from hotrow.separate import Separable, check_evaluated_again, check_read_again, separate
 from hotrow.skip import Bindable, KeepAll, Skip, begun, check_skip
 from hotrow.stages import LATE
+from hotrow.support.units import parse_bytes, show_bytes
 from hotrow.told import warn
 from hotrow.trainer import Trainer
 

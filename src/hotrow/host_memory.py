@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hotrow.budget import show_bytes
+from hotrow.support.units import show_bytes
 
 
 def check_fits(num_rows: int, width: int, *, available: int | None = None) -> None:

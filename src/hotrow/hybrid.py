@@ -23,13 +23,12 @@ from hotrow.id_check import IdCheck
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels import reference
 from hotrow.kernels.reference import SortedIds, sort_ids
+from hotrow.kernels.rules import SGD, Scalars, per_row
 from hotrow.kernels.triton.segments import Segments, segments_of
-from hotrow.lanes import Mark
-from hotrow.optim import SGD, Scalars, per_row
+from hotrow.lanes import Mark, capturing
 from hotrow.pinned import locked_rows
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
-from hotrow.step import capturing
 from hotrow.store import Store, host_rows
 from hotrow.strategy import Strategy
 from hotrow.tables import WidthGroup

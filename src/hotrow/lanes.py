@@ -347,6 +347,11 @@ def _own_stream(device: int, priority: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=torch.device("cuda", device))
 
 
+def capturing() -> bool:
+    """Return whether the current stream is being captured into a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 # CUDA refuses to wait for a whole device while any thread captures, and spoils that capture.
 _capturing = threading.RLock()
 

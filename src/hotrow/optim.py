@@ -1,197 +1,18 @@
-"""Optimizers on rows: what one update does to the rows it touches, and their settings.
-
-A row is updated at most once per step, from the sum of its gradients; rows without a gradient
-never change (decay and moments are lazy). Formulas and defaults are torch.optim's. Only single,
-correctly rounded operations are used: see kernels/reference.py for why.
-"""
+"""The settings of each table's rule in torch's form, and the state of rows as torch saves it."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotrow.kernels.reference import row_sum
+from hotrow.kernels.rules import RowRule, Scalars
 from hotrow.tables import EmbeddingBagConfig
 from hotrow.told import warn
-
-Setting = Mapping[str, Any]  # a rule's fields, for one table
-Scalars = dict[str, Tensor]  # per table [T] float64, or per row [U, 1] float32
-
-
-_TOO_LARGE = 1e30  # squares and products of larger ones would leave float32
-
-
-def _wrong_with(value: object) -> str | None:
-    """What a setting must be that this is not."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "a number"
-    if not math.isfinite(value):
-        return "a finite number"
-    if value < 0:
-        return "a number of at least 0"
-    return None if value < _TOO_LARGE else f"a number below {_TOO_LARGE:g}"
-
-
-@dataclass(frozen=True)
-class RowRule:
-    """How rows are updated. Its fields are the settings of every table's param group."""
-
-    lr: float
-    state_names: ClassVar[tuple[str, ...]] = ()
-    row_wise: ClassVar[bool] = False  # one state value per row instead of one per weight
-    uses_step: ClassVar[bool] = False  # what it computes depends on how many updates there were
-
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                why = f"it has {', '.join(known)}"
-                if name == "momentum":
-                    why = "it would move rows that no batch reads; hotrow.Adam keeps moments"
-                raise TypeError(f"hotrow.{cls.__name__} has no {name}=: {why}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
-            values = value if isinstance(value, tuple | list) else (value,)
-            for wrong in filter(None, map(_wrong_with, values)):
-                raise ValueError(
-                    f"{type(self).__name__}: {field.name} must be {wrong}, not {value!r}"
-                )
-
-    def state_width(self, dim: int) -> int:
-        return len(self.state_names) * (1 if self.row_wise else dim)
-
-    def state_columns(self, dim: int) -> dict[str, slice]:
-        """Where each piece of state lies in a row."""
-        width = 1 if self.row_wise else dim
-        return {
-            name: slice(dim + i * width, dim + (i + 1) * width)
-            for i, name in enumerate(self.state_names)
-        }
-
-    def start_of_state(self) -> float:
-        return 0.0
-
-    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
-        """What the update of a table needs. Plain numbers: tensors of them take far longer."""
-        raise NotImplementedError
-
-    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        """Change rows in place: weight and grad [U, dim]."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SGD(RowRule):
-    """torch.optim.SGD without momentum; `weight_decay` acts on the rows of the batch."""
-
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-
-    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
-        return {"lr": setting["lr"], "decay": setting["weight_decay"]}
-
-    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        weight.sub_((grad + weight * s["decay"]).mul_(s["lr"]))
-
-
-@dataclass(frozen=True)
-class Adagrad(RowRule):
-    """torch.optim.Adagrad on sparse gradients."""
-
-    lr: float = 1e-2
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
-
-    def start_of_state(self) -> float:
-        return self.initial_accumulator_value
-
-    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
-        return {"lr": setting["lr"], "eps": setting["eps"]}
-
-    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        (total,) = state
-        total.add_(self._square(grad))
-        weight.sub_((grad * s["lr"]).div_(total.sqrt().add_(s["eps"])))
-
-    def _square(self, grad: Tensor) -> Tensor:
-        return grad * grad
-
-
-@dataclass(frozen=True)
-class RowWiseAdagrad(Adagrad):
-    """Adagrad with one accumulator per row, fed by the mean of the squared gradient."""
-
-    row_wise: ClassVar[bool] = True
-
-    def _square(self, grad: Tensor) -> Tensor:
-        return row_sum(grad * grad).div_(grad.shape[1])
-
-
-@dataclass(frozen=True)
-class Adam(RowRule):
-    """torch.optim.SparseAdam: moments of untouched rows rest; the step counts every update."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    uses_step: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.betas) != 2 or max(self.betas) >= 1:
-            raise ValueError(
-                f"{type(self).__name__}: betas must be two numbers below 1, not {self.betas}"
-            )
-
-    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
-        beta1, beta2 = setting["betas"]
-        root = math.sqrt(1 - beta2**step)
-        return {
-            "keep1": 1 - beta1,
-            "keep2": 1 - beta2,
-            "size": setting["lr"] * root / (1 - beta1**step),
-            "eps": setting["eps"],
-        }
-
-    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        mean, square = state
-        mean.add_((grad - mean).mul_(s["keep1"]))
-        square.add_((grad * grad).sub_(square).mul_(s["keep2"]))
-        weight.sub_((mean * s["size"]).div_(square.sqrt().add_(s["eps"])))
-
-
-@dataclass(frozen=True)
-class AdamW(Adam):
-    """torch.optim.AdamW on the rows of the batch: decay and moments of the others rest."""
-
-    weight_decay: float = 1e-2
-
-    def scalars(self, setting: Setting, step: int) -> dict[str, float]:
-        root = math.sqrt(1 - setting["betas"][1] ** step)
-        return {
-            **super().scalars(setting, step),
-            # torch.optim.AdamW corrects the second moment before eps is added, SparseAdam after:
-            # multiplying numerator and denominator by the root brings one to the other.
-            "eps": setting["eps"] * root,
-            "shrink": 1 - setting["lr"] * setting["weight_decay"],
-        }
-
-    def update(self, weight: Tensor, grad: Tensor, state: list[Tensor], s: Scalars) -> None:
-        weight.mul_(s["shrink"])
-        super().update(weight, grad, state, s)
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -364,12 +185,3 @@ def _fixed(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def per_row(scalars: Scalars, table_of_row: Tensor | None) -> Scalars:
-    """Per-table scalars as columns that fit rows: [U, 1], or [1, 1] when all tables agree."""
-    columns = {}
-    for key, values in scalars.items():
-        column = values.float().unsqueeze(1)
-        columns[key] = column[:1] if table_of_row is None else column[table_of_row]
-    return columns

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.budget import show_bytes
 from hotrow.forks import bind_to_this_process
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import synchronize
+from hotrow.support.units import show_bytes
 
 Register = Callable[[int, int], str]  # address, bytes -> why not; empty: it is locked
 Unregister = Callable[[int], None]  # address

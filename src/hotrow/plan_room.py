@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hotrow.budget import show_bytes
 from hotrow.interrupt import uninterrupted
 from hotrow.lanes import Lanes
+from hotrow.support.units import show_bytes
 from hotrow.told import warn
 
 if TYPE_CHECKING:

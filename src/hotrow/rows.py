@@ -26,8 +26,8 @@ from hotrow.clock import Sum, named
 from hotrow.host_memory import check_fits
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits, places
+from hotrow.kernels.rules import RowSettings, per_row
 from hotrow.lanes import Mark, lanes_of
-from hotrow.optim import RowOptimizer, per_row
 from hotrow.parts import place_of
 from hotrow.planner import Pins, Plan, Planner
 from hotrow.profile import Profile, hottest, small_tables
@@ -64,7 +64,7 @@ class RowGroup:
         self,
         layout: WidthGroup,
         *,
-        optimizer: RowOptimizer,
+        optimizer: RowSettings,
         strategy: Strategy,
         share: Share | None,
         device: torch.device,

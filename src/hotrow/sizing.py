@@ -12,13 +12,14 @@ from functools import partial
 
 import torch
 
-from hotrow.budget import Budget, least_budget, share_out, show_bytes, smallest_budget
+from hotrow.budget import Budget, least_budget, share_out, smallest_budget
 from hotrow.ceilings import machine_at
 from hotrow.cost import StepTime, Work, all_fast_ms, step_time
 from hotrow.machine import Machine
 from hotrow.plan_room import ON_TOP, SMALL_BUDGET
 from hotrow.profile import Profile, table_counts
 from hotrow.strategy import Strategy
+from hotrow.support.units import show_bytes
 from hotrow.tables import WidthGroup
 
 AUTO = "auto"

@@ -39,7 +39,6 @@ import torch
 
 from hotrow.ahead import tensors_in
 from hotrow.batch import parse
-from hotrow.budget import parse_bytes
 from hotrow.calibrate import AccessCounts, HotReport, top_k
 from hotrow.embedding import EmbeddingBagCollection
 from hotrow.hotset import HotSet
@@ -59,6 +58,7 @@ from hotrow.skip import (
     rows_of,
 )
 from hotrow.staleness import Rows
+from hotrow.support.units import parse_bytes
 from hotrow.told import did_you_mean, warn
 from hotrow.trainer import Trainer
 

@@ -21,10 +21,10 @@ from hotrow.hybrid import HostPlan, HostRows, HostWork, in_any_order, refuse_cap
 from hotrow.interrupt import uninterrupted
 from hotrow.kernels.reference import SortedIds, bits_of, in_bits, sort_ids
 from hotrow.kernels.triton.segments import Segments, segments_of
+from hotrow.lanes import capturing
 from hotrow.profile import hottest, small_tables
 from hotrow.rows import RowGroup
 from hotrow.stages import Work
-from hotrow.step import capturing
 from hotrow.tables import WidthGroup
 from hotrow.uploads import TableScalars
 

@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from hotrow import dense_steps, kernels
 from hotrow.batch import Lookups
 from hotrow.interrupt import uninterrupted
+from hotrow.lanes import capturing
 from hotrow.optim import RowOptimizer
 from hotrow.parts import Place
 from hotrow.rows import RowGroup
@@ -380,10 +381,6 @@ class PendingStep:
                 )
             return True
         return False
-
-
-def capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _update(group: RowGroup, ids: Tensor, grads: Tensor, work: Work | None) -> None:

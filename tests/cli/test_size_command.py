@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hotrow.cli import make_app
 from hotrow.run.config import load
-from hotrow.run.toml import written
+from hotrow.support.toml import written
 
 RUN = (
     "# kept nowhere\n[run]\nname = 'clicks'\nthreads = 1\n[data]\nrows = [20000, 300, 10]\n"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from hotrow.kernels.rules import AdamW
 from hotrow.models import MODELS
-from hotrow.optim import AdamW
 from hotrow.run.config import CLICK_MODELS, RunConfig, load
 
 

@@ -17,13 +17,13 @@ from fuzzing import changed, fuzzed
 from hotrow.checkpoint.folder import latest_in
 from hotrow.checkpoint.manifest import _checksum
 from hotrow.records import EvalRecord
-from hotrow.run import toml
 from hotrow.run.config import RunConfig
 from hotrow.run.files import RunWriter
 from hotrow.run.job import build, open_data
 from hotrow.run.resume import resume, settings_of
 from hotrow.run.saving import Saving
 from hotrow.run.tally import Tally
+from hotrow.support import toml
 
 CONFIG = toml.build(
     RunConfig,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotrow.budget import parse_bytes
 from hotrow.checkpoint.manifest import Shard, TableRecord
 from hotrow.checkpoint.model import collections_of, tables_of
 from hotrow.checkpoint.saving import (
@@ -33,6 +32,7 @@ from hotrow.checkpoint.saving import (
 from hotrow.checkpoint.tensors import pieces_of
 from hotrow.disk import Disk
 from hotrow.snapshot import Waits
+from hotrow.support.units import parse_bytes
 from hotrow.told import warn
 
 LOG = "5%"  # of the bytes of rows

@@ -52,7 +52,7 @@ def write_export(
     folder: Path, kind: str, tables: Sequence[ExportedTable], files: Iterable[FileRecord]
 ) -> None:
     """Write the record of an export whose files are all in place."""
-    from hotrow import __version__  # here, because the package imports this
+    from hotrow.support.version import __version__  # here, because the package imports this
 
     found = {
         "format": _FORMAT,

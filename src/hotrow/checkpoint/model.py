@@ -161,7 +161,7 @@ def refuse_other(
 
 def write_model(disk: Disk, model: nn.Module) -> None:
     """Write all files, the manifest last; what an error leaves behind is taken away."""
-    from hotrow import __version__  # here, because the package imports this
+    from hotrow.support.version import __version__  # here, because the package imports this
 
     with bytes_bar("saving the model") as advance:
         files = _Files(disk, lambda done: advance(done, total))

@@ -132,7 +132,7 @@ class Prepared:
 
     def _write(self, disk: Disk, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Manifest:
         """All files, the manifest last."""
-        from hotrow import __version__  # here, because the package imports this
+        from hotrow.support.version import __version__  # here, because the package imports this
 
         (disk.folder / "rows").mkdir(parents=True)
         tables = rows(disk)  # first: training need not keep old rows any more

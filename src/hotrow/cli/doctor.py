@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hotrow import kernels
-from hotrow.budget import show_bytes
 from hotrow.embedding import _OLDEST_CAPABILITY
 from hotrow.run.files import environment, package_version, to_json
+from hotrow.support.units import show_bytes
 from hotrow.writer import why_not
 
 PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "safetensors", "rich", "typer")

@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hotrow.budget import parse_bytes, show_bytes
 from hotrow.cli._declared import JsonLinesFlag
 from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
 from hotrow.run.files import to_json
+from hotrow.support.units import parse_bytes, show_bytes
 from hotrow.told import many
 
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hotrow.budget import parse_bytes, show_bytes
 from hotrow.cli._bars import batches_bar, busy_with
 from hotrow.cli._declared import JsonFlag
 from hotrow.cli._html import HtmlFile, check_html, write_html
@@ -28,6 +27,7 @@ from hotrow.run.followed import BYTES_PER_ROW
 from hotrow.run.lookups import Lookups, OfFolder, OfParquet, OfRun
 from hotrow.run.profiling import SLOT_PARTS, DataProfile, TableProfile, profile_lookups
 from hotrow.run.skew import TOP, Estimate
+from hotrow.support.units import parse_bytes, show_bytes
 
 _BATCH_SIZE = 2048
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hotrow.budget import show_bytes
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths, read_slots
@@ -33,6 +32,7 @@ from hotrow.run.trace import Trace
 from hotrow.simulate import Simulated
 from hotrow.simulate import simulate as simulate_trace
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.support.units import show_bytes
 from hotrow.told import did_you_mean
 
 _MOST_ROWS = 1 << 28  # up to here their last uses, 4 bytes each, are affordable

@@ -22,11 +22,11 @@ from hotrow.disk import Disk
 from hotrow.machine import THIS, machines
 from hotrow.records import SizeRecord
 from hotrow.report.sized import HEADS, advice, cells, conditions, page_of_size
-from hotrow.run import toml
 from hotrow.run.config import load, read_settings
 from hotrow.run.files import to_json
 from hotrow.run.sizing import DEPTHS, Sizing, machine_of
 from hotrow.run.sizing import size as size_of
+from hotrow.support import toml
 
 _REFUSED = ("budget", "strategy", "depth", "fill")
 

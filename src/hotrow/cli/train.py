@@ -13,7 +13,6 @@ from typing import Annotated
 import torch
 import typer
 
-from hotrow.budget import show_bytes
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of, safetensors
@@ -37,6 +36,7 @@ from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
 from hotrow.shadow import CorruptRows, Shadow
+from hotrow.support.units import show_bytes
 
 
 def train(

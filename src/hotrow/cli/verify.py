@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from hotrow.budget import show_bytes
 from hotrow.checkpoint import Checkpoint, SavedModel
 from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
@@ -23,6 +22,7 @@ from hotrow.data.prepared.spool import WORK
 from hotrow.manifests import read_json
 from hotrow.progress import bytes_bar
 from hotrow.run.files import MODEL_FOLDER, to_json
+from hotrow.support.units import show_bytes
 from hotrow.told import many
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hotrow.budget import show_bytes
 from hotrow.records import ComparisonRecord, Figures
+from hotrow.support.units import show_bytes
 from hotrow.told import apart
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hotrow.budget import show_bytes
 from hotrow.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
+from hotrow.support.units import show_bytes
 from hotrow.told import few, many
 
 NONE = "-"

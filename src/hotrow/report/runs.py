@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotrow.budget import show_bytes
 from hotrow.records import RunRecord, Span
 from hotrow.report.cells import NONE
 from hotrow.report.charts import Bars, Chart, Line, Spans
 from hotrow.report.curves import Bin, Curve
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.support.units import show_bytes
 from hotrow.told import many
 
 SUMMARY = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hotrow.budget import show_bytes
 from hotrow.report.cells import NONE
 from hotrow.report.charts import Chart, Line
 from hotrow.report.page import charts, heading, page, paragraph, table
+from hotrow.support.units import show_bytes
 
 _HEADS = ("strategy", "slots", "ahead", "hit rate", "rows/batch", "moved/batch", "chunked")
 _PREDICTED = ("ms/step", "speed", "samples/s", "waits for")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotrow.budget import show_bytes
 from hotrow.records import SizedOption, SizeRecord
 from hotrow.report.cells import NONE, short
 from hotrow.report.charts import Bars, Chart, Line
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.support.units import show_bytes
 
 HEADS = (
     "strategy", "budget", "of rows", "pinned", "ahead", "fill", "ms/step", "speed", "samples/s",

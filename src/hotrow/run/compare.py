@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from hotrow.ahead import tensors_in
-from hotrow.budget import parse_bytes, show_bytes
 from hotrow.embedding import usable_device
 from hotrow.host_memory import available_bytes
 from hotrow.lanes import Mark, lanes_of
@@ -48,6 +47,7 @@ from hotrow.run.systems import SYSTEMS, System, SystemKind, find_system, reorder
 from hotrow.run.tally import Tally
 from hotrow.skip import SkipRecord
 from hotrow.slipstream import RandomDrop, Slipstream
+from hotrow.support.units import parse_bytes, show_bytes
 from hotrow.told import few, many
 
 REFERENCE = "all-fast"

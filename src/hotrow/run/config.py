@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from hotrow.budget import parse_bytes
 from hotrow.data import SyntheticConfig
 from hotrow.embedding import FILLS
-from hotrow.optim import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
-from hotrow.run import toml
+from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run.named import SystemSection, find_named
 from hotrow.run.rates import ScheduleSection
 from hotrow.scalars import plain_fields
 from hotrow.sizing import AUTO
+from hotrow.support import toml
+from hotrow.support.units import parse_bytes
 
 ROW_RULES: dict[str, type[RowRule]] = {
     "sgd": SGD,

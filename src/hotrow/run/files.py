@@ -33,7 +33,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from hotrow import __version__
 from hotrow.disk import Disk, make_durable, make_folder
 from hotrow.manifests import read_json
 from hotrow.records import (
@@ -48,6 +47,7 @@ from hotrow.records import (
     Times,
 )
 from hotrow.run.arriving import Arriving
+from hotrow.support.version import __version__
 from hotrow.told import many, warn
 
 FORMAT = 1

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.budget import show_bytes
 from hotrow.run.systems import System
+from hotrow.support.units import show_bytes
 
 # As tests/test_hybrid.py holds strategies to that are exact up to rounding.
 RELATIVE, ABSOLUTE = 1e-4, 1e-5

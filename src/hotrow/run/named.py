@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotrow.budget import parse_bytes
 from hotrow.scalars import plain_fields
 from hotrow.skip import SkipSettings
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.support.units import parse_bytes
 from hotrow.told import did_you_mean
 
 # Systems, what they do, and what they promise next to all-fast; rows are pinned, others fetched.

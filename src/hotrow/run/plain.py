@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from hotrow.batch import KeyedJaggedTensor
 from hotrow.graphed import GraphedStep, label_of
+from hotrow.kernels.rules import RowRule
 from hotrow.models import MODELS
-from hotrow.optim import RowRule
 from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import RowOptimizerSection, RunConfig
 from hotrow.run.job import dense_optimizer, dense_weights, tables_of, total_steps

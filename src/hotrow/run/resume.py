@@ -19,7 +19,6 @@ from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NewerFormat
 from hotrow.records import EvalRecord
-from hotrow.run import toml
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
@@ -27,6 +26,7 @@ from hotrow.run.named import find_named
 from hotrow.run.saving import checkpoints_of, parts_of
 from hotrow.run.source import Samples, why_other
 from hotrow.run.tally import Tally
+from hotrow.support import toml
 from hotrow.told import few
 
 # What the bits of a run depend on; everything else may be another when it goes on. A folder of

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hotrow.budget import show_bytes
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.model import dense_state
@@ -21,6 +20,7 @@ from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
 from hotrow.run.tally import Tally
+from hotrow.support.units import show_bytes
 
 _SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells
 

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.budget import show_bytes
 from hotrow.ceilings import measure
 from hotrow.cost import StepTime, Work, all_fast_ms, dense_ms, step_time
 from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable_device
@@ -43,6 +42,7 @@ from hotrow.sizing import (
     plan_bytes_of,
 )
 from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.support.units import show_bytes
 from hotrow.told import apart
 
 DEPTHS = (10, 50, 200)

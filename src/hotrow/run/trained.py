@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from hotrow.budget import parse_bytes
 from hotrow.checkpoint import SavedModel
 from hotrow.checkpoint.folder import IN_RUN, latest_in
 from hotrow.records import RunRecord
-from hotrow.run import toml
 from hotrow.run.config import RowOptimizerSection, RunConfig
 from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.job import Job, build, open_data
 from hotrow.run.source import Samples, why_other
 from hotrow.sizing import AUTO
+from hotrow.support import toml
+from hotrow.support.units import parse_bytes
 from hotrow.told import few, warn
 
 

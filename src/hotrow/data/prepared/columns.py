@@ -34,7 +34,7 @@ from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
 from hotrow.data.prepared.vocabulary import Keys
-from hotrow.run import toml
+from hotrow.support import toml
 from hotrow.told import few
 
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there, and of no other

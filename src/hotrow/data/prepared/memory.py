@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from hotrow.budget import show_bytes
 from hotrow.data.prepared.text import PIECE_BYTES
+from hotrow.support.units import show_bytes
 
 BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
 _STRETCH_BYTES = 320 << 20  # one that is filled and one that is written, with their counts

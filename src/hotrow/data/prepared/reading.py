@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import inside, why_wrong
 from hotrow.data.prepared.format import TableRecord
 from hotrow.data.prepared.job import Job
@@ -26,6 +25,7 @@ from hotrow.data.prepared.vocabulary import (
     joined,
 )
 from hotrow.disk import FileRecord
+from hotrow.support.units import show_bytes
 from hotrow.told import few
 
 HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, if there is no max_rows

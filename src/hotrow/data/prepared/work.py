@@ -22,8 +22,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow import __version__
-from hotrow.budget import show_bytes
 from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.encoding import Encode
 from hotrow.data.prepared.folder import alone
@@ -45,6 +43,8 @@ from hotrow.data.prepared.splits import (
 )
 from hotrow.data.prepared.spool import WORK, Spool, Stretch
 from hotrow.data.prepared.verifying import Verify
+from hotrow.support.units import show_bytes
+from hotrow.support.version import __version__
 from hotrow.told import many
 
 

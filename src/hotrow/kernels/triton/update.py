@@ -32,7 +32,7 @@ from hotrow.kernels.triton.lookup import EXACT, sum_columns, tile_rows, tile_war
 from hotrow.kernels.triton.segments import Segments
 
 if TYPE_CHECKING:
-    from hotrow.optim import RowRule
+    from hotrow.kernels.rules import RowRule
 
 # What `scalars` holds per table, in the order of each rule's own dict.
 NUM_SCALARS = {"SGD": 2, "Adagrad": 2, "RowWiseAdagrad": 2, "Adam": 4, "AdamW": 5}
