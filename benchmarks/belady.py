@@ -29,9 +29,9 @@ from torch import Tensor
 from traces import Trace, permutation, steps_to_fill
 
 from hotrow.data import KAGGLE_ROWS
-from hotrow.reuse import belady, next_uses_of
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.engine.strategy import STRATEGIES, Strategy
+from hotrow.sizing.reuse import belady, next_uses_of
+from hotrow.sizing.simulator import simulate
 
 DEPTHS = (1, 10, 25, 50, 100, 200, 400)
 COUNTED = 100

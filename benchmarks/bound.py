@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from real import write_ratings
 from skew import CATEGORIES, criteo_table
 
-from hotrow.reuse import NEVER, Reuse, belady
-from hotrow.run.followed import unique
-from hotrow.run.lookups import OfParquet
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.reuse import NEVER, Reuse, belady
+from hotrow.sizing.simulator import simulate
+from hotrow.study.lookups import OfParquet
+from hotrow.study.tracked_rows import unique
 
 PARTS = (2.0, 5.0, 10.0)
 DEPTHS = (50, 200, 400)

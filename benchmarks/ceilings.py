@@ -29,7 +29,7 @@ from terabyte import SETTINGS
 from traces import NUM_DENSE
 
 from hotrow.kernels.triton import fill
-from hotrow.writer import Writer
+from hotrow.store.writer import Writer
 
 GIB = 2**30
 BLOCKS = (1, 2, 4, 16, 64)

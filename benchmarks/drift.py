@@ -33,11 +33,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
 from hotrow import EmbeddingBagConfig
-from hotrow.batch import Batch
-from hotrow.calibrate import AccessCounts, top_k
-from hotrow.hotset import HotSet, popular
-from hotrow.loggers import DecayedCounts, Learning, Log, SrripLog
-from hotrow.parts import Parted
+from hotrow.engine.split_batch import Parted
+from hotrow.inputs.batch import Batch
+from hotrow.inputs.hotset import HotSet, popular
+from hotrow.systems.calibrate import AccessCounts, top_k
+from hotrow.systems.hotline.popularity import DecayedCounts, Learning, Log, SrripLog
 
 COLUMNS = ("article_id", "environment", "deviceGroup", "os", "referrer_type")
 ROW_BYTES = 64

@@ -129,11 +129,11 @@ def sort_ids(shape: Shape) -> Case:
 
 def plan(shape: Shape) -> Case:
     """A whole plan, sort included, of one new batch after another, from empty slots on."""
-    from hotrow.device_planner import DevicePlanner, DeviceScratchpad
-    from hotrow.evict import EVICTIONS
-    from hotrow.lanes import lanes_of
-    from hotrow.plan_buffers import PlanBuffers
-    from hotrow.planner import Hold
+    from hotrow.engine.evict import EVICTIONS
+    from hotrow.engine.gpu.plan_buffers import PlanBuffers
+    from hotrow.engine.gpu.planner import DevicePlanner, DeviceScratchpad
+    from hotrow.engine.planner import Hold
+    from hotrow.support.streams import lanes_of
 
     pad = DeviceScratchpad(shape.num_slots, 0, shape.num_rows, shape.device, dense_map=False)
     planner = DevicePlanner(

@@ -34,13 +34,13 @@ import torch
 from harness import Results, parser, read_results, results_for
 from traces import Trace
 
-from hotrow.cost import Work, step_time
-from hotrow.machine import Machine, find_machine
+from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
-from hotrow.run.sizing import Sizing, machine_of, size
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
+from hotrow.sizing.cost import Work, step_time
+from hotrow.sizing.machines import Machine, find_machine
+from hotrow.sizing.simulator import simulate
+from hotrow.study.sizing import Sizing, machine_of, size
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "size.md"

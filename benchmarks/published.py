@@ -71,7 +71,7 @@ from traces import NUM_DENSE, Trace, counts_by_rank, permutation
 
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch
-from hotrow.loggers import LEARNED_PART, DecayedCounts
+from hotrow.systems.hotline.popularity import LEARNED_PART, DecayedCounts
 
 SETTINGS = (
     Setting("terabyte", MLPERF),

@@ -27,7 +27,7 @@ from harness import RESULTS, Results, results_for
 
 from hotrow.cli import make_app
 from hotrow.cli._exits import INTERRUPTED, USER_ERROR
-from hotrow.run.systems import SYSTEMS, register, reordered
+from hotrow.study.systems import SYSTEMS, register, reordered
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 STRATEGIES = (

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import open_data
-from hotrow.run.systems import find_system
+from hotrow.study.systems import find_system
 
 BESIDE = ("reordered-1", "reordered-2", "hotline")
 SHOWN = (10, 50, 100, 200, 400, 800)  # steps

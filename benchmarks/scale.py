@@ -37,7 +37,7 @@ from torch import Tensor
 from traces import Trace, feature_names
 
 from hotrow.data.scatter import Scatter
-from hotrow.hashing import key_of
+from hotrow.support.hashing import key_of
 
 DISTINCT = 1_000_000
 ROWS = (1_000_000, 10_000_000, 100_000_000, 500_000_000)

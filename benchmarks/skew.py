@@ -29,8 +29,8 @@ from traces import Trace
 
 from hotrow.data import KAGGLE_ROWS
 from hotrow.data.prepared.vocabulary import spread
-from hotrow.run.lookups import LookupBatch, OfParquet
-from hotrow.run.profiling import DataProfile, profile_lookups
+from hotrow.study.lookups import LookupBatch, OfParquet
+from hotrow.study.profiling import DataProfile, profile_lookups
 from hotrow.support.units import parse_bytes, show_bytes
 
 CATEGORIES = [f"C{number}" for number in range(1, NUM_CATEGORIES + 1)]

@@ -49,14 +49,14 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hotrow
-from hotrow.batch import parse
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.embedding import EmbeddingBagCollection
-from hotrow.estimate import student_t
-from hotrow.hotset import HotSet, popular
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.inputs.batch import parse
+from hotrow.inputs.hotset import HotSet, popular
 from hotrow.models import DLRM
-from hotrow.skip import SkipRandom, SkipRecord, rows_of
-from hotrow.staleness import Rows
+from hotrow.systems.estimate import student_t
+from hotrow.systems.slipstream.skip import SkipRandom, SkipRecord, rows_of
+from hotrow.systems.slipstream.staleness import Rows
 
 SUITE = "skip_control"
 BASES = ("fae", "hotline", "lookahead")

@@ -39,7 +39,7 @@ from systems import SYSTEMS, System
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
-from hotrow.embedding import FILLS
+from hotrow.embedding.collection import FILLS
 
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128
@@ -344,7 +344,7 @@ def add_bench_options(made: argparse.ArgumentParser) -> None:
         "--masters",
         choices=("plain", "hotrow"),
         default="plain",
-        help="who updates float32 copies of dense weights: compiled SGD, or hotrow.masters",
+        help="who updates float32 masters of dense weights: compiled SGD, or hotrow",
     )
 
 

@@ -36,9 +36,9 @@ from torchmetrics.functional.classification import binary_auroc
 
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.estimate import student_t
 from hotrow.models import DLRM
-from hotrow.skip import SkipRecord
+from hotrow.systems.estimate import student_t
+from hotrow.systems.slipstream.skip import SkipRecord
 
 PARTS = 16  # of the test samples, whose spread tells how much is their chance
 SETTLED = 100  # rows: of a table that is not made smaller

@@ -22,7 +22,7 @@ from torch import Tensor
 from hotrow import KeyedJaggedTensor
 from hotrow.data import ClickBatch
 from hotrow.data.scatter import Scatter
-from hotrow.hashing import key_of
+from hotrow.support.hashing import key_of
 
 DRAWS_AT_ONCE = 1 << 17  # threads spend their time outside Python, and arrays stay in the cache
 LARGEST_LOOKUP = 1 << 20  # permutations up to this size are kept as tables

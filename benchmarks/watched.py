@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hotrow
-from hotrow import kept
-from hotrow.ahead import Ahead
 from hotrow.data import ClickBatch
-from hotrow.embedding import Arrival, EmbeddingBagCollection
-from hotrow.kept import Kept
+from hotrow.embedding.ahead import Ahead
+from hotrow.embedding.collection import Arrival, EmbeddingBagCollection
+from hotrow.inputs import held_batches as kept
+from hotrow.inputs.held_batches import Kept
 
 FEATURES, NUM_DENSE, DIM = 26, 13, 16
 FIRST = 64  # batches that are copied in any case

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hotrow
-from hotrow.evict import EVICTIONS
-from hotrow.planner import Hold
-from hotrow.stages import FIVE, FUSED, SPLIT
-from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.planner import Hold
+from hotrow.engine.stages import FIVE, FUSED, SPLIT
+from hotrow.engine.strategy import STRATEGIES, Strategy
 
 RULES = {
     "sgd": hotrow.SGD(lr=0.1, weight_decay=0.01),
@@ -300,7 +300,7 @@ class PlainTables(nn.Module):
             for name in table.feature_names:
                 ids, offsets = parts[name]
                 vectors[name] = self._lookup(table, ids, offsets, weights[name])
-        batch = hotrow.batch.Batch(torch.empty(0), None, columns, size)
+        batch = hotrow.inputs.batch.Batch(torch.empty(0), None, columns, size)
         return hotrow.Embedded(columns, vectors, batch, None)
 
     def _lookup(self, table: Any, ids: Tensor, offsets: Tensor, weights: Any) -> Tensor:

@@ -69,7 +69,7 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.fixture(autouse=True)
 def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few batches are known ahead in a test, and yet rows are to leave in bulk."""
-    monkeypatch.setattr("hotrow.writeback._LEAST_CERTAIN", 0)
+    monkeypatch.setattr("hotrow.engine.gpu.bulk._LEAST_CERTAIN", 0)
 
 
 @pytest.fixture

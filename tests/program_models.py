@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import Case, tight_budget, variant
-from hotrow.ahead import to_device
-from hotrow.strategy import STRATEGIES
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.strategy import STRATEGIES
 from programs import (
     Buffers,
     Program,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hotrow
 from builders import SCHEDULES, skewed
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
 
 # What a program may contain besides lookups and updates. A program without one of them is drawn
 # by leaving its name out of `draw`'s `ingredients`; the rest of the program stays as it is.

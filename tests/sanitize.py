@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
-import hotrow.lanes
-import hotrow.writeback
+import hotrow.embedding.collection
+import hotrow.engine.gpu.bulk
+import hotrow.support.streams
 from hotrow.data import ClickBatch
-from hotrow.device_rows import DeviceRows
+from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.kernels.triton import (
     fill,
     interact,
@@ -43,7 +43,7 @@ from hotrow.kernels.triton import (
     words,
 )
 from hotrow.models import DLRM
-from hotrow.pinned import locked_rows
+from hotrow.store.pinned import locked_rows
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -246,7 +246,7 @@ def strategies() -> None:
             embedding = collection(name, rules[number], by_hand(slots, dense_map=dense_map))
             if embedding is not None:
                 train(embedding, clicks(), lambda batch: batch.sparse)
-    hotrow.writeback._LEAST_CERTAIN = 0  # few batches are known here
+    hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0  # few batches are known here
     for form in ("bulk", "staged"):
         embedding = collection("lookahead", "adam", by_hand(100, dense_map=False), fill=form)
         assert embedding is not None
@@ -313,9 +313,9 @@ def main() -> None:
     torch.manual_seed(0)
     wanted, launched = watch_launches()
     if not CUDA:
-        hotrow.embedding._engine = lambda device: DeviceRows
+        hotrow.embedding.collection._engine = lambda device: DeviceRows
     if OWN_ALLOCATIONS:
-        hotrow.lanes.Recorder._comes_again = lambda self, key: False  # type: ignore[method-assign]
+        hotrow.support.streams.Recorder._comes_again = lambda self, key: False  # type: ignore[method-assign]
     for name in chosen:
         if name == "captured" and OWN_ALLOCATIONS:
             continue

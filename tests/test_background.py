@@ -20,15 +20,15 @@ import torch
 import hotrow
 import hotrow.checkpoint.saving as saving
 import hotrow.checkpoint.tensors as tensors
-import hotrow.embedding
-from hotrow.changed import ChangedRows
+import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint, Save
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.device_rows import DeviceRows
-from hotrow.disk import Disk
+from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.job import same_bits
-from hotrow.snapshot import Snapshot
-from hotrow.store import Store
+from hotrow.store.changed import ChangedRows
+from hotrow.store.ram import Store
+from hotrow.store.snapshot import Snapshot
+from hotrow.support.files import Disk
 
 Bag = hotrow.EmbeddingBagConfig
 on_gpu = [
@@ -214,9 +214,9 @@ def test_rows_on_a_device_are_those_of_the_begin(
     device: str, strategy: str, fill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
-    monkeypatch.setattr("hotrow.writeback._LEAST_CERTAIN", 0)
-    monkeypatch.setattr("hotrow.writeback._PACKETS_IN_LOAD", 1)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr("hotrow.engine.gpu.bulk._LEAST_CERTAIN", 0)
+    monkeypatch.setattr("hotrow.engine.gpu.bulk._PACKETS_IN_LOAD", 1)
     # So few slots that rows leave, and so few in a packet that they go back, while it is saved.
     slots, packed, others = (80, 20, 60) if device == "cpu" else (500, 100, 30)
     shares = (

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import hotrow
-from hotrow.batch import Lookups, parse
-from hotrow.tables import group_by_width
+from hotrow.inputs.batch import Lookups, parse
+from hotrow.inputs.tables import group_by_width
 
 Table = hotrow.EmbeddingBagConfig
 TABLES = [Table("a", 40, 4, ["f"]), Table("b", 30, 4, ["g"]), Table("c", 20, 3, ["h"])]
@@ -176,7 +176,7 @@ def test_a_batch_of_no_samples_gives_no_vectors(features: Any) -> None:
 def lookups(tables: list[Table], features: Any) -> Lookups:
     (group,) = group_by_width(tables)
     names = tuple(name for table in tables for name in table.feature_names)
-    return hotrow.batch.lookups_of(parse(features, names, torch.device("cpu")), group)
+    return hotrow.inputs.batch.lookups_of(parse(features, names, torch.device("cpu")), group)
 
 
 def test_ids_of_a_width_follow_each_other_table_by_table() -> None:

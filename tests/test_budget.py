@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hotrow
-from hotrow.budget import HASH_BYTES, SLOT_STATE_BYTES, choose_map, share_out, smallest_budget
+from hotrow.store.budget import HASH_BYTES, SLOT_STATE_BYTES, choose_map, share_out, smallest_budget
+from hotrow.support.messages import apart, settings_written
 from hotrow.support.units import parse_bytes, show_bytes, write_budget
-from hotrow.told import apart, settings_written
 
 # -- what users write --------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.calibrate
+import hotrow.systems.calibrate
 from builders import no_synchronisation
-from hotrow.batch import Batch, parse
-from hotrow.calibrate import GRID, AccessCounts, by_threshold, cut_off, sampled, top_k
-from hotrow.estimate import RandEmBox
-from hotrow.tables import feature_order
+from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.tables import feature_order
+from hotrow.systems.calibrate import GRID, AccessCounts, by_threshold, cut_off, sampled, top_k
+from hotrow.systems.estimate import RandEmBox
 
 Table = hotrow.EmbeddingBagConfig
 
@@ -119,8 +119,8 @@ def test_threads_count_like_one_and_name_an_id_that_no_table_has(
     batch = Batch(values, None, keys, 300)
     alone = AccessCounts(tables)
     alone.add(batch, times=3)
-    monkeypatch.setattr(hotrow.calibrate, "_LARGE", 1)
-    monkeypatch.setattr(hotrow.calibrate, "_ALONE", 600)
+    monkeypatch.setattr(hotrow.systems.calibrate, "_LARGE", 1)
+    monkeypatch.setattr(hotrow.systems.calibrate, "_ALONE", 600)
     counts = AccessCounts(tables)
     assert [part.keys for part in counts._parts_of(batch)] == [("f", "i"), ("g", "j")]
     counts.add(batch, times=3)

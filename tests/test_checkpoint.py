@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.checkpoint.model as saving
-import hotrow.embedding
-from hotrow.device_rows import DeviceRows
-from hotrow.disk import Disk, checksum
+import hotrow.embedding.collection
+from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.job import same_bits
+from hotrow.support.files import Disk, checksum
 from model_cases import MODEL_CASES, ModelCase
 
 Bag = hotrow.EmbeddingBagConfig
@@ -135,7 +135,7 @@ def test_rows_on_a_device_come_back(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     tables = (Bag("item", 300, 8, ["item"]),)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:

@@ -21,8 +21,8 @@ import hotrow
 import hotrow.checkpoint.saving as saving
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.disk import BlockSums, Disk
 from hotrow.run.job import same_bits
+from hotrow.support.files import BlockSums, Disk
 
 SOURCE = Path(hotrow.__file__).parent
 TABLES = (
@@ -197,7 +197,7 @@ def faults() -> Iterator[tuple[str, str, Any]]:
     yield "rename", "pathlib.Path.rename", fails(errno.EIO)
     yield "replace", "pathlib.Path.replace", fails(errno.EIO)
     yield "torn rename", "pathlib.Path.rename", lambda path, to: torn(path, to)
-    yield "short write", "hotrow.disk.Disk.open", lambda disk, path: ShortWrite(path)
+    yield "short write", "hotrow.support.files.Disk.open", lambda disk, path: ShortWrite(path)
     yield "Ctrl-C", "os.fsync", interrupt
 
 
@@ -224,7 +224,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     training.step()
     now = training.bits()
     module, _, attribute = what.rpartition(".")
-    owner: Any = {"os": os, "pathlib.Path": Path, "hotrow.disk.Disk": Disk}[module]
+    owner: Any = {"os": os, "pathlib.Path": Path, "hotrow.support.files.Disk": Disk}[module]
     real, call = getattr(owner, attribute), 0
     while True:
         call += 1

@@ -26,9 +26,9 @@ from hotrow.checkpoint.manifest import read_manifest
 from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.checkpoint.tensors import read_head, read_tensors
 from hotrow.checkpoint.tree import unpack
-from hotrow.disk import BlockSums
 from hotrow.run.config import RunConfig
 from hotrow.support import toml
+from hotrow.support.files import BlockSums
 
 TABLES = (hotrow.EmbeddingBagConfig("item", 60, 4, ["item"]),)
 

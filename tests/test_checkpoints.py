@@ -20,15 +20,15 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.checkpoint.saving as saving
 import hotrow.checkpoint.tensors as tensors
-import hotrow.embedding
-from hotrow.changed import ChangedRows
+import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import Lock, clean, latest_in, named_in, saved_in
 from hotrow.data import ClickBatch
-from hotrow.device_rows import DeviceRows
-from hotrow.masters import MasterWeights
-from hotrow.random_states import random_states, restore_random_states
+from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.job import same_bits
+from hotrow.store.changed import ChangedRows
+from hotrow.support.random_states import random_states, restore_random_states
+from hotrow.training.masters import MasterWeights
 
 Bag = hotrow.EmbeddingBagConfig
 on_gpu = [
@@ -194,7 +194,7 @@ def test_rows_on_a_device_come_back_with_their_state(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     tables = (Bag("item", 300, 8, ["item"]),)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:
@@ -253,7 +253,7 @@ def test_an_incremental_one_holds_what_a_device_has_changed(
     device: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:
         return hotrow.EmbeddingBagCollection(
@@ -287,7 +287,7 @@ def test_an_incremental_one_after_one_saved_while_the_host_trains(
         return made
 
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         monkeypatch.setattr(DeviceRows, "_changed_rows", apart)
     options: dict[str, Any] = {"strategy": "static", "budget": "60%", "device": device, "seed": 0}
     one = hotrow.EmbeddingBagCollection(TABLES, RULES["adagrad"], **options)

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from hotrow.clock import PREFIX, Clock, named
-from hotrow.schedule import Pace, Ticket
-from hotrow.stages import FIVE, FUSED
+from hotrow.engine.schedule import Pace, Ticket
+from hotrow.engine.stages import FIVE, FUSED
+from hotrow.support.clock import PREFIX, Clock, named
 from test_trainer import BATCHES, make_trainer
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hotrow.ceilings import machine_at, measure
-from hotrow.cost import Work, all_fast_ms, dense_ms, form_of, rows_ms, step_time
-from hotrow.machine import at, find_machine, machines
-from hotrow.store import Store
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.ceilings import machine_at, measure
+from hotrow.sizing.cost import Work, all_fast_ms, dense_ms, form_of, rows_ms, step_time
+from hotrow.sizing.machines import at, find_machine, machines
+from hotrow.store.ram import Store
 
 H200 = find_machine("h200")
 WORK = Work(
@@ -131,7 +131,7 @@ def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPat
             moved.setdefault(("write", rows.shape[1]), []).append(ids)
             super().write(ids, rows)
 
-    monkeypatch.setattr("hotrow.ceilings.Store", Seen)
+    monkeypatch.setattr("hotrow.sizing.ceilings.Store", Seen)
     measure(torch.device("cpu"))
     assert len(moved) == 6
     for each in moved.values():

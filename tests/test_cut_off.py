@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.device_planner
-import hotrow.embedding
-import hotrow.plan_buffers
-from hotrow.device_rows import DeviceRows
-from hotrow.rows import RowGroup
+import hotrow.embedding.collection
+import hotrow.engine.gpu.plan_buffers
+import hotrow.engine.gpu.planner
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.rows import RowGroup
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLES = [
@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         pytest.skip("the CPU's engine is for CPUs")
     chosen = ENGINES[request.param]
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: chosen)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: chosen)
     return chosen
 
 
@@ -108,9 +108,9 @@ def test_ctrl_c_while_a_batch_is_planned(engine: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("failing", [1, 2])
 def test_no_memory_for_the_plan_of_one_width(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     left = [0]
-    make = hotrow.plan_buffers.PlanBuffers.__init__
+    make = hotrow.engine.gpu.plan_buffers.PlanBuffers.__init__
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         left[0] -= 1
@@ -118,7 +118,7 @@ def test_no_memory_for_the_plan_of_one_width(failing: int, monkeypatch: pytest.M
             raise torch.OutOfMemoryError("there is no memory")
         make(self, *args, **options)
 
-    monkeypatch.setattr(hotrow.plan_buffers.PlanBuffers, "__init__", made)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_buffers.PlanBuffers, "__init__", made)
 
     def cut_off(embedding: Any) -> None:
         left[0] = failing  # larger batches need larger buffers, in both widths
@@ -133,7 +133,7 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     rows = torch.arange(60, device=DEVICE)[:, None]
     batches = (
         [rows[i : i + 4] for i in range(4)] + [rows[:40]] + [rows[i : i + 4] for i in range(4)]
@@ -156,8 +156,8 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
 
 def test_more_slots_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
-    monkeypatch.setattr(hotrow.device_planner, "_MOST_SLOTS", 49)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.engine.gpu.planner, "_MOST_SLOTS", 49)
     with pytest.raises(ValueError, match="60 rows of one width are to be in fast memory at once"):
         hotrow.EmbeddingBagCollection(
             TABLES[:1], hotrow.SGD(lr=0.1), strategy="all-fast", device=DEVICE

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 import test_seam
 from builders import (
     CASES,
@@ -38,11 +38,11 @@ from builders import (
     train,
     variant,
 )
-from hotrow import device_planner
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
-from hotrow.rows import RowGroup
-from hotrow.strategy import Strategy, as_listed
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu import planner as device_planner
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.strategy import Strategy, as_listed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 5
@@ -53,7 +53,7 @@ ONE_HOT, MULTI_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["multi-hot"], CASES["tw
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collections on DEVICE are kept by the device's engine, also where that is the CPU."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 def build(
@@ -172,7 +172,7 @@ def test_all_fast_is_close_to_the_engine_of_the_cpu(
 ) -> None:
     rule = list(RULES)[list(CASES).index(case) % len(RULES)]
     found = all_fast(case, rule)
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: RowGroup)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: RowGroup)
     tables = CASES[case].tables
     host = hotrow.EmbeddingBagCollection(tables, RULES[rule], strategy="all-fast", seed=3)
     expected = train(host, CASES[case].batches(STEPS))
@@ -191,7 +191,7 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits() -> None:
     expected = train(build(ONE_HOT), batches)
     for past, is_right in ((1, True), (0, False)):
         embedding = tight(ONE_HOT, "sgd", victims="most-recent", steps=8)
-        embedding.groups[0].planner.hold = hotrow.planner.Hold(past, 0)
+        embedding.groups[0].planner.hold = hotrow.engine.planner.Hold(past, 0)
         assert train(embedding, batches, depth=4).same_bits(expected) is is_right
 
 
@@ -199,7 +199,7 @@ def test_traffic_is_counted_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     batches = TWO_WIDTHS.batches(STEPS)
     embedding = tight(TWO_WIDTHS, name="lru", victims="own")
     train(embedding, batches)
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: RowGroup)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: RowGroup)
     strategy = variant("lru")
     host = hotrow.EmbeddingBagCollection(
         TWO_WIDTHS.tables, RULES["adagrad"], strategy=strategy,
@@ -567,7 +567,7 @@ def test_a_profile_pins_its_hottest_rows_with_the_same_bits() -> None:
     for name in ("static", "lookahead"):
         embedding = build(ONE_HOT, "adagrad", name, budget=budget, profile=profile)
         assert train(embedding, batches).same_bits(expected)
-        pinned = embedding.groups[0].planner.last_use == hotrow.planner.PINNED
+        pinned = embedding.groups[0].planner.last_use == hotrow.engine.planner.PINNED
         assert pinned.any()
 
 

@@ -18,22 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import skewed
-from hotrow import device_planner
-from hotrow.device_planner import (
-    DevicePlan,
-    DevicePlanner,
-    DeviceScratchpad,
-    Expected,
-)
-from hotrow.evict import EVICTIONS, SlotFacts
+from hotrow.engine.evict import EVICTIONS, SlotFacts
+from hotrow.engine.gpu import planner as device_planner
+from hotrow.engine.gpu.plan_buffers import PlanBuffers
+from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, DeviceScratchpad, Expected
+from hotrow.engine.planner import Hold, Pins, Planner
+from hotrow.engine.scratchpad import Scratchpad
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps, ranking, window, words
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE
 from hotrow.kernels.triton.window import globalise
-from hotrow.plan_buffers import PlanBuffers
-from hotrow.planner import Hold, Pins, Planner
-from hotrow.scratchpad import Scratchpad
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOMBSTONE = maps.TOMBSTONE.value

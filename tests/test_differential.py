@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding
-from hotrow import step as step_module
-from hotrow.device_rows import DeviceRows
-from hotrow.planner import Hold, Planner
-from hotrow.strategy import STRATEGIES
+import hotrow.embedding.collection
+from hotrow.embedding import step as step_module
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.planner import Hold, Planner
+from hotrow.engine.strategy import STRATEGIES
 from program_runs import check, difference
 from programs import EVERYTHING, INGREDIENTS, Program, draw
 
@@ -94,12 +94,12 @@ def forget_state(patch: pytest.MonkeyPatch) -> None:
 
 def forget_rates(patch: pytest.MonkeyPatch) -> None:
     """Every table has the learning rate of the first one."""
-    scalars = hotrow.optim.RowOptimizer._numbers
+    scalars = hotrow.embedding.optimizer.RowOptimizer._numbers
 
     def numbers(self: Any, key: Any, steps: Any, place: int) -> Any:
         return scalars(self, key, steps, 0)
 
-    patch.setattr(hotrow.optim.RowOptimizer, "_numbers", numbers)
+    patch.setattr(hotrow.embedding.optimizer.RowOptimizer, "_numbers", numbers)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ DEVICE_INGREDIENTS = EVERYTHING - {"untracked ids"}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's; a GPU has its own")
 @pytest.mark.parametrize("seed", ON_A_DEVICE[:40])
 def test_a_program_with_the_device_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     program = draw(seed, DEVICE_INGREDIENTS - {"thread"})  # the interpreter serves one thread
     check(replace(for_device(program), steps=program.steps[:5]))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from hotrow import fills, schedule
-from hotrow.fills import FULL, LEVELS, Effort
-from hotrow.schedule import Pace
+from hotrow.engine import schedule
+from hotrow.engine.gpu import mover_choice as fills
+from hotrow.engine.gpu.mover_choice import FULL, LEVELS, Effort
+from hotrow.engine.schedule import Pace
 
 
 def noted(effort: Effort, waited: float, looks: int) -> int:

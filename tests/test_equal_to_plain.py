@@ -21,7 +21,7 @@ from builders import (
     train_plain,
     variant,
 )
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
 
 STEPS = 40
 EXACT = [
@@ -127,7 +127,7 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits(
 
 
 def test_the_hold_follows_from_the_stages() -> None:
-    assert variant("scratchpipe").hold == hotrow.planner.Hold(past=3, future=2)
-    assert variant("lookahead").hold == hotrow.planner.Hold(past=1, future=0)
-    assert variant("lookahead", "split").hold == hotrow.planner.Hold(past=2, future=0)
-    assert variant("lookahead", "sequential").hold == hotrow.planner.Hold(past=0, future=0)
+    assert variant("scratchpipe").hold == hotrow.engine.planner.Hold(past=3, future=2)
+    assert variant("lookahead").hold == hotrow.engine.planner.Hold(past=1, future=0)
+    assert variant("lookahead", "split").hold == hotrow.engine.planner.Hold(past=2, future=0)
+    assert variant("lookahead", "sequential").hold == hotrow.engine.planner.Hold(past=0, future=0)

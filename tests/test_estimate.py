@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrow.estimate import RandEmBox, exact_rows, student_t
+from hotrow.systems.estimate import RandEmBox, exact_rows, student_t
 
 
 # From published tables of Student's t distribution.

@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import RULES
 from hotrow.data import ClickBatch, Loader
 from hotrow.data.sources import Samples
-from hotrow.device_rows import DeviceRows
-from hotrow.estimate import RandEmBox
-from hotrow.fae import FAE
-from hotrow.hotset import popular
-from hotrow.hybrid import HostRows
-from hotrow.skip import KeepAll
-from hotrow.slipstream import Slipstream
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.hybrid import HostRows
+from hotrow.inputs.hotset import popular
+from hotrow.systems.estimate import RandEmBox
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.slipstream.skip import KeepAll
+from hotrow.systems.slipstream.slipstream import Slipstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, ROWS = 16, (400, 60)
@@ -734,7 +734,7 @@ def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(
     cold: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     model, twin = (Model("adam", each, device=DEVICE) for each in ("static", "all-fast"))
     fae = FAE(sample_rate=1.0, cold=cold, hot_budget=40 * 48, test=TEST[:1])
     seen, _ = train(model, fae, LOADER[:6], graphs=False)  # what is replayed is not seen

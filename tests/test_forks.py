@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.pinned import locked_rows
-from hotrow.store import host_rows
+from hotrow.store.pinned import locked_rows
+from hotrow.store.ram import host_rows
 
 # Python warns of forks beside threads; whoever forks is what this is about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

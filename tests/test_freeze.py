@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
-from hotrow.hybrid import HostRows
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.hybrid import HostRows
+from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.kernels.reference import bits_of, in_bits
-from hotrow.strategy import Strategy, as_listed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 6
@@ -148,7 +148,7 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
 def test_on_a_device(
     case: str, rule: str, name: str, victims: str, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     right = put_back(build(CASES[case], rule, "all-fast", device=DEVICE), CASES[case])
     embedding = tight(CASES[case], rule, name, victims, part=part, device=DEVICE)
     assert trained(embedding, CASES[case]).same_bits(right)
@@ -160,7 +160,7 @@ def test_late_and_joined_gradients_leave_them_alone(
 ) -> None:
     case, device = CASES["multi-hot"], "cpu"
     if engine == "device":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         device = DEVICE.type
     found = []
     for freezes in (True, False):

@@ -38,14 +38,14 @@ from builders import (
     variant,
 )
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.evict import EVICTIONS
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.planner import Hold, Planner
+from hotrow.engine.scratchpad import Scratchpad
+from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.kernels import reference
 from hotrow.kernels.triton import maps
 from hotrow.models.dlrm import DLRM
-from hotrow.planner import Hold, Planner
-from hotrow.scratchpad import Scratchpad
-from hotrow.strategy import STRATEGIES, Strategy
-from hotrow.trainer import Trainer
+from hotrow.training.trainer import Trainer
 from test_device_planner import replace_rows
 from test_loaders import Samples
 

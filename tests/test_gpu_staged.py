@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.device_memory
-import hotrow.fills
-import hotrow.pinned
-import hotrow.staged
+import hotrow.engine.gpu.memory
+import hotrow.engine.gpu.mover_choice
+import hotrow.engine.gpu.staged
+import hotrow.store.pinned
 from builders import CASES, RULES, Outcome, outcome, readout, shuffled, tight_budget, train, variant
-from hotrow.staged import Packet, Staged
+from hotrow.engine.gpu.staged import Packet, Staged
 from test_gpu_training import Run, batches, same_bits
 from test_staged import build, stages_for
 
@@ -70,13 +70,13 @@ def test_every_form_gives_the_bits_of_all_fast(
 
 def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
     """Let the background be late, as a busy CPU is."""
-    real: Callable[..., None] = getattr(hotrow.staged, name)
+    real: Callable[..., None] = getattr(hotrow.engine.gpu.staged, name)
 
     def sleeping(*args: Any) -> None:
         time.sleep(seconds)
         real(*args)
 
-    monkeypatch.setattr(hotrow.staged, name, sleeping)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, name, sleeping)
 
 
 def late(monkeypatch: pytest.MonkeyPatch, method: str, lane: Any) -> None:
@@ -114,7 +114,7 @@ def test_whatever_is_late_is_waited_for(
 def test_packets_that_are_too_small_and_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", 5)
+    monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", 5)
     for name in ("lookahead", "scratchpipe"):
         found = train(tight("one-hot", "adam", name, "staged"), CASES["one-hot"].batches(STEPS))
         assert found.same_bits(all_fast("one-hot", "adam"))
@@ -122,9 +122,9 @@ def test_packets_that_are_too_small_and_those_that_are_not(
 
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe", "lru", "uncached"])
 def test_a_store_that_the_system_does_not_lock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.pinned, "_cuda_register", lambda address, size: "not today")
+    monkeypatch.setattr(hotrow.store.pinned, "_cuda_register", lambda address, size: "not today")
     for most in (5, 1 << 16):
-        monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", most)
+        monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", most)
         with pytest.warns(UserWarning, match="refused to page-lock the rows: not today"):
             embedding = tight("one-hot", "adam", name, "staged")
         choice = embedding.fills()[4]
@@ -180,7 +180,7 @@ def test_a_batch_that_does_not_fit_passes_through_among_staged_ones() -> None:
 def test_the_forms_are_measured_and_the_tables_start_as_they_always_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.fills, "_LEAST_CORES", {"bulk": 1, "staged": 1})
+    monkeypatch.setattr(hotrow.engine.gpu.mover_choice, "_LEAST_CORES", {"bulk": 1, "staged": 1})
     random = torch.random.get_rng_state(), torch.cuda.get_rng_state()
     tables = [hotrow.EmbeddingBagConfig("t", 300_000, 32, ["f"])]
     found = {}
@@ -203,14 +203,14 @@ def test_the_host_does_not_wait_for_rows_that_come_in_time(
 ) -> None:
     """Whoever launches finds the background's work done, when training takes its time."""
     waited: list[bool] = []
-    real = hotrow.staged.finish
+    real = hotrow.engine.gpu.staged.finish
 
     def finish(job: Any) -> None:
         if job is not None:
             waited.append(not job.done())
         real(job)
 
-    monkeypatch.setattr(hotrow.staged, "finish", finish)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, "finish", finish)
     embedding = tight("one-hot", "adam", "lookahead", "staged")
     for place, batch in enumerate(hotrow.ahead(CASES["one-hot"].batches(STEPS), embedding)):
         readout(embedding(batch)).backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hotrow
-from hotrow import lanes
+from hotrow.support import streams as lanes
 from test_gpu_graphed import Model, batches
 from test_reading_threads import (
     Steps,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import hotrow
-import hotrow.plan_room
+import hotrow.engine.gpu.plan_room
 from compiling import note_compiled
 from hotrow.data import ClickBatch
 from hotrow.models import DLRM
@@ -243,7 +243,7 @@ def _untold(run: Run, steps: int) -> Found:
 
 def test_captured_steps_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass after pass, of which the short last batch is captured, too, in the end."""
-    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 0)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
     budget = 1_300_000
     run, reference = Run("lookahead", budget), Run()
     before = run.embedding.num_slots
@@ -261,7 +261,7 @@ def test_captured_steps_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_slots_give_way_without_being_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 0)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, budget = torch.cuda.memory_reserved(), 200_000_000

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.captured
-import hotrow.embedding
-import hotrow.step
+import hotrow.embedding.collection
+import hotrow.embedding.step
+import hotrow.training.captured
 from builders import RULES, Outcome, outcome, readout, skewed
-from hotrow.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
-from hotrow.device_rows import DeviceRows
-from hotrow.evict import EVICTIONS
-from hotrow.graphed import GraphedStep
-from hotrow.lanes import lanes_of
-from hotrow.strategy import STRATEGIES, as_listed
-from hotrow.tables import group_by_width
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.strategy import STRATEGIES, as_listed
+from hotrow.inputs.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
+from hotrow.inputs.tables import group_by_width
+from hotrow.support.streams import lanes_of
+from hotrow.training.graphed import GraphedStep
 
 CPU = torch.device("cpu")
 SIZE = 4  # samples
@@ -182,7 +182,7 @@ class StandIn:
             work.arrive(arrival.batch)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedding, "_find", lambda features: arrival)
-            patch.setattr(hotrow.step, "capturing", lambda: True)
+            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
             for group in embedding.groups:
                 patch.setattr(group, "slots_hold", lambda work: True)
             self._launch()
@@ -194,7 +194,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
     found = Replays()
 
     berths: deque[Any] = deque(maxlen=1)
-    real = hotrow.captured.CapturedStep._capture
+    real = hotrow.training.captured.CapturedStep._capture
 
     def capture_berth(self: Any, berth: Any, split: Any = None) -> Any:
         berths.append(berth)
@@ -205,12 +205,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
         embedding.optimizer.in_graph = found.tables  # a real capture runs the backward pass
         return StandIn(launch, berths[0], found)
 
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
-    monkeypatch.setattr(hotrow.captured, "capture", capture)
-    monkeypatch.setattr(hotrow.captured.CapturedStep, "_capture", capture_berth)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.training.captured, "capture", capture)
+    monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture_berth)
     # As few as can be, so that they are soon used again.
-    monkeypatch.setattr(hotrow.captured, "_BERTHS", 4)
-    monkeypatch.setattr(hotrow.captured, "_EAGER_FIRST", 1)
+    monkeypatch.setattr(hotrow.training.captured, "_BERTHS", 4)
+    monkeypatch.setattr(hotrow.training.captured, "_EAGER_FIRST", 1)
     return found
 
 
@@ -425,9 +425,9 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along(
     seen: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch does it, a pool whose last graph has gone is refused ever after."""
-    monkeypatch.setattr(hotrow.captured, "_FORGOTTEN", 6)
+    monkeypatch.setattr(hotrow.training.captured, "_FORGOTTEN", 6)
     graphs: dict[object, WeakSet[StandIn]] = {}
-    stand_in = hotrow.captured.capture
+    stand_in = hotrow.training.captured.capture
 
     def capture(launch: Callable[[], None], pool: Any, priority: int) -> Any:
         gc.collect()  # what stands in for a graph knows its berth, which knows the graph
@@ -439,7 +439,7 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along(
         graphs.setdefault(mine, WeakSet()).add(graph)  # type: ignore[arg-type]
         return graph
 
-    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    monkeypatch.setattr(hotrow.training.captured, "capture", capture)
     generator = torch.Generator().manual_seed(1)
     short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(8)]
     batches = [*batches_of("sum", 7), *short, *batches_of("sum", 7, most=9)]
@@ -591,7 +591,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(
             found: Tensor = super().forward({**batch, "ids": anew if rebuilds else ids})
             return found + (ids.values().float().mean() if rebuilds else 0.0)
 
-    monkeypatch.setattr(hotrow.captured, "capture", refuse)
+    monkeypatch.setattr(hotrow.training.captured, "capture", refuse)
     batches = batches_of("sum", 8)
     twin = make("sum", "adagrad")
     expected = run(Rebuilds(twin.embedding), batches, captured=False)
@@ -610,7 +610,7 @@ def test_a_loss_that_raises_leaves_everything_usable(
     """In an eager step, and while it is captured."""
     batches = batches_of("sum", 13)
     batches[6] = batch_of(TABLES["sum"], torch.Generator().manual_seed(1), size=SIZE - 1)
-    stand_in, captures = hotrow.captured.capture, []
+    stand_in, captures = hotrow.training.captured.capture, []
 
     def capture(launch: Callable[[], None], pool: Any, priority: int) -> Any:
         captures.append(pool)
@@ -623,7 +623,7 @@ def test_a_loss_that_raises_leaves_everything_usable(
             raise ValueError("labels nobody likes")
         return squares(found, labels)
 
-    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    monkeypatch.setattr(hotrow.training.captured, "capture", capture)
     model = make("sum", "adagrad", "lookahead", slots=40)
     step, losses, trained = step_of(model, loss_fn=picky), [], []
     for batch, given in zip(stream(batches, model, step), batches, strict=True):
@@ -642,7 +642,7 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
 ) -> None:
     """When the step is tried with padding: one that failed before would be run again without."""
     batches, tries = batches_of("sum", 5), []
-    plain = hotrow.captured.CapturedStep._try
+    plain = hotrow.training.captured.CapturedStep._try
 
     def note(self: Any, berth: Any) -> Tensor:
         tries.append("begun")
@@ -653,7 +653,7 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
             tries.append("failed")
             raise ValueError("a hook nobody likes")
 
-    monkeypatch.setattr(hotrow.captured.CapturedStep, "_try", note)
+    monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_try", note)
     model = make("sum", "adagrad", "lookahead", slots=40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(raises_once)
@@ -678,7 +678,7 @@ def test_what_is_counted_on_the_host_is_counted_with_every_replay(
     model = make("sum", "sgd", "lookahead", slots=40)
     adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
     steps = [state["step"] for state in adagrad.state.values()]
-    stand_in = hotrow.captured.capture
+    stand_in = hotrow.training.captured.capture
 
     class Counted:
         def __init__(self, graph: Any) -> None:
@@ -695,7 +695,7 @@ def test_what_is_counted_on_the_host_is_counted_with_every_replay(
             each += 1
         return Counted(stand_in(launch, pool, priority))
 
-    monkeypatch.setattr(hotrow.captured, "capture", capture)
+    monkeypatch.setattr(hotrow.training.captured, "capture", capture)
     found = run(model, batches, optimizer=adagrad)
     assert seen.strange > 0
     assert [float(each) for each in steps] == [12.0, 12.0]

@@ -23,23 +23,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.captured
-import hotrow.embedding
-import hotrow.hotline
-import hotrow.step
+import hotrow.embedding.collection
+import hotrow.embedding.step
+import hotrow.systems.hotline.hotline
+import hotrow.training.captured
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
-from hotrow import samples
-from hotrow.device_rows import DeviceRows
-from hotrow.graphed import GraphedStep
-from hotrow.hotline import Hotline
-from hotrow.lanes import Lanes, lanes_of
-from hotrow.loggers import Learning, SrripLog
-from hotrow.parts import Split
-from hotrow.rows import RowGroup
-from hotrow.skip import KeepAll, SkipRecord
-from hotrow.step import PendingStep
-from hotrow.trainer import Trainer
+from hotrow.embedding.step import PendingStep
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.split_batch import Split
+from hotrow.inputs import samples
+from hotrow.support.streams import Lanes, lanes_of
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.systems.hotline.popularity import Learning, SrripLog
+from hotrow.systems.slipstream.skip import KeepAll, SkipRecord
+from hotrow.training.graphed import GraphedStep
+from hotrow.training.trainer import Trainer
 
 Table = hotrow.EmbeddingBagConfig
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
@@ -200,7 +200,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Both engines, where there is no GPU; with one, tests marked so are for it."""
     if request.param == "device-rows" and torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU; the gpu tests are for it")
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: ENGINES[request.param])
+    monkeypatch.setattr(
+        hotrow.embedding.collection, "_engine", lambda device: ENGINES[request.param]
+    )
     return str(request.param)
 
 
@@ -764,7 +766,7 @@ class StandIn:
     def _as_captured(self) -> Iterator[None]:
         ((embedding, _),) = self.updated
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hotrow.step, "capturing", lambda: True)
+            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
             for group in embedding.groups:
                 patch.setattr(group, "slots_hold", lambda work: True)
             yield
@@ -806,10 +808,10 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
         captures.append(split.first)
         return StandIn(self, berth, split)
 
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
-    monkeypatch.setattr(hotrow.captured.CapturedStep, "_capture", capture)
-    monkeypatch.setattr(hotrow.captured, "_BERTHS", 4)
-    monkeypatch.setattr(hotrow.captured, "_EAGER_FIRST", 1)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture)
+    monkeypatch.setattr(hotrow.training.captured, "_BERTHS", 4)
+    monkeypatch.setattr(hotrow.training.captured, "_EAGER_FIRST", 1)
     batches, results = batches_of(20), []
     for is_captured in (False, True):
         model = Model("static", "two-widths", "adam", budget=ROOMY)
@@ -1061,8 +1063,12 @@ def test_to_try_a_model_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for tries in (True, False):
         if not tries:
-            monkeypatch.setattr(hotrow.hotline, "refuse_mixed_samples", lambda *given: None)
-            monkeypatch.setattr(hotrow.hotline, "_refuse_other_losses", lambda *given: None)
+            monkeypatch.setattr(
+                hotrow.systems.hotline.hotline, "refuse_mixed_samples", lambda *given: None
+            )
+            monkeypatch.setattr(
+                hotrow.systems.hotline.hotline, "_refuse_other_losses", lambda *given: None
+            )
         torch.manual_seed(5)
         model = Mixing("static", between)
         list(trainer_of(model, hotline()).run(batches_of()))

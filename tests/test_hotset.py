@@ -10,9 +10,9 @@ from torch import Tensor
 
 import hotrow
 from builders import no_synchronisation
-from hotrow.batch import Batch, parse
-from hotrow.hotset import HotSet, Places, popular
-from hotrow.tables import feature_order, group_by_width
+from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.hotset import HotSet, Places, popular
+from hotrow.inputs.tables import feature_order, group_by_width
 
 Table = hotrow.EmbeddingBagConfig
 TABLES = [Table("a", 6, 4, ["f", "g"]), Table("b", 5, 8, ["h"], padding_idx=2)]

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import hotrow.hybrid
+import hotrow.engine.hybrid
 import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
-from hotrow.ahead import to_device
 from hotrow.data import ClickBatch
-from hotrow.graphed import GraphedStep
-from hotrow.hybrid import HostRows, _Columns
-from hotrow.lanes import lanes_of
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.hybrid import HostRows, _Columns
+from hotrow.engine.strategy import STRATEGIES
 from hotrow.models import DLRM
-from hotrow.strategy import STRATEGIES
+from hotrow.support.streams import lanes_of
+from hotrow.training.graphed import GraphedStep
 
 # Of weights of about 0.1 to 1 and losses of about 1 to 10, after up to 40 steps.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -412,7 +412,9 @@ def test_every_row_of_a_batch_counts_as_moved_without_its_state() -> None:
 
 
 def test_the_cpu_alone_is_refused_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding, "usable_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        hotrow.embedding.collection, "usable_device", lambda _: torch.device("cuda", 0)
+    )
     with pytest.raises(ValueError, match=r"'cpu' trains on the CPU alone; .* take 'hybrid'"):
         build(MULTI_HOT, strategy="cpu", device="cuda")
 

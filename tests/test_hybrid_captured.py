@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.captured
-import hotrow.hybrid
-import hotrow.static_hybrid
-import hotrow.step
+import hotrow.embedding.step
+import hotrow.engine.hybrid
+import hotrow.engine.static_hybrid
+import hotrow.training.captured
 from hotrow.data import ClickBatch
-from hotrow.graphed import GraphedStep
-from hotrow.lanes import lanes_of
+from hotrow.support.streams import lanes_of
+from hotrow.training.graphed import GraphedStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, SIZE = 14, 32
@@ -81,9 +81,9 @@ class StandIn:
 
     def _run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hotrow.step, "capturing", lambda: True)
-            patch.setattr(hotrow.hybrid, "capturing", lambda: True)
-            patch.setattr(hotrow.static_hybrid, "capturing", lambda: True)
+            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
+            patch.setattr(hotrow.engine.hybrid, "capturing", lambda: True)
+            patch.setattr(hotrow.engine.static_hybrid, "capturing", lambda: True)
             self._launch()
 
     def pool(self) -> None:
@@ -115,16 +115,16 @@ def run(
     model, replays = Model(rule, unused=unused, strategy=strategy), list[int]()
     if DEVICE.type == "cpu":
         monkeypatch.setattr(
-            hotrow.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
+            hotrow.training.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
         )
     else:
-        real = hotrow.captured._Graph.replay
+        real = hotrow.training.captured._Graph.replay
 
         def replay(self: Any) -> None:
             replays.append(1)
             real(self)
 
-        monkeypatch.setattr(hotrow.captured._Graph, "replay", replay)
+        monkeypatch.setattr(hotrow.training.captured._Graph, "replay", replay)
     optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
     step = GraphedStep(
         model,
@@ -168,7 +168,7 @@ def test_hot_rows_on_the_device_are_part_of_what_is_cut(
 ) -> None:
     if place != DEVICE.type:
         pytest.skip(f"this machine trains on {DEVICE.type}")
-    monkeypatch.setattr(hotrow.static_hybrid, "_LEARN_AFTER", (2, 5, 10))  # graphs stay
+    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (2, 5, 10))  # graphs stay
     given = {"rule": rule, "strategy": "static-hybrid"}
     losses, weights, _ = run(monkeypatch, captured=False, **given)
     found, found_weights, (replays, steps) = run(monkeypatch, captured=True, **given)

@@ -1,8 +1,9 @@
-"""Imports go one way: from what wires to what decides and moves, down to the kernels."""
+"""Packages import downwards only, and files and classes stay small enough to read."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hotrow
+from hotrow.support.old_names import MOVED
 
 SOURCE = Path(hotrow.__file__).parent
 PATHS = {
@@ -20,13 +22,34 @@ PATHS = {
     for path in sorted(SOURCE.rglob("*.py"))
 }
 
+# From the bottom up: a package imports only from those before it. docs/architecture.md says what
+# each one is for.
+PACKAGES = [
+    "support",
+    "kernels",
+    "inputs",
+    "store",
+    "engine",
+    "sizing",
+    "embedding",
+    "training",
+    "systems",
+    "checkpoint",
+    "data",
+    "models",
+    "run",
+    "study",
+    "report",
+    "cli",
+]
 
-def _imports(node: ast.AST, *, everywhere: bool) -> Iterator[str]:
-    """Full names of what is imported; what only type checkers see is left out."""
+
+def _imports(node: ast.AST, *, at_import: bool = False) -> Iterator[str]:
+    """Yield full names of what is imported; with `at_import`, only what runs with the module."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if at_import and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere:
+        if at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -35,180 +58,100 @@ def _imports(node: ast.AST, *, everywhere: bool) -> Iterator[str]:
             assert child.module is not None
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
         else:
-            yield from _imports(child, everywhere=everywhere)
+            yield from _imports(child, at_import=at_import)
 
 
-def imported_by(module: str, *, everywhere: bool = True) -> set[str]:
-    """The hotrow modules that a module imports; `everywhere`: inside functions, too."""
-    found = set()
-    for name in _imports(ast.parse(PATHS[module].read_text()), everywhere=everywhere):
+def imported_by(module: str, *, at_import: bool = False) -> set[str]:
+    """Return the hotrow modules that a module imports."""
+    modules = set()
+    for name in _imports(ast.parse(PATHS[module].read_text()), at_import=at_import):
         if name.split(".")[0] == "hotrow":
             while name not in PATHS:  # a name in a module: the module
                 name = name.rpartition(".")[0]
-            found.add(name)
-    return found - {module, "hotrow"}
+            modules.add(name)
+    return modules - {module}
 
 
-def part_of(module: str) -> str:
+def package_of(module: str) -> str:
     """hotrow.kernels.reference -> kernels"""
     return module.split(".")[1]
 
 
-def parts_imported_by(module: str) -> set[str]:
-    return {part_of(each) for each in imported_by(module)} - {part_of(module)}
+def packages_imported_by(module: str) -> set[str]:
+    others = imported_by(module)
+    assert "hotrow" not in others or module == "hotrow.__main__", "the root imports all packages"
+    return {package_of(other) for other in others - {"hotrow"}} - {package_of(module)}
 
 
-# From the bottom up: a part imports only from the lines above its own.
-LAYERS = [
-    {
-        "clock",
-        "disk",
-        "forks",
-        "forms",
-        "hashing",
-        "kernels",
-        "interrupt",
-        "kept",
-        "lanes",
-        "manifests",
-        "masters",
-        "progress",
-        "random_states",
-        "reuse",
-        "scalars",
-        "support",
-        "told",
-        "watch",
-        "writer",
-    },
-    {
-        "tables",
-        "blocks",
-        "budget",
-        "changed",
-        "evict",
-        "id_check",
-        "machine",
-        "scratchpad",
-        "traffic",
-        "records",
-    },
-    {"host_memory", "snapshot", "threads"},
-    {"batch", "store", "pinned", "profile", "optim", "planner", "plan_buffers", "uploads"},
-    {"parts", "dense_steps"},
-    {
-        "stages",
-        "device_planner",
-        "device_start",
-        "staged",
-        "samples",
-        "order",
-        "hotset",
-        "estimate",
-    },
-    {"writeback", "everything", "device_work", "copied", "calibrate"},
-    {"schedule", "strategy", "fills", "separate", "loggers"},
-    {"cost", "rows", "simulate"},
-    {"ceilings", "step", "device_memory"},
-    {"device_fill"},
-    {"device_rows", "plan_room"},
-    {"hybrid"},
-    {"static_hybrid", "sizing"},
-    {"embedding"},
-    {"ahead", "checkpoint", "shadow", "staleness"},
-    {"captured", "sorting"},
-    {"skip", "split"},
-    {"graphed"},
-    {"trainer"},
-    {"fae", "per_sample", "slipstream"},
-    {"hotline"},
-]
-LAYERED = [name for name in PATHS if name != "hotrow" and part_of(name) in set().union(*LAYERS)]
+INSIDE = [name for name in PATHS if name not in ("hotrow", "hotrow.__main__")]
 
 
-@pytest.mark.parametrize("module", LAYERED)
-def test_a_part_imports_only_from_the_layers_below_it(module: str) -> None:
-    below: set[str] = set()
-    for layer in LAYERS:
-        if part_of(module) in layer:
-            break
-        below |= layer
-    assert parts_imported_by(module) <= below
+def test_the_root_holds_packages_alone() -> None:
+    assert {path.stem for path in SOURCE.glob("*.py")} == {"__init__", "__main__"}
+    assert {package_of(name) for name in INSIDE} == set(PACKAGES)
 
 
-def test_every_part_of_the_layers_exists() -> None:
-    assert {part_of(name) for name in LAYERED} == set().union(*LAYERS)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_from_those_below_it(package: str) -> None:
+    below = set(PACKAGES[: PACKAGES.index(package)])
+    upward = {
+        f"{module} imports {other}"
+        for module in INSIDE
+        if package_of(module) == package
+        for other in imported_by(module) - {"hotrow"}
+        if package_of(other) not in below | {package}
+    }
+    assert not upward
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_is_for(package: str) -> None:
+    for path in (SOURCE / package).rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text()))
+        assert text, path
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_moved_module_is_one_object_under_both_names(old: str) -> None:
+    assert importlib.import_module(old) is importlib.import_module(MOVED[old])
+    assert importlib.import_module(old).__name__ == MOVED[old]
 
 
 def test_no_two_modules_import_each_other_however_indirectly() -> None:
-    graph = {name: imported_by(name, everywhere=False) for name in PATHS}
+    graph = {name: imported_by(name, at_import=True) - {"hotrow"} for name in INSIDE}
     assert list(TopologicalSorter(graph).static_order())  # raises CycleError, naming the modules
 
 
-KERNELS = [name for name in PATHS if name.startswith("hotrow.kernels")]
-
-
-@pytest.mark.parametrize("module", KERNELS)
-def test_kernels_know_nothing_but_kernels(module: str) -> None:
-    assert parts_imported_by(module) == set()
-
-
-@pytest.mark.parametrize(
-    "part", ["planner", "device_planner", "evict", "store", "pinned", "scratchpad", "lanes"]
-)
-def test_the_foundation_knows_nothing_of_what_is_built_on_it(part: str) -> None:
-    upper = {"stages", "schedule", "strategy", "rows", "embedding", "ahead", "trainer", "config"}
-    assert not parts_imported_by(f"hotrow.{part}") & upper
+MOVING = {"hotrow.engine.rows", "hotrow.engine.gpu.rows"}
+DECIDING = ["engine.planner", "engine.gpu.planner", "engine.evict", "engine.profile"]
 
 
 def test_what_decides_does_not_know_what_moves_bytes() -> None:
-    for part in ("planner", "device_planner", "evict", "profile"):
-        moving = {"store", "pinned", "rows", "device_rows", "optim"}
-        assert not parts_imported_by(f"hotrow.{part}") & moving
-
-
-def test_what_moves_bytes_does_not_know_what_decides() -> None:
-    for part in ("store", "pinned", "scratchpad", "kernels"):
-        deciding = {"planner", "device_planner", "evict", "profile"}
-        assert not parts_imported_by(f"hotrow.{part}") & deciding
-
-
-ENDS = {"cli", "data", "models", "report"}
-# A run's settings include those of its data, so config is no part of the core.
-CORE = [
-    name
-    for name, path in PATHS.items()
-    if path.parent == SOURCE and path.stem not in ("__init__", "__main__", "config")
-]
-
-
-@pytest.mark.parametrize("module", CORE)
-def test_the_core_never_imports_commands_data_models_or_reports(module: str) -> None:
-    assert not parts_imported_by(module) & ENDS
+    for module in DECIDING:
+        assert "store" not in packages_imported_by(f"hotrow.{module}")
+        assert not imported_by(f"hotrow.{module}") & {
+            "hotrow.engine.rows",
+            "hotrow.engine.gpu.rows",
+        }
 
 
 def test_models_stand_alone() -> None:
     """But for kernels, which a model asks for when its tensors are on a GPU."""
     for name in PATHS:
         if name.startswith("hotrow.models"):
-            assert parts_imported_by(name) <= {"embedding", "batch", "tables", "kernels"}
-            at_once = imported_by(name, everywhere=False)
-            assert not any(part_of(each) == "kernels" for each in at_once)
-
-
-def test_master_weights_stand_alone() -> None:
-    assert imported_by("hotrow.masters") == set()
-    assert all("hotrow.masters" not in imported_by(name) for name in CORE)
+            assert packages_imported_by(name) <= {"embedding", "inputs", "kernels"}
+            early = imported_by(name, at_import=True) - {"hotrow"}
+            assert not any(package_of(other) == "kernels" for other in early)
 
 
 def test_reports_read_records_alone() -> None:
     for name in PATHS:
         if name.startswith("hotrow.report"):
-            assert parts_imported_by(name) <= {"records", "budget", "told"}
+            assert packages_imported_by(name) <= {"support"}
 
 
 def test_records_import_nothing() -> None:
-    assert imported_by("hotrow.records") == set()
+    assert imported_by("hotrow.support.records") == set()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +174,7 @@ def test_importing_the_package_leaves_out(module: str, imported: set[str]) -> No
 def test_torchmetrics_waits_until_it_is_used() -> None:
     """It takes a second, which nobody who reads data should wait for."""
     for name, path in PATHS.items():
-        found = _imports(ast.parse(path.read_text()), everywhere=False)
+        found = _imports(ast.parse(path.read_text()), at_import=True)
         assert not any(each.startswith("torchmetrics") for each in found), name
 
 
@@ -246,16 +189,16 @@ def imported() -> set[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     names = set(done.stdout.split())
-    assert "hotrow.embedding" in names
+    assert "hotrow.embedding.collection" in names
     return names
 
 
 # What rows on a GPU are made of; everything else is there without Triton.
 ENGINE = {
-    f"hotrow.{name}"
+    f"hotrow.engine.gpu.{name}"
     for name in (
-        "device_fill", "device_memory", "device_planner", "device_rows", "device_start",
-        "device_work", "everything", "fills", "plan_buffers", "staged", "writeback",
+        "fill", "memory", "planner", "rows", "start", "work", "all_rows", "mover_choice",
+        "plan_buffers", "staged", "bulk",
     )
 }  # fmt: skip
 
@@ -274,7 +217,7 @@ def test_only_rows_on_a_gpu_need_triton() -> None:
         for batch in hotrow.ahead([torch.tensor([[1], [2]])], embedding):
             embedding(batch).values().sum().backward()
         try:
-            hotrow.embedding._engine(torch.device("cuda"))
+            hotrow.embedding.collection._engine(torch.device("cuda"))
         except RuntimeError as error:
             print(error)
     """

@@ -13,7 +13,7 @@ import torch
 
 import hotrow
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.interrupt import uninterrupted
+from hotrow.support.interrupts import uninterrupted
 
 CASE = CASES["two-widths"]
 INSIDE = ("planner.py", "rows.py", "stages.py", "schedule.py", "scratchpad.py", "step.py")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import hotrow.lanes
-from hotrow.lanes import Lanes
+import hotrow.support.streams
+from hotrow.support.streams import Lanes
 
 _numbers = count(1)
 
@@ -30,7 +30,7 @@ class Event:
 
 @pytest.fixture
 def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
-    monkeypatch.setattr(hotrow.lanes, "_Event", Event)
+    monkeypatch.setattr(hotrow.support.streams, "_Event", Event)
     made: Any = Lanes(torch.device("cpu"))
     made._streams = {name: Stream(name) for name in ("sort", "plan", "rows", "back")}
     return made  # type: ignore[no-any-return]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.batch import Batch
-from hotrow.calibrate import AccessCounts, top_k
-from hotrow.hotset import HotSet, popular
-from hotrow.loggers import DecayedCounts, Learned, Learning, Log, SrripLog
+from hotrow.inputs.batch import Batch
+from hotrow.inputs.hotset import HotSet, popular
+from hotrow.systems.calibrate import AccessCounts, top_k
+from hotrow.systems.hotline.popularity import DecayedCounts, Learned, Learning, Log, SrripLog
 
 Table = hotrow.EmbeddingBagConfig
 

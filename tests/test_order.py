@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hotrow.order import HotColdOrder, Segment, Separated, ShuffleRate
+from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Segment, Separated, ShuffleRate
 
 # -- The rate ----------------------------------------------------------------------------
 

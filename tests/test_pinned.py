@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotrow import pinned
-from hotrow.host_memory import available_bytes
 from hotrow.kernels.triton.fill import gather, scatter
-from hotrow.pinned import locked_rows
+from hotrow.store import pinned
+from hotrow.store.pinned import locked_rows
+from hotrow.support.host_memory import available_bytes
 
 CHUNK = 1 << 20
 WIDTH = 48  # rows do not divide a chunk: some lie in two
@@ -206,7 +206,7 @@ def test_rows_stay_locked_as_long_as_any_view_is_left() -> None:
 
 def test_rows_are_unlocked_when_the_interpreter_ends() -> None:
     script = """
-    from hotrow.pinned import locked_rows
+    from hotrow.store.pinned import locked_rows
     made = locked_rows(100, 8, register=lambda a, n: "", unregister=lambda a: print("unlocked"))
     """
     done = subprocess.run(

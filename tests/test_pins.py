@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import (
     CASES,
     RULES,
@@ -24,10 +24,10 @@ from builders import (
     unique_rows,
     variant,
 )
-from hotrow.device_rows import DeviceRows
-from hotrow.hotset import popular
-from hotrow.stages import LATE
-from hotrow.strategy import Strategy
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.stages import LATE
+from hotrow.engine.strategy import Strategy
+from hotrow.inputs.hotset import popular
 
 STEPS = 12
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -314,7 +314,7 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 @pytest.fixture
 def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 @pytest.mark.usefixtures("device_engine")

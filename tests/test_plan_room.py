@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding
-import hotrow.plan_room
+import hotrow.embedding.collection
+import hotrow.engine.gpu.plan_room
 from builders import Outcome, readout, train
-from hotrow.captured import _BERTHS, _Form, _Shape
-from hotrow.device_rows import DeviceRows
-from hotrow.lanes import lanes_of
-from hotrow.plan_buffers import BufferPool, PlanBuffers, plan_bytes
+from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.store.writer import why_not
+from hotrow.support.streams import lanes_of
 from hotrow.support.units import parse_bytes
-from hotrow.writer import why_not
+from hotrow.training.captured import _BERTHS, _Form, _Shape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DIM, STEPS = 3000, 16, 9
@@ -28,9 +28,9 @@ NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads
 
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 0)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 def tables(widths: tuple[int, ...] = (DIM,)) -> list[hotrow.EmbeddingBagConfig]:
@@ -102,12 +102,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.plan_room, "ON_TOP", 1 << 20)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 1 << 20)
     embedding = build()
     slots = embedding.num_slots
     assert train(embedding, dense(90)).same_bits(train(build(None, strategy="all-fast"), dense(90)))
     assert embedding.num_slots == slots
-    monkeypatch.setattr(hotrow.plan_room, "SMALL_BUDGET", 0)
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "SMALL_BUDGET", 0)
     other = build()
     train(other, dense(90))
     assert other.num_slots < slots

@@ -25,11 +25,11 @@ from builders import (
     train,
     variant,
 )
-from hotrow import planner as planner_module
-from hotrow.evict import DOUBLED, EVICTIONS, Eviction
+from hotrow.engine import planner as planner_module
+from hotrow.engine.evict import DOUBLED, EVICTIONS, Eviction
+from hotrow.engine.planner import Hold, Pins, Plan, Planner
+from hotrow.engine.scratchpad import FREE, Scratchpad
 from hotrow.kernels.reference import SortedIds, sort_ids
-from hotrow.planner import Hold, Pins, Plan, Planner
-from hotrow.scratchpad import FREE, Scratchpad
 
 ROWS = 40
 HOLDS = [Hold(0, 0), Hold(1, 0), Hold(0, 1), Hold(2, 1), Hold(3, 2)]

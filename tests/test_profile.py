@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.profile import byte_parts, check_profile, hottest, small_tables
-from hotrow.tables import WidthGroup, group_by_width
+from hotrow.engine.profile import byte_parts, check_profile, hottest, small_tables
+from hotrow.inputs.tables import WidthGroup, group_by_width
 
 Table = hotrow.EmbeddingBagConfig
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hotrow import progress
-from hotrow.progress import bytes_bar
+from hotrow.support import progress
+from hotrow.support.progress import bytes_bar
 
 GIB = 2**30
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.threads import RowLock, TrainingThread
+from hotrow.support.threads import RowLock, TrainingThread
 
 TABLES = [
     hotrow.EmbeddingBagConfig("user", 400, 4, ["user"]),

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import hotrow
-from hotrow.copied import Copies, SetOptions
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.systems.fae.sample_copies import Copies, SetOptions
 
 ROWS, SIZE, STEPS = 60, 8, 24
 TABLES = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.hotset import HotSet
+from hotrow.inputs.hotset import HotSet
 from hotrow.kernels.rules import RowRule
 
 Table = hotrow.EmbeddingBagConfig

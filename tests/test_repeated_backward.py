@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, RULES, readout
-from hotrow.device_rows import DeviceRows
-from hotrow.masters import MasterWeights
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.training.masters import MasterWeights
 
 CASE = CASES["one-hot"]
 BATCHES = CASE.batches(12)
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
     if request.param == "device-rows":
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled where there is a GPU")
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     return Model(collection())
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, RULES, Outcome, outcome, readout
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu.rows import DeviceRows
 
 ON_GPU = torch.cuda.is_available()
 CASE = CASES["multi-hot"]
@@ -33,7 +33,7 @@ def embedding(
     if (slots := options.pop("slots", None)) is not None:
         options["budget"] = hotrow.Budget((hotrow.Share(slots, 32, True),), 1 << 14)
     if (engine := options.pop("engine", None)) is not None:
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: engine)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: engine)
     if ON_GPU and (engine is not None or "hybrid" in request.param):
         options["device"] = "cuda"
     return hotrow.EmbeddingBagCollection(CASE.tables, RULES["adam"], seed=3, **options)

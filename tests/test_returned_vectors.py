@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
-from hotrow.device_rows import DeviceRows
+import hotrow.embedding.collection
+from hotrow.engine.gpu.rows import DeviceRows
 
 ON_GPU = torch.cuda.is_available()
 Table = hotrow.EmbeddingBagConfig
@@ -24,7 +24,7 @@ Change = Callable[[Any, Tensor], Tensor]
 @pytest.fixture(params=["rows", "device-rows"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "device-rows":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         return "cuda" if ON_GPU else "cpu"
     return "cpu"
 

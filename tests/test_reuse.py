@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.evict import EVICTIONS
-from hotrow.reuse import NEVER, Reuse, belady, fewest_misses, next_uses_of
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.reuse import NEVER, Reuse, belady, fewest_misses, next_uses_of
+from hotrow.sizing.simulator import simulate
 
 Batches = list[list[int]]
 ROWS = 8
@@ -141,7 +141,7 @@ def test_the_bound_does_not_depend_on_how_residents_are_counted(
     batches = [np.unique(generator.zipf(1.2, 30) % 200) for _ in range(80)]
     uses = next_uses_of(batches, num_rows=200)
     usual = fewest_misses(uses, [40, 70])
-    monkeypatch.setattr("hotrow.reuse._BLOCK", block)
+    monkeypatch.setattr("hotrow.sizing.reuse._BLOCK", block)
     assert fewest_misses(uses, [40, 70]).tolist() == usual.tolist()
     assert usual[0].tolist() == belady_by_hand([batch.tolist() for batch in batches], 40)
 

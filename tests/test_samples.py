@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hotrow
-from hotrow.samples import cut, join, outline, take, tensors_of, with_tensors
+from hotrow.inputs.samples import cut, join, outline, take, tensors_of, with_tensors
 
 SIZE = 7
 

@@ -24,7 +24,7 @@ from hotrow.run.config import (
     TrainingSection,
 )
 from hotrow.run.rates import ScheduleSection
-from hotrow.scalars import plain
+from hotrow.support.numbers import plain
 
 KINDS = [np.int64, np.int32, np.uint64, torch.tensor]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrow.scratchpad import FREE, HashMap, Scratchpad
+from hotrow.engine.scratchpad import FREE, HashMap, Scratchpad
 
 CPU = torch.device("cpu")
 SLOTS = 50

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotrow
-from hotrow import copied
-from hotrow.disk import Disk
-from hotrow.order import HotColdOrder, Separated, ShuffleRate
-from hotrow.separate import check_read_again, separate
+from hotrow.support.files import Disk
+from hotrow.systems.fae import sample_copies as copied
+from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
+from hotrow.systems.fae.separate import check_read_again, separate
 
 
 class Clicks(NamedTuple):

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner, Result
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
-from hotrow.device_rows import DeviceRows
-from hotrow.records import StepRecord
+from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.files import RunWriter
 from hotrow.run.job import Job
-from hotrow.shadow import CorruptRows, Shadow
+from hotrow.support.records import StepRecord
 
 Bag = hotrow.EmbeddingBagConfig
 TABLES = (Bag("item", 900, 8, ["item", "last"]), Bag("tag", 30, 4, ["tag"]))
@@ -100,7 +100,7 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(
     few = device == "cpu"
     budget: Any = "60%"
     if few:
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         shares = (hotrow.Share(60, 32, True), hotrow.Share(30, 32, True))
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
     embedding = collection(strategy, fill=fill, device=device, budget=budget)

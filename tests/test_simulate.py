@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import hotrow
 from builders import skewed
-from hotrow.evict import DOUBLED, EVICTIONS
-from hotrow.scratchpad import Scratchpad
-from hotrow.simulate import Simulated, simulate
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.evict import DOUBLED, EVICTIONS
+from hotrow.engine.scratchpad import Scratchpad
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.simulator import Simulated, simulate
 
 ROWS = 4000
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -37,7 +37,7 @@ def test_it_takes_as_long_as_in_training_where_rows_are_found_as_there(
             made.append((slots, dense_map))
             super().__init__(slots, *rest, dense_map=dense_map)
 
-    monkeypatch.setattr("hotrow.simulate.Scratchpad", Seen)
+    monkeypatch.setattr("hotrow.sizing.simulator.Scratchpad", Seen)
     choices = [(STRATEGIES["lru"], 500), (STRATEGIES["lru"], 3000)]
     quick, real = (
         simulate(trace(), num_rows=ROWS, choices=choices, as_trained=as_trained)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.budget import Budget, share_out
-from hotrow.machine import find_machine
-from hotrow.sizing import auto_budget, budget_for, geometric, plan_bytes_of
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tables import EmbeddingBagConfig, WidthGroup, group_by_width
+from hotrow.sizing.budgets import auto_budget, budget_for, geometric, plan_bytes_of
+from hotrow.sizing.machines import find_machine
+from hotrow.store.budget import Budget, share_out
 from hotrow.support.units import show_bytes
-from hotrow.tables import EmbeddingBagConfig, WidthGroup, group_by_width
 
 CPU = torch.device("cpu")
 ROWS = 2_000_000

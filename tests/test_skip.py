@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.skip
+import hotrow.systems.slipstream.skip
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings, SkipStale, noise_of
-from hotrow.sorting import Sorter
-from hotrow.strategy import as_listed
+from hotrow.engine.strategy import as_listed
+from hotrow.systems.slipstream.skip import (
+    KeepAll,
+    Skip,
+    SkipRandom,
+    SkipRecord,
+    SkipSettings,
+    SkipStale,
+    noise_of,
+)
+from hotrow.systems.sorting import Sorter
 
 SIZE, BATCHES = 10, 24
 Table = hotrow.EmbeddingBagConfig
@@ -126,7 +134,9 @@ def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
 ) -> None:
     found = []
     for sifts in (False, True):
-        monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding, sifts=sifts: sifts)
+        monkeypatch.setattr(
+            hotrow.systems.slipstream.skip, "_can_sift", lambda embedding, sifts=sifts: sifts
+        )
         moving = Moving(STEPS)
         skip, batches = moving.slipstream(**changes), moving.batches()
         if sizes == "all kinds":  # few that can be sifted together, and one of which none is left
@@ -149,11 +159,11 @@ def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
 def test_as_many_batches_are_sifted_together_as_fit(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: True)
+    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: True)
     moving = Moving(STEPS)
     skip, batches = moving.slipstream(), moving.batches()
     num_bytes = batches[0].sparse.nbytes + batches[0].label.nbytes
-    monkeypatch.setattr(hotrow.skip, "_MOST_TOGETHER", together * num_bytes)
+    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_MOST_TOGETHER", together * num_bytes)
     counts, sort = [], Sorter.sort
 
     def counted(self: Sorter, batches: Any, rule: Any) -> Any:
@@ -170,7 +180,7 @@ def test_as_many_batches_are_sifted_together_as_fit(
 def test_a_batch_without_samples_leaves_nothing_to_train(
     sifts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
     moving = Moving(STEPS)
     skip, batches = moving.slipstream(), moving.batches()
     for place in (9, 10, 15):  # the first of them is the first that samples may be left out of
@@ -184,7 +194,7 @@ def test_a_batch_without_samples_leaves_nothing_to_train(
 def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
     sifts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: sifts)
+    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
     moving, trained, good = Moving(STEPS), Counter[int](), 21
 
     def loader() -> Iterator[Clicks]:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
-from hotrow.calibrate import AccessCounts
+import hotrow.embedding.collection
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.hotset import HotSet
+from hotrow.inputs.hotset import HotSet
 from hotrow.kernels.reference import in_bits
-from hotrow.skip import SkipRecord, SkipSettings
-from hotrow.trainer import Trainer
+from hotrow.systems.calibrate import AccessCounts
+from hotrow.systems.slipstream.skip import SkipRecord, SkipSettings
+from hotrow.training.trainer import Trainer
 
 SIZE, COUNT = 16, 40
 CLICKS = SyntheticClicks(SyntheticConfig(rows=(60, 20), batch_size=SIZE, num_dense=3, skew=1.2))
@@ -188,9 +188,9 @@ def test_on_the_engine_of_a_device(
     monkeypatch: pytest.MonkeyPatch, strategy: str, check: Callable[..., object]
 ) -> None:
     """By Triton's interpreter, which is slow."""
-    from hotrow.device_rows import DeviceRows
+    from hotrow.engine.gpu.rows import DeviceRows
 
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     check(strategy, "cpu", 8, **FEW)
 
 
@@ -226,7 +226,7 @@ def test_a_gpu_leaves_out_the_samples_that_the_host_would(
     there, here = Noted(slipstream()), Noted(slipstream())
     trainer = make_trainer(there, strategy, "cuda")
     losses = run(trainer, BATCHES)
-    monkeypatch.setattr(hotrow.skip, "_can_sift", lambda embedding: False)
+    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: False)
     other = make_trainer(here, strategy, "cuda")
     assert losses == run(other, BATCHES)
     assert same(trainer, other)
@@ -308,7 +308,7 @@ def test_hot_rows_are_the_most_used_of_the_first_batches() -> None:
     run(trainer)
     counts = AccessCounts(model_of(trainer).embedding.tables)
     for batch in BATCHES[:10]:
-        counts.add(hotrow.batch.parse(batch.sparse, ("a", "b"), None))
+        counts.add(hotrow.inputs.batch.parse(batch.sparse, ("a", "b"), None))
     right = counts.flat.sort(descending=True, stable=True).indices[:32]  # of 80
     report = system.hot_report
     assert report is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrow.lanes import lanes_of
-from hotrow.sorting import MOST_WAITING, Sorter
+from hotrow.support.streams import lanes_of
+from hotrow.systems.sorting import MOST_WAITING, Sorter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Item = dict[str, Tensor]

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, RULES, Case, no_synchronisation, readout
-from hotrow import samples
-from hotrow.ahead import Ahead
-from hotrow.batch import parse
-from hotrow.device_rows import DeviceRows
-from hotrow.hotset import popular
-from hotrow.parts import Parted, Split
-from hotrow.rows import RowGroup
-from hotrow.split import Splitter
-from hotrow.stages import LATE
+from hotrow.embedding.ahead import Ahead
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.split_batch import Parted, Split
+from hotrow.engine.stages import LATE
+from hotrow.inputs import samples
+from hotrow.inputs.batch import parse
+from hotrow.inputs.hotset import popular
+from hotrow.systems.hotline.split import Splitter
 
 ENGINES = {"rows": RowGroup, "device-rows": DeviceRows}
 SLOTS = 60
@@ -30,7 +30,9 @@ SLOTS = 60
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "device-rows" and torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU; tests/test_hotline.py is for it")
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: ENGINES[request.param])
+    monkeypatch.setattr(
+        hotrow.embedding.collection, "_engine", lambda device: ENGINES[request.param]
+    )
     return str(request.param)
 
 
@@ -177,7 +179,7 @@ def test_a_part_without_gradients_adds_nothing(engine: str) -> None:
 
 def readout_of_some(found: dict[str, Tensor], first: int) -> Tensor:
     columns = tuple(found)
-    batch = hotrow.batch.Batch(torch.empty(0), None, columns, len(found[columns[0]]) - first)
+    batch = hotrow.inputs.batch.Batch(torch.empty(0), None, columns, len(found[columns[0]]) - first)
     return readout(hotrow.Embedded(columns, {k: v[first:] for k, v in found.items()}, batch))
 
 
@@ -271,7 +273,7 @@ def test_jagged_ids_are_put_in_order_with_all_their_lookups() -> None:
 
 @dataclass
 class Foreign:
-    """What hotrow.samples cannot cut: one tensor is not the samples'."""
+    """What hotrow.inputs.samples cannot cut: one tensor is not the samples'."""
 
     ids: Tensor
     prices: Tensor

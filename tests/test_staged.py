@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.device_memory
-import hotrow.embedding
-import hotrow.fills
-import hotrow.staged
+import hotrow.embedding.collection
+import hotrow.engine.gpu.memory
+import hotrow.engine.gpu.mover_choice
+import hotrow.engine.gpu.staged
 from builders import (
     CASES,
     RULES,
@@ -43,15 +43,15 @@ from builders import (
     train,
     variant,
 )
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
-from hotrow.fills import choose, measure
-from hotrow.forms import CLEARLY, NEARLY, FillChoice, by_rates
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu.fill_forms import CLEARLY, NEARLY, FillChoice, by_rates
+from hotrow.engine.gpu.mover_choice import choose, measure
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.stages import FIVE, FUSED, SPLIT, hold_of
+from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.kernels.triton import fill as kernels
-from hotrow.lanes import lanes_of
-from hotrow.stages import FIVE, FUSED, SPLIT, hold_of
-from hotrow.store import Store
-from hotrow.strategy import Strategy, as_listed
+from hotrow.store.ram import Store
+from hotrow.support.streams import lanes_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 7
@@ -62,7 +62,7 @@ FORMS = ("zero-copy", "staged")
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 def build(
@@ -107,7 +107,7 @@ def all_fast(case: str, rule: str, steps: int = STEPS) -> Outcome:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Late:
     worker = Late()
-    monkeypatch.setattr(hotrow.staged, "shared_worker", lambda: worker)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, "shared_worker", lambda: worker)
     return worker
 
 
@@ -188,7 +188,7 @@ def test_a_hold_shorter_than_computed_gives_wrong_bits(
     """Or this file could not tell right from wrong."""
     steps = 14
     expected = all_fast("one-hot", "adagrad", steps)
-    for hold, is_right in ((None, True), (hotrow.planner.Hold(past, future), False)):
+    for hold, is_right in ((None, True), (hotrow.engine.planner.Hold(past, future), False)):
         embedding = tight(ONE_HOT, name=name, steps=steps)
         embedding.groups[0].planner.hold = hold or embedding.groups[0].planner.hold
         found = train(embedding, ONE_HOT.batches(steps), depth=5)
@@ -203,7 +203,7 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
     """Two threads instead of one: a write waits until the next batch's rows have been gathered."""
     steps = 14
     done: set[int] = set()
-    real_gather, real_write = hotrow.staged._gather, hotrow.staged.write_rows
+    real_gather, real_write = hotrow.engine.gpu.staged._gather, hotrow.engine.gpu.staged.write_rows
 
     def gather(number: int, *args: Any) -> None:
         real_gather(*args)
@@ -215,7 +215,7 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
                 time.sleep(0.01)
         real_write(*args)
 
-    class Disordered(hotrow.staged._Worker):
+    class Disordered(hotrow.engine.gpu.staged._Worker):
         asked = 0
 
         def ask(self, job: Any, *args: Any) -> Any:
@@ -224,7 +224,7 @@ def test_rows_gathered_before_they_are_written_give_wrong_bits(
             self.asked += 1
             return self.submit(gather, self.asked - 1, *args)
 
-    monkeypatch.setattr(hotrow.staged, "shared_worker", Disordered)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, "shared_worker", Disordered)
     with ThreadPoolExecutor(4) as others:
         embedding = tight(ONE_HOT, name=name, steps=steps)
         found = train(embedding, ONE_HOT.batches(steps), depth=5)
@@ -241,7 +241,7 @@ def test_the_order_of_stages_in_a_cycle_does_not_matter() -> None:
 def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
     late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", 5)
+    monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", 5)
     whole: list[int] = []
     real = DeviceRows.fill
 
@@ -268,7 +268,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
 ) -> None:
     """The device must not touch the store at all."""
     monkeypatch.setattr(DeviceRows, "zero_copy", False)
-    monkeypatch.setattr(hotrow.device_memory, "MOST_PACKED", most)
+    monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", most)
     monkeypatch.delattr(kernels, "fill")
     embedding = tight(ONE_HOT, name=name)
     store = embedding.groups[0].store.rows.data_ptr()
@@ -457,14 +457,14 @@ def test_an_error_in_the_background_is_told_in_the_loop(
     name: str, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = itertools.count()
-    real: Callable[..., None] = getattr(hotrow.staged, job)
+    real: Callable[..., None] = getattr(hotrow.engine.gpu.staged, job)
 
     def failing(*args: Any) -> None:
         if next(calls) == 2:
             raise OSError("no such page")
         real(*args)
 
-    monkeypatch.setattr(hotrow.staged, job, failing)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, job, failing)
     embedding = tight(ONE_HOT, name=name)
     with pytest.raises(RuntimeError, match=r"in the background \(OSError: no such page\)"):
         train(embedding, ONE_HOT.batches(20))
@@ -475,7 +475,9 @@ def test_an_error_in_the_background_is_told_in_the_loop(
 def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.staged, "_known_worker", None)  # one that no other test holds
+    monkeypatch.setattr(
+        hotrow.engine.gpu.staged, "_known_worker", None
+    )  # one that no other test holds
     gc.collect()
     embedding = tight(ONE_HOT)
     train(embedding, ONE_HOT.batches(3))
@@ -491,8 +493,8 @@ def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(
 
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.staged, "why_not", lambda: "there is no C compiler")
-    monkeypatch.setattr(hotrow.staged, "_known_worker", None)
+    monkeypatch.setattr(hotrow.engine.gpu.staged, "why_not", lambda: "there is no C compiler")
+    monkeypatch.setattr(hotrow.engine.gpu.staged, "_known_worker", None)
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -523,14 +525,14 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's")
 def test_a_program_ends_though_rows_are_on_their_way() -> None:
     script = """
-        import time, torch, hotrow, hotrow.embedding, hotrow.staged
-        from hotrow.device_rows import DeviceRows
-        hotrow.embedding._engine = lambda device: DeviceRows
-        real = hotrow.staged.write_rows
+        import time, torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.staged
+        from hotrow.engine.gpu.rows import DeviceRows
+        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        real = hotrow.engine.gpu.staged.write_rows
         def late(*args):
             time.sleep(0.3)
             real(*args)
-        hotrow.staged.write_rows = late
+        hotrow.engine.gpu.staged.write_rows = late
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(8, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection(
@@ -551,7 +553,7 @@ def test_a_program_ends_though_rows_are_on_their_way() -> None:
 
 
 def test_what_is_asked_for_when_threads_have_ended_is_done_at_once() -> None:
-    worker, found = hotrow.staged._Worker(), []
+    worker, found = hotrow.engine.gpu.staged._Worker(), []
     worker.shutdown()
     worker.ask(lambda *asked: found.append(asked), 1, 2, 3, ()).result()
     assert found == [(1, 2, 3, ())]
@@ -595,7 +597,7 @@ def test_forms_are_measured_where_there_are_cores_for_them(
         tried.extend(forms)
         return dict.fromkeys(forms, float(moves))
 
-    monkeypatch.setattr(hotrow.fills, "measure", measured)
+    monkeypatch.setattr(hotrow.engine.gpu.mover_choice, "measure", measured)
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     store = Store(torch.empty(1, 4).expand(100_000, 4))
     chosen = choose(store, DEVICE, lanes_of(DEVICE), bulk=bulk)
@@ -625,7 +627,7 @@ def test_bulk_is_tried_where_a_strategy_can_use_it(
         asked.append(bulk)
         return FillChoice("zero-copy", "a test")
 
-    monkeypatch.setattr(hotrow.device_memory, "choose", chosen)
+    monkeypatch.setattr(hotrow.engine.gpu.memory, "choose", chosen)
     group = build(ONE_HOT, "sgd", strategy, budget=4_000, fill="zero-copy").groups[0]
     group.fill_form, group.device = "auto", torch.device("cuda")
     group._choose_fill()
@@ -697,7 +699,7 @@ def test_rows_go_back_to_the_slots_they_were_packed_for() -> None:
 
 
 def test_the_stages_of_rows_that_are_staged_hold_one_batch_more() -> None:
-    assert hold_of(SPLIT) == hotrow.planner.Hold(past=2, future=0)
+    assert hold_of(SPLIT) == hotrow.engine.planner.Hold(past=2, future=0)
     embedding = tight(ONE_HOT)
     assert embedding.strategy.stages is SPLIT
     assert embedding.strategy.name == "lookahead"

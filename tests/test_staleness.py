@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
-from hotrow.staleness import Numbering, Snapshot, Threshold, find_threshold
-from hotrow.strategy import as_listed
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.strategy import as_listed
+from hotrow.systems.slipstream.staleness import Numbering, Snapshot, Threshold, find_threshold
 
 Table = hotrow.EmbeddingBagConfig
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(
 ) -> None:
     steps, device = 12, CPU
     if engine == "device":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         steps, device = 4, DEVICE
     plain, traffic, _ = trained(steps, look=False, device=device)
     found, same_traffic, moved = trained(steps, look=True, device=device)
@@ -73,7 +73,7 @@ def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(
 
 
 def test_rows_are_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_chunk_of", lambda group: 7)
+    monkeypatch.setattr(hotrow.embedding.collection, "_chunk_of", lambda group: 7)
     embedding = build(CASES["one-hot"])
     pieces = list(embedding.weights_at("b", ROWS["b"]))
     assert [len(each) for _, each in pieces] == [7, 7, 7, 7, 2]

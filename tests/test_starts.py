@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
-from hotrow.device_rows import DeviceRows
-from hotrow.tables import Constant, Normal, Uniform
+import hotrow.embedding.collection
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.inputs.tables import Constant, Normal, Uniform
 
 Table = hotrow.EmbeddingBagConfig
 
@@ -74,7 +74,7 @@ def test_the_default_device_does_not_matter_for_the_draw() -> None:
     first = collection(USER)
     torch.manual_seed(3)
     with torch.device("meta"):
-        drawn = hotrow.embedding._drawn_seed()
+        drawn = hotrow.embedding.collection._drawn_seed()
     assert drawn == first.seed
 
 
@@ -99,7 +99,7 @@ BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("aft
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU's engine on the CPU."""
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 STRATEGIES = ["all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu"]

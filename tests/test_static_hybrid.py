@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import hotrow.static_hybrid
+import hotrow.engine.static_hybrid
 import test_freeze
 import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
-from hotrow.ahead import to_device
-from hotrow.hybrid import HostRows
-from hotrow.simulate import simulate
-from hotrow.static_hybrid import StaticHybridRows
-from hotrow.strategy import STRATEGIES
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.hybrid import HostRows
+from hotrow.engine.static_hybrid import StaticHybridRows
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.simulator import simulate
 from test_hybrid import (
     FORMS,
     TOLERANCE,
@@ -88,7 +88,7 @@ def by_kernels(embedding: hotrow.EmbeddingBagCollection) -> hotrow.EmbeddingBagC
 
 @pytest.fixture
 def learn_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.static_hybrid, "_LEARN_AFTER", (2, 4, 8))
+    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (2, 4, 8))
 
 
 # -- against every row in fast memory ------------------------------------------------------
@@ -324,7 +324,7 @@ def test_tables_keep_their_own_settings() -> None:
 
 
 def test_a_gpus_kernels_keep_the_settings_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.static_hybrid, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(hotrow.engine.static_hybrid, "_CHUNK_ROWS", 7)
     case = CASES["shared"]
     results = []
     for embedding in (by_kernels(hot(case, "adagrad")), build(case, "adagrad")):
@@ -412,7 +412,7 @@ def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> Non
 def test_gradients_of_before_find_rows_that_became_hot_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.static_hybrid, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(hotrow.engine.static_hybrid, "_CHUNK_ROWS", 7)
 
     def run(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
         first, *others = MULTI_HOT.batches(6)
@@ -583,7 +583,7 @@ def test_on_a_gpu_large_batches_keep_their_rows_apart(
 ) -> None:
     """So large that copies are still under way when the next thing is launched."""
     cross(monkeypatch, form)
-    monkeypatch.setattr(hotrow.static_hybrid, "_LEARN_AFTER", (3, 6, 9))
+    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (3, 6, 9))
     rows, size, features = 200_000, 8192, 8
     draw = torch.Generator().manual_seed(0)
     drawn = [torch.rand(size, features, generator=draw) for _ in range(12)]

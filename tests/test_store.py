@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.host_memory
-from hotrow import store as store_module
-from hotrow.store import Store, host_rows, initialise, start_weights
-from hotrow.tables import group_by_width
+import hotrow.support.host_memory
+from hotrow.inputs.tables import group_by_width
+from hotrow.store import ram as store_module
+from hotrow.store.ram import Store, host_rows, initialise, start_weights
 
 INITS: dict[str, Any] = {
     "uniform": hotrow.Uniform(-0.5, 0.25),
@@ -240,8 +240,8 @@ def test_making_a_large_store_takes_no_second_copy() -> None:
     script = """
     import torch
     from hotrow import Uniform, EmbeddingBagConfig
-    from hotrow.store import host_rows, initialise
-    from hotrow.tables import group_by_width
+    from hotrow.store.ram import host_rows, initialise
+    from hotrow.inputs.tables import group_by_width
 
     def peak():
         with open("/proc/self/status") as lines:
@@ -266,7 +266,7 @@ def test_making_a_large_store_takes_no_second_copy() -> None:
 
 
 def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.host_memory, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(hotrow.support.host_memory, "available_bytes", lambda: 10_000)
     tables = [hotrow.EmbeddingBagConfig("t", 1000, 16, ["f"])]
     message = r"1,000 rows of 32 floats need 125.0 KiB of host memory, and 9.8 KiB are available"
     for strategy in ("lookahead", "all-fast", "hybrid"):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import hotrow
-from hotrow import samples
-from hotrow.fae import FAE
-from hotrow.hotline import Hotline
+from hotrow.inputs import samples
 from hotrow.kernels.rules import RowRule
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.hotline.hotline import Hotline
 
 Item = dict[str, Any]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding
-from hotrow.device_rows import DeviceRows
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
+import hotrow.embedding.collection
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.simulator import simulate
 
 # Few lookups beside a small table that is pinned whole, and beside many hot rows.
 TABLES = [
@@ -63,7 +63,7 @@ def test_rows_that_no_lookup_asked_for_are_no_misses(
 def test_a_device_counts_them_apart_as_well(
     profile: hotrow.Profile | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     traffic = trained("static", profile=profile).traffic()
     assert 0 <= traffic.hit_rate <= 1
     assert traffic.loaded_rows >= 300

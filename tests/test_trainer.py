@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import hotrow
 from compiling import note_compiled
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
-from hotrow.records import EvalRecord
-from hotrow.trainer import Trainer
+from hotrow.support.records import EvalRecord
+from hotrow.training.trainer import Trainer
 
 CLICKS = SyntheticClicks(SyntheticConfig(rows=(300, 40), batch_size=16, num_dense=3))
 BATCHES = list(CLICKS.batches(0, 12))

@@ -103,7 +103,7 @@ def test_rows_lie_beyond_32_bits_of_bytes_and_of_floats(device: torch.device) ->
     width, far = 64, 34_000_000
     if device.type == "cuda":
         pytest.skip("page-locked memory is touched memory; the interpreter's is not")
-    from hotrow.store import host_rows
+    from hotrow.store.ram import host_rows
 
     store = host_rows(far + 1, width)
     store[far] = torch.arange(width)

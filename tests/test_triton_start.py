@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import hotrow
+from hotrow.inputs.tables import group_by_width
 from hotrow.kernels.triton import start
 from hotrow.kernels.triton.start import start_constant, start_normal, start_uniform
-from hotrow.store import host_rows, initialise, seed_words, start_weights
-from hotrow.tables import group_by_width
+from hotrow.store.ram import host_rows, initialise, seed_words, start_weights
 
 SEED = 5
 

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.captured
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout
 from hotrow.data import ClickBatch
-from hotrow.device_rows import DeviceRows
-from hotrow.hybrid import HostRows
-from hotrow.rows import RowGroup
-from hotrow.stages import LATE
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.hybrid import HostRows
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.stages import LATE
+from hotrow.training import captured as captured_module
 from test_pins import all_fast, budget_of, learn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -265,7 +265,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
 ) -> None:
     """Rows that only the host has written are read, though the device could tell how they began."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     case = CASES["two-widths"]
     batches = case.batches(6)
     expected = all_fast(case, rule, batches, device=DEVICE)
@@ -277,7 +277,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
 
 def test_a_row_that_the_host_wrote_first_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     case = CASES["one-hot"]
     batches = case.batches(2)
     embedding = static(case, "sgd", batches, device=DEVICE)
@@ -367,8 +367,8 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
         change()
         arrivals = [(model.embedding, model.embedding.prepare(batch.sparse))]
         tensors = [batch.dense, batch.sparse, batch.label]
-        engines = hotrow.captured._engines(arrivals)
-        keys.append(hotrow.captured._Form(tensors, {}, (), engines).key)
+        engines = captured_module._engines(arrivals)
+        keys.append(captured_module._Form(tensors, {}, (), engines).key)
         for work in arrivals[0][1].works:
             assert work.group.can_be_captured == (DEVICE.type == "cuda" and not keys[1:])
     if DEVICE.type == "cuda":
@@ -382,15 +382,18 @@ def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
 ) -> None:
     replays: list[int] = []
     captures: list[int] = []
-    replay, capture = hotrow.captured._Graph.replay, hotrow.captured.CapturedStep._capture
-    monkeypatch.setattr(hotrow.captured._Graph, "replay", _noted(replays, replay))
-    monkeypatch.setattr(hotrow.captured.CapturedStep, "_capture", _noted(captures, capture))
+    replay, capture = (
+        captured_module._Graph.replay,
+        captured_module.CapturedStep._capture,
+    )
+    monkeypatch.setattr(captured_module._Graph, "replay", _noted(replays, replay))
+    monkeypatch.setattr(captured_module.CapturedStep, "_capture", _noted(captures, capture))
     batches = click_batches(60)
     eager = clicked("static", batches, system=InTurn(), graphs=False)
     assert not replays
     captured = clicked("static", batches, system=InTurn())
     assert len(replays) >= 40
-    assert len(captures) <= 2 * hotrow.captured._BERTHS  # a change of engines captures nothing anew
+    assert len(captures) <= 2 * captured_module._BERTHS  # a change of engines captures nothing anew
     assert captured[0] == eager[0]
     assert all(torch.equal(captured[1][key], eager[1][key]) for key in eager[1])
     fast = clicked("all-fast", batches)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding
+import hotrow.embedding.collection
 from builders import RULES, tight_budget, variant
-from hotrow.ahead import to_device
-from hotrow.device_rows import DeviceRows
+from hotrow.embedding.ahead import to_device
+from hotrow.engine.gpu.rows import DeviceRows
 
 Table = hotrow.EmbeddingBagConfig
 ON_GPU = torch.cuda.is_available()
@@ -52,7 +52,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., hotrow.EmbeddingBagC
             shares = [hotrow.Share(slots, 16, True) for _ in {t.embedding_dim for t in tables}]
             options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
         if kind is not None:
-            monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: kind)
+            monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: kind)
         if ON_GPU and (kind is not None or "hybrid" in engine):
             options["device"] = "cuda"
         return hotrow.EmbeddingBagCollection(tables, rule, **options)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding
-from hotrow.device_rows import DeviceRows
+import hotrow.embedding.collection
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.inputs.tables import Constant, Normal, Uniform
 from hotrow.kernels.triton.start import Beginning, Unwritten, start_moves
-from hotrow.tables import Constant, Normal, Uniform
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = [
@@ -23,7 +23,7 @@ DEVICES = [
 
 @pytest.fixture(autouse=True)
 def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 def some_function(rows: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_a_bit_for_each_row_is_not_worth_it_where_slots_are_few() -> None:
 
 
 def group_share(group: Any) -> Any:
-    from hotrow.budget import Share
+    from hotrow.store.budget import Share
 
     return Share(group.pad.num_slots, len(group.buffer), False)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrow.lanes import lanes_of
-from hotrow.uploads import _PLACES, Upload
+from hotrow.engine.uploads import _PLACES, Upload
+from hotrow.support.streams import lanes_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

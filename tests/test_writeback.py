@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.device_memory
-import hotrow.device_planner
-import hotrow.embedding
-import hotrow.writeback
+import hotrow.embedding.collection
+import hotrow.engine.gpu.bulk
+import hotrow.engine.gpu.memory
+import hotrow.engine.gpu.planner
 from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
-from hotrow.device_rows import DeviceRows
-from hotrow.evict import EVICTIONS
-from hotrow.fills import LEVELS, Effort, Level
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.gpu.mover_choice import LEVELS, Effort, Level
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.strategy import Strategy
 from hotrow.kernels.triton.words import LAST_USE
-from hotrow.strategy import Strategy
-from hotrow.writer import Writer
+from hotrow.store.writer import Writer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 9
@@ -36,13 +36,13 @@ VICTIMS = ("own", "random", "most-recent")
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateWriter:
     writer = LateWriter()
-    monkeypatch.setattr(hotrow.writeback, "shared_writer", lambda: writer)
+    monkeypatch.setattr(hotrow.engine.gpu.bulk, "shared_writer", lambda: writer)
     return writer
 
 
@@ -142,7 +142,7 @@ def test_rows_that_leave_in_bulk_give_the_bits_of_all_fast(
 def test_fills_of_every_size_take_turns_with_the_same_bits(
     fill: str, late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.device_memory, "Effort", Restless)
+    monkeypatch.setattr(hotrow.engine.gpu.memory, "Effort", Restless)
     embedding = tight("one-hot", "adam", "random", fill=fill)
     found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
     assert found.same_bits(all_fast("one-hot", "adam"))
@@ -156,7 +156,7 @@ def test_where_one_ranking_serves_many_batches_nobody_reads_too_early_either(
     late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many slots, so that rankings know last uses, and new ones are seldom made."""
-    monkeypatch.setattr(hotrow.device_planner, "_SPARE", 0)
+    monkeypatch.setattr(hotrow.engine.gpu.planner, "_SPARE", 0)
     tables = [hotrow.EmbeddingBagConfig("t", 1500, 4, ["f"])]
     generator = torch.Generator().manual_seed(1)
     batches = [
@@ -221,7 +221,7 @@ def test_a_batch_that_did_not_wait_would_read_old_bits(
     late: LateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or this file could not tell right from wrong."""
-    monkeypatch.setattr(hotrow.writeback.WriteBack, "let_read", lambda self, batch: None)
+    monkeypatch.setattr(hotrow.engine.gpu.bulk.WriteBack, "let_read", lambda self, batch: None)
     embedding = tight("one-hot", "adam", "random")
     found = train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
     assert not found.same_bits(all_fast("one-hot", "adam"))
@@ -253,7 +253,7 @@ def test_a_row_that_the_store_does_not_have_is_told(monkeypatch: pytest.MonkeyPa
         return real(self, store, ids + 10_000, rows)
 
     monkeypatch.setattr(Writer, "write", write)
-    monkeypatch.setattr(hotrow.writeback, "shared_writer", Writer)  # others keep theirs whole
+    monkeypatch.setattr(hotrow.engine.gpu.bulk, "shared_writer", Writer)  # others keep theirs whole
     embedding = tight("one-hot", "sgd", "own")
     with pytest.raises(RuntimeError, match=r"which the store does not have"):
         train(embedding, CASES["one-hot"].batches(STEPS), depth=3)
@@ -294,7 +294,7 @@ def test_where_few_batches_are_known_rows_are_written_at_once(
 ) -> None:
     """Rows that may be read soon would be waited for."""
     for least, in_bulk in ((1, True), (4, False)):
-        monkeypatch.setattr(hotrow.writeback, "_LEAST_CERTAIN", least)
+        monkeypatch.setattr(hotrow.engine.gpu.bulk, "_LEAST_CERTAIN", least)
         late.asked.clear()
         late.done = 0
         embedding = tight("one-hot", "sgd", "own")
@@ -359,7 +359,9 @@ WAYS = {
 def test_memory_is_given_back_with_the_last_reference(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.writeback, "shared_writer", Writer)  # one that no other test holds
+    monkeypatch.setattr(
+        hotrow.engine.gpu.bulk, "shared_writer", Writer
+    )  # one that no other test holds
     embedding = tight("one-hot", "adagrad", "own")
     WAYS[way](embedding)
     (group,) = embedding.groups
@@ -376,11 +378,11 @@ def test_the_first_collection_of_a_program_is_given_back_too() -> None:
     script = """
         import gc, sys, weakref
         gc.disable()
-        import torch, hotrow, hotrow.embedding
+        import torch, hotrow, hotrow.embedding.collection
         device = sys.argv[1]
         if device == "cpu":
-            from hotrow.device_rows import DeviceRows
-            hotrow.embedding._engine = lambda device: DeviceRows
+            from hotrow.engine.gpu.rows import DeviceRows
+            hotrow.embedding.collection._engine = lambda device: DeviceRows
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection(

@@ -15,20 +15,20 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding
-import hotrow.writer
-from hotrow.device_rows import DeviceRows
-from hotrow.writer import Writer, shared_writer, why_not
+import hotrow.embedding.collection
+import hotrow.store.writer
+from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.store.writer import Writer, shared_writer, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no writer: {why_not()}")
 
 
 @pytest.fixture
 def _code_anew() -> Iterator[None]:
-    for cached in (hotrow.writer._code, hotrow.writer.why_not):
+    for cached in (hotrow.store.writer._code, hotrow.store.writer.why_not):
         cached.cache_clear()
     yield
-    for cached in (hotrow.writer._code, hotrow.writer.why_not):
+    for cached in (hotrow.store.writer._code, hotrow.store.writer.why_not):
         cached.cache_clear()
 
 
@@ -89,10 +89,10 @@ def test_counts_at_places_that_come_often(
     count: int, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_compiler:
-        monkeypatch.setattr(hotrow.writer, "why_not", lambda: "there is no C compiler")
+        monkeypatch.setattr(hotrow.store.writer, "why_not", lambda: "there is no C compiler")
     places = torch.randint(300, (count,), generator=torch.Generator().manual_seed(0))
     counts = torch.arange(300)
-    hotrow.writer.add_at(counts, places, 7)
+    hotrow.store.writer.add_at(counts, places, 7)
     assert torch.equal(counts, torch.arange(300) + 7 * places.bincount(minlength=300))
 
 
@@ -155,7 +155,7 @@ def test_all_share_one_and_it_ends_with_the_last_of_them() -> None:
 def test_a_child_and_the_end_of_a_program_leave_nobody_waiting() -> None:
     script = """
         import os, torch
-        from hotrow.writer import Writer
+        from hotrow.store.writer import Writer
         writer = Writer(2)
         store, ids = torch.zeros(100_000, 32), torch.arange(100_000)
         for _ in range(9):
@@ -178,10 +178,10 @@ def test_a_child_and_the_end_of_a_program_leave_nobody_waiting() -> None:
 def test_a_loop_that_is_never_finished_does_not_keep_a_program_from_ending() -> None:
     """What is taken down after the last line still has its writer."""
     script = """
-        import torch, hotrow, hotrow.embedding, hotrow.writeback
-        from hotrow.device_rows import DeviceRows
-        hotrow.embedding._engine = lambda device: DeviceRows
-        hotrow.writeback._LEAST_CERTAIN = 0
+        import torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.bulk
+        from hotrow.engine.gpu.rows import DeviceRows
+        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget=budget, fill="bulk")
@@ -207,12 +207,12 @@ class TestTheCompiler:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        hotrow.writer._code()
+        hotrow.store.writer._code()
         (made,) = (tmp_path / "hotrow").iterdir()
         assert made.suffix == ".so"
-        hotrow.writer._code.cache_clear()
+        hotrow.store.writer._code.cache_clear()
         monkeypatch.setattr(subprocess, "run", lambda *args, **options: pytest.fail("built again"))
-        hotrow.writer._code()
+        hotrow.store.writer._code()
 
     def test_a_folder_that_cannot_be_written_to_is_no_reason_to_fail(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +232,7 @@ class TestTheCompiler:
         monkeypatch.setenv("CC", compiler)
         assert said in str(why_not())
         assert os.listdir(tmp_path / "hotrow") == []  # nothing half done
-        monkeypatch.setattr(hotrow.embedding, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
         table = hotrow.EmbeddingBagConfig("t", 1000, 4, ["f"])
         embedding = hotrow.EmbeddingBagCollection(
             [table], hotrow.SGD(), budget="50%", strategy="lookahead", fill="bulk"

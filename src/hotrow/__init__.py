@@ -1,9 +1,9 @@
 """Train recommendation models whose embedding tables are larger than fast memory."""
 
-from hotrow import _quiet  # noqa: F401  (first: before torch is imported)
-from hotrow.ahead import Ahead, ahead
-from hotrow.batch import KeyedJaggedTensor
-from hotrow.budget import Budget, Share
+from hotrow.support import startup  # noqa: F401  (before torch is imported)
+
+# isort: split
+
 from hotrow.checkpoint import (
     begin_checkpoint,
     load_checkpoint,
@@ -11,18 +11,24 @@ from hotrow.checkpoint import (
     save_checkpoint,
     save_model,
 )
-from hotrow.embedding import Embedded, EmbeddingBagCollection, EmbeddingCollection
-from hotrow.fae import FAE, FAERecord
-from hotrow.graphed import GraphedStep, graphed
-from hotrow.hotline import Hotline
+from hotrow.embedding.ahead import Ahead, ahead
+from hotrow.embedding.collection import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.engine.profile import load_profile, save_profile
+from hotrow.engine.strategy import STRATEGIES, Strategy
+from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
-from hotrow.profile import load_profile, save_profile
-from hotrow.slipstream import RandomDrop, Slipstream
-from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.store.budget import Budget, Share
+from hotrow.store.traffic import TableTraffic, Traffic
+from hotrow.support import old_names
 from hotrow.support.version import __version__ as __version__
-from hotrow.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, Normal, Uniform
-from hotrow.traffic import TableTraffic, Traffic
-from hotrow.trainer import Trainer
+from hotrow.systems.fae.fae import FAE, FAERecord
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
+from hotrow.training.graphed import GraphedStep, graphed
+from hotrow.training.trainer import Trainer
+
+old_names.keep()
 
 __all__ = [
     "FAE",

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hotrow.data import ClickBatch
-from hotrow.reuse import belady as bound_of
-from hotrow.reuse import next_uses_of
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.sizing.reuse import belady as bound_of
+from hotrow.sizing.reuse import next_uses_of
+from hotrow.sizing.simulator import simulate
 
 
 @pytest.fixture

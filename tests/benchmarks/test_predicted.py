@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from hotrow.machine import find_machine
+from hotrow.sizing.machines import find_machine
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import hotrow as hotrow_package
-from hotrow._quiet import is_the_command
 from hotrow.cli import make_app
+from hotrow.support.startup import is_the_command
 
 COMMANDS = (
     "train", "compare", "prepare", "verify", "export", "doctor", "evaluate", "predict", "profile",

@@ -20,11 +20,11 @@ from typer.testing import CliRunner, Result
 
 from hotrow import STRATEGIES
 from hotrow.cli import make_app
-from hotrow.records import ComparisonRecord, Figures, StepRecord
 from hotrow.run.config import RunConfig
-from hotrow.run.named import find_named
 from hotrow.run.source import Samples
-from hotrow.run.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
+from hotrow.run.strategy_names import find_named
+from hotrow.study.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
+from hotrow.support.records import ComparisonRecord, Figures, StepRecord
 
 SMALL = """
 [run]
@@ -310,7 +310,7 @@ def test_without_all_fast_nothing_is_compared_and_told_why(
 
 
 def test_a_full_disk_leaves_distances_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.likeness._SPARE_BYTES", 1 << 62)
+    monkeypatch.setattr("hotrow.study.likeness._SPARE_BYTES", 1 << 62)
     result = compare("--strategies", "hybrid-plain,hybrid", "--repeat", "1", "--json")
     found = table(result)
     assert found["hybrid"]["equal"] == "bits"  # which need no room

@@ -24,7 +24,7 @@ from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.cli import make_app
 from hotrow.run.job import same_bits
-from hotrow.run.trained import open_trained
+from hotrow.run.open_run import open_trained
 
 SMALL = """
 [run]

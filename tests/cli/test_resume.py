@@ -21,11 +21,11 @@ from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables
 from hotrow.cli import make_app
 from hotrow.data import SyntheticClicks
-from hotrow.disk import Disk
-from hotrow.records import StepRecord
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job, same_bits
-from hotrow.run.trained import open_trained
+from hotrow.run.open_run import open_trained
+from hotrow.support.files import Disk
+from hotrow.support.records import StepRecord
 
 SMALL = """
 [run]

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.cli import make_app
-from hotrow.disk import Disk
 from hotrow.run.files import read_run
+from hotrow.support.files import Disk
 
 RUN = """
 [run]

@@ -25,14 +25,14 @@ from hotrow import STRATEGIES
 from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
 from hotrow.cli._show import Screen
-from hotrow.disk import Disk
-from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import CLICK_MODELS, load
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
+from hotrow.run.open_run import open_trained
 from hotrow.run.tally import Tally
-from hotrow.run.trained import open_trained
-from hotrow.trainer import Trainer
+from hotrow.support.files import Disk
+from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.training.trainer import Trainer
 
 SMALL = """
 [run]

@@ -22,7 +22,7 @@ from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.files import read_run
-from hotrow.run.trained import open_trained
+from hotrow.run.open_run import open_trained
 
 SMALL = (
     "data.rows=[400, 60, 5]",

@@ -21,11 +21,11 @@ from torch import Tensor
 
 import hotrow
 import hotrow.data.sources
-from hotrow.blocks import Order
 from hotrow.data import ClickBatch, Loader, ParquetSource, PreparedSource
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.format import Feature, Schema
 from hotrow.data.sources import Samples
+from hotrow.inputs.shuffle import Order
 
 
 class Memory:

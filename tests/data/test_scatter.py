@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrow.data.scatter import Scatter
-from hotrow.hashing import hashed, key_of
+from hotrow.support.hashing import hashed, key_of
 
 
 @given(num_rows=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))

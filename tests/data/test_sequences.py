@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrow.ahead import only_tensors, to_device
 from hotrow.data import SequenceBatch
+from hotrow.embedding.ahead import only_tensors, to_device
 
 IDS = {"user": torch.arange(6).view(2, 3), "item": 10 + torch.arange(6).view(2, 3)}
 

@@ -25,9 +25,9 @@ from hotrow.data.prepared.format import MANIFEST, ShardRecord, TableRecord, sect
 from hotrow.data.prepared.format import to_json as manifest_json
 from hotrow.data.sources import Samples
 from hotrow.data.subsets import SubsetSource, _others
-from hotrow.disk import Disk
-from hotrow.order import HotColdOrder, Separated, ShuffleRate
-from hotrow.separate import separate
+from hotrow.support.files import Disk
+from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
+from hotrow.systems.fae.separate import separate
 
 SCHEMA = Schema(
     "click",

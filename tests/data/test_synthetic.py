@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hotrow.batch import KeyedJaggedTensor
 from hotrow.data import KAGGLE_ROWS, TERABYTE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
+from hotrow.inputs.batch import KeyedJaggedTensor
 
 TINY = SyntheticConfig(rows=(5000, 40, 3, 100_000), batch_size=256, num_dense=4, seed=3)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hotrow.records import ComparisonRecord, Figures
 from hotrow.report import comparison
 from hotrow.report.advice import advise
 from hotrow.report.cells import remarks
 from hotrow.report.charts import Chart
+from hotrow.support.records import ComparisonRecord, Figures
 
 
 def figures(strategy: str, rate: float, **others: Any) -> Figures:

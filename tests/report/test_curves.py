@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hotrow.records import StepRecord
 from hotrow.report.curves import MOST_POINTS, Curve
+from hotrow.support.records import StepRecord
 
 
 def steps(count: int) -> Iterator[StepRecord]:

@@ -15,7 +15,10 @@ import pytest
 from test_advice import figures
 
 from browser import CHROMIUM, Browser, chromium
-from hotrow.records import (
+from hotrow.report.comparison import page_of
+from hotrow.report.curves import Curve
+from hotrow.report.runs import Seen, page_of_runs
+from hotrow.support.records import (
     ComparisonRecord,
     EvalRecord,
     Limit,
@@ -26,9 +29,6 @@ from hotrow.records import (
     TableRecord,
     Times,
 )
-from hotrow.report.comparison import page_of
-from hotrow.report.curves import Curve
-from hotrow.report.runs import Seen, page_of_runs
 
 pytestmark = [
     pytest.mark.browser,

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from hotrow.records import RunRecord, Summary, TableRecord
 from hotrow.report.charts import Bars
 from hotrow.report.curves import Curve
 from hotrow.report.runs import Seen, tables_hit
+from hotrow.support.records import RunRecord, Summary, TableRecord
 
 SUMMARY = Summary(1, 32, 0.1, 320.0, 0.5, 0.7, 0.6, 100, 0.75, 0.1, 1920)
 

@@ -8,10 +8,10 @@ import pytest
 from test_files import STEP
 
 from hotrow.cli._show import JsonLines, Screen, _facts
-from hotrow.records import LateStepRecord, StepRecord
-from hotrow.run.arriving import STEPS_BEHIND, Arriving
 from hotrow.run.files import RunWriter, read_steps
+from hotrow.run.pending_records import STEPS_BEHIND, Arriving
 from hotrow.run.tally import Tally
+from hotrow.support.records import LateStepRecord, StepRecord
 
 
 class Device:

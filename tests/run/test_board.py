@@ -15,11 +15,11 @@ from test_arriving import Device
 from typer.testing import CliRunner
 
 from hotrow.cli import make_app
-from hotrow.run.arriving import STEPS_BEHIND
 from hotrow.run.board import TensorBoard
 from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
-from hotrow.trainer import Trainer
+from hotrow.run.pending_records import STEPS_BEHIND
+from hotrow.training.trainer import Trainer
 
 SMALL = (
     "run.tensorboard=true",

@@ -16,12 +16,12 @@ from test_files import STEP
 from torch import Tensor
 
 from hotrow.data import SyntheticClicks, SyntheticConfig
-from hotrow.records import EvalRecord
-from hotrow.run.compare import Comparison, _Clock, choose
 from hotrow.run.config import RunConfig, load
-from hotrow.run.likeness import Apart, Distance, Reference, bits_of, room_for_reference
-from hotrow.run.systems import SYSTEMS, Reordered, SystemKind, find_system, register
-from hotrow.skip import SkipRecord
+from hotrow.study.compare import Comparison, _Clock, choose
+from hotrow.study.likeness import Apart, Distance, Reference, bits_of, room_for_reference
+from hotrow.study.systems import SYSTEMS, Reordered, SystemKind, find_system, register
+from hotrow.support.records import EvalRecord
+from hotrow.systems.slipstream.skip import SkipRecord
 
 SMALL = (
     "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",
@@ -129,7 +129,7 @@ def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     lanes = SimpleNamespace(mark_here=mark)
-    monkeypatch.setattr("hotrow.run.compare.lanes_of", lambda device: lanes)
+    monkeypatch.setattr("hotrow.study.compare.lanes_of", lambda device: lanes)
     clock = _Clock(torch.device("cuda"))
     for _ in range(3):
         clock.add(replace(STEP, samples=8, seconds=1e-6))  # of the host, which runs ahead
@@ -273,10 +273,10 @@ def test_a_reordered_batch_has_the_same_samples() -> None:
 def test_what_is_beyond_the_tolerance_stands_beside_rounding_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotrow.run.likeness.RELATIVE", 0.0)
-    monkeypatch.setattr("hotrow.run.likeness.ABSOLUTE", 1e-9)  # no rounding is within it
-    monkeypatch.setattr("hotrow.run.likeness.EARLY_STEPS", 0)
-    monkeypatch.setattr("hotrow.run.likeness.TIMES_AS_FAR", 100)
+    monkeypatch.setattr("hotrow.study.likeness.RELATIVE", 0.0)
+    monkeypatch.setattr("hotrow.study.likeness.ABSOLUTE", 1e-9)  # no rounding is within it
+    monkeypatch.setattr("hotrow.study.likeness.EARLY_STEPS", 0)
+    monkeypatch.setattr("hotrow.study.likeness.TIMES_AS_FAR", 100)
     settings = config("embedding.optimizer.name=sgd")
     entries = choose(settings, ["hybrid-plain", "lru"], repeat=1)
     comparison = Comparison(settings, entries)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hotrow.records import Times
 from hotrow.run.limits import limit_of
+from hotrow.support.records import Times
 
 
 def times(

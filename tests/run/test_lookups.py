@@ -15,9 +15,9 @@ from clicks import taobao_lines, write
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import load
-from hotrow.run.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun
-from hotrow.run.profiling import profile_lookups
-from hotrow.run.trace import Trace
+from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun
+from hotrow.study.profiling import profile_lookups
+from hotrow.study.trace import Trace
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_the_largest_value_of_a_sample_may_be_that_of_none() -> None:
 def test_an_id_that_its_table_has_not_names_its_feature() -> None:
     import torch
 
-    from hotrow.run.lookups import _Features
+    from hotrow.study.lookups import _Features
 
     features = _Features({"a": 3, "b": 5}, {"x": "a", "y": "b"})
     assert features.batch(torch.tensor([[2, 4]]), 1).ids.tolist() == [2, 7]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from hotrow.fae import FAE
-from hotrow.hotline import Hotline
+from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.config import load
 from hotrow.run.job import build
-from hotrow.run.named import SKIPS, SYSTEMS, find_named
 from hotrow.run.outcome import record_of, told_of
-from hotrow.slipstream import RandomDrop, Slipstream
-from hotrow.strategy import STRATEGIES
+from hotrow.run.strategy_names import SKIPS, SYSTEMS, find_named
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
 
 SMALL = [
     "data.rows=[400,30]", "data.num_dense=2", "data.batch_size=32", "data.samples=1600",

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from hotrow.data.scatter import Scatter
 from hotrow.data.zipf import Zipf
-from hotrow.profile import check_profile
-from hotrow.run.followed import BYTES_PER_ROW, Choice, Followed, choose
-from hotrow.run.lookups import NO_ROW, LookupBatch
-from hotrow.run.profiling import HOT_PARTS, DataProfile, profile_lookups
-from hotrow.run.skew import CountedRows, coverage, zipf_fit
-from hotrow.simulate import simulate
-from hotrow.strategy import STRATEGIES
-from hotrow.tables import EmbeddingBagConfig
+from hotrow.engine.profile import check_profile
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.sizing.simulator import simulate
+from hotrow.study.lookups import NO_ROW, LookupBatch
+from hotrow.study.profiling import HOT_PARTS, DataProfile, profile_lookups
+from hotrow.study.skew import CountedRows, coverage, zipf_fit
+from hotrow.study.tracked_rows import BYTES_PER_ROW, Choice, Followed, choose
 
 
 @dataclass

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fuzzing import changed, fuzzed
 from hotrow.checkpoint.folder import latest_in
 from hotrow.checkpoint.manifest import _checksum
-from hotrow.records import EvalRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.files import RunWriter
 from hotrow.run.job import build, open_data
@@ -24,6 +23,7 @@ from hotrow.run.resume import resume, settings_of
 from hotrow.run.saving import Saving
 from hotrow.run.tally import Tally
 from hotrow.support import toml
+from hotrow.support.records import EvalRecord
 
 CONFIG = toml.build(
     RunConfig,

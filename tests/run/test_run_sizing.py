@@ -13,15 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 from hotrow.cli import make_app
-from hotrow.cost import Work
-from hotrow.profile import save_profile
-from hotrow.records import SizeRecord
+from hotrow.engine.profile import save_profile
+from hotrow.engine.strategy import STRATEGIES
 from hotrow.report.sized import page_of_size
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
-from hotrow.run.sizing import Sizing, _timed, base_of, machine_of, size
-from hotrow.sizing import budget_for
-from hotrow.strategy import STRATEGIES
+from hotrow.sizing.budgets import budget_for
+from hotrow.sizing.cost import Work
+from hotrow.study.sizing import Sizing, _timed, base_of, machine_of, size
+from hotrow.support.records import SizeRecord
 
 SMALL = ["data.rows=[20000,3000,50]", "data.batch_size=64", "data.samples=640", "run.threads=1"]
 
@@ -208,7 +208,7 @@ def test_all_fast_is_timed_whatever_the_run_has_for_other_strategies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     """With tables made smaller, counts are of others."""
-    monkeypatch.setattr("hotrow.run.sizing._TIMED_BYTES", 1 << 18)
+    monkeypatch.setattr("hotrow.study.sizing._TIMED_BYTES", 1 << 18)
     save_profile(tmp_path / "p", {"cat_0": torch.arange(20_000)})
     config = load(overrides=[*SMALL, setting.format(folder=tmp_path / "p")])
     work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=23_050 * 68)

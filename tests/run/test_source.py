@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 
 from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
-from hotrow.ahead import tensors_in
-from hotrow.calibrate import AccessCounts
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
+from hotrow.embedding.ahead import tensors_in
+from hotrow.engine.profile import check_profile, hottest
 from hotrow.models import TBSM
-from hotrow.profile import check_profile, hottest
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import build
 from hotrow.run.source import open_samples
-from hotrow.run.trace import Trace
+from hotrow.study.trace import Trace
+from hotrow.systems.calibrate import AccessCounts
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ from hotrow.checkpoint.saving import (
     rows_at_once,
 )
 from hotrow.checkpoint.tensors import pieces_of
-from hotrow.disk import Disk
-from hotrow.snapshot import Waits
+from hotrow.store.snapshot import Waits
+from hotrow.support.files import Disk
+from hotrow.support.messages import warn
 from hotrow.support.units import parse_bytes
-from hotrow.told import warn
 
 LOG = "5%"  # of the bytes of rows
 _NICE = 10

@@ -18,8 +18,8 @@ from typing import Any
 from hotrow.checkpoint.format import DENSE, file_of
 from hotrow.checkpoint.tables import TABLE_FILES, read_tables
 from hotrow.checkpoint.tensors import read_tensors
-from hotrow.disk import Disk, FileRecord, inside, why_wrong
-from hotrow.manifests import Reader, read_json
+from hotrow.support.files import Disk, FileRecord, inside, why_wrong
+from hotrow.support.manifests import Reader, read_json
 
 EXPORT = "export.json"
 TABLES, SERVED = "exported tables", "model to serve"

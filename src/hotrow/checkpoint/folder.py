@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hotrow.checkpoint.manifest import MANIFEST, NAME, read_manifest
-from hotrow.disk import PARTIAL, Disk, make_durable
-from hotrow.told import warn
+from hotrow.support.files import PARTIAL, Disk, make_durable
+from hotrow.support.messages import warn
 
 LATEST = "latest"
 IN_RUN = "checkpoints"  # the folder of a run's

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrow.disk import FileRecord
-from hotrow.manifests import Reader, read_json
+from hotrow.support.files import FileRecord
+from hotrow.support.manifests import Reader, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

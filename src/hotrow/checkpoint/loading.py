@@ -35,11 +35,11 @@ from hotrow.checkpoint.tensors import (
     read_tensors,
 )
 from hotrow.checkpoint.tree import unpack
-from hotrow.disk import BlockSums, FileRecord, inside, why_wrong
-from hotrow.manifests import read_json
-from hotrow.progress import bytes_bar
-from hotrow.random_states import restore_random_states
-from hotrow.told import few
+from hotrow.support.files import BlockSums, FileRecord, inside, why_wrong
+from hotrow.support.manifests import read_json
+from hotrow.support.messages import few
+from hotrow.support.progress import bytes_bar
+from hotrow.support.random_states import restore_random_states
 
 _READERS = 4
 _REMEDY = "take a copy that is whole, or another checkpoint"

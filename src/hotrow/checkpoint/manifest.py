@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hotrow.checkpoint.format import file_of
-from hotrow.disk import FileRecord
-from hotrow.manifests import Reader, read_json
+from hotrow.support.files import FileRecord
+from hotrow.support.manifests import Reader, read_json
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -46,7 +46,7 @@ class Shard:
 
     file: str  # relative to the folder
     bytes: int
-    sums: str  # as hotrow.disk.BlockSums has them
+    sums: str  # as hotrow.support.files.BlockSums has them
     first: int
     span: int
     rows: int

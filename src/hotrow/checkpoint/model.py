@@ -28,9 +28,9 @@ from hotrow.checkpoint.format import (
     to_json,
 )
 from hotrow.checkpoint.tensors import head, packed, pieces_of
-from hotrow.disk import Disk, FileRecord, inside, why_wrong
-from hotrow.embedding import EmbeddingBagCollection
-from hotrow.progress import bytes_bar
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.support.files import Disk, FileRecord, inside, why_wrong
+from hotrow.support.progress import bytes_bar
 
 SHARD_BYTES = 256 << 20
 _PIECE_BYTES = 16 << 20  # that are loaded at once

@@ -22,7 +22,8 @@ from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, rea
 from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
 from hotrow.checkpoint.tree import pack
-from hotrow.disk import (
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.support.files import (
     PARTIAL,
     BlockSums,
     Digest,
@@ -31,10 +32,9 @@ from hotrow.disk import (
     make_durable,
     make_folder,
 )
-from hotrow.embedding import EmbeddingBagCollection
-from hotrow.progress import bytes_bar
-from hotrow.random_states import random_states
-from hotrow.scalars import whole
+from hotrow.support.numbers import whole
+from hotrow.support.progress import bytes_bar
+from hotrow.support.random_states import random_states
 
 SHARD_BYTES = 256 << 20
 _WRITERS = 4  # also where cores are fewer: some wait for the disk

@@ -27,10 +27,10 @@ from hotrow.checkpoint.format import DENSE, MANIFEST
 from hotrow.checkpoint.loading import Checkpoint
 from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
 from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
-from hotrow.disk import Disk, FileRecord, checksum
-from hotrow.manifests import read_json
-from hotrow.progress import bytes_bar
-from hotrow.told import few
+from hotrow.support.files import Disk, FileRecord, checksum
+from hotrow.support.manifests import read_json
+from hotrow.support.messages import few
+from hotrow.support.progress import bytes_bar
 
 TABLES = "tables.npz"
 MODEL, RECORD = "model", "run.json"  # a run's

@@ -17,11 +17,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotrow._quiet import interrupts_raise
 from hotrow.cli._exits import INTERRUPTED, USER_ERROR
 from hotrow.cli._show import one_line_warnings
+from hotrow.support.messages import settings_written
+from hotrow.support.startup import interrupts_raise
 from hotrow.support.version import __version__
-from hotrow.told import settings_written
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from hotrow.cli._places import check_file
-from hotrow.disk import Disk
 from hotrow.report.charts import library
+from hotrow.support.files import Disk
 
 HtmlFile = Annotated[
     Path | None,

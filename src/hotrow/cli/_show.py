@@ -19,15 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hotrow.records import WORSE_THAN_CONSTANT, Limit, RunRecord
 from hotrow.run.files import to_dict, to_json
 from hotrow.run.job import Job
-from hotrow.run.named import find_named
 from hotrow.run.saving import Saved
+from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
 from hotrow.run.tracing import TRACE_FILE
+from hotrow.support.messages import apart, few, many
+from hotrow.support.records import WORSE_THAN_CONSTANT, Limit, RunRecord
 from hotrow.support.units import show_bytes
-from hotrow.told import apart, few, many
 
 Advance = Callable[[Tally], None]
 

@@ -20,7 +20,6 @@ from hotrow.cli._ranks import refuse_ranks
 from hotrow.cli._show import one_line_warnings, tell_people
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
-from hotrow.records import ComparisonRecord, Figures
 from hotrow.report.advice import advise
 from hotrow.report.cells import (
     RESULT,
@@ -32,10 +31,11 @@ from hotrow.report.cells import (
     speed_title,
 )
 from hotrow.report.comparison import page_of
-from hotrow.run.compare import USUAL, Comparison, Turn, choose
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
-from hotrow.run.systems import SYSTEMS
+from hotrow.study.compare import USUAL, Comparison, Turn, choose
+from hotrow.study.systems import SYSTEMS
+from hotrow.support.records import ComparisonRecord, Figures
 
 _SHORT = "training.steps=64"  # of the built-in job, so that all of them take about a minute
 

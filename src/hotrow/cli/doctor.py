@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hotrow import kernels
-from hotrow.embedding import _OLDEST_CAPABILITY
+from hotrow.embedding.collection import _OLDEST_CAPABILITY
 from hotrow.run.files import environment, package_version, to_json
+from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes
-from hotrow.writer import why_not
 
 PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "safetensors", "rich", "typer")
 CGROUP_LIMITS = (

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
 from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
-from hotrow.records import WORSE_THAN_CONSTANT, EvalRecord
 from hotrow.run.files import to_json
+from hotrow.run.open_run import open_trained
 from hotrow.run.source import Split
-from hotrow.run.trained import open_trained
+from hotrow.support.records import WORSE_THAN_CONSTANT, EvalRecord
 
 
 def evaluate(

@@ -10,9 +10,9 @@ import typer
 from hotrow.checkpoint.tables import export_tables
 from hotrow.cli._declared import Runs
 from hotrow.run.files import RUN_FILE, STEPS_FILE
+from hotrow.run.open_run import find_run, settings_of_record
 from hotrow.run.resume import settings_of
 from hotrow.run.serving import export_for_serving
-from hotrow.run.trained import find_run, settings_of_record
 
 
 def export(

@@ -11,9 +11,9 @@ from rich.console import Console
 from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
 from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
 from hotrow.run.files import to_json
+from hotrow.run.open_run import open_trained
 from hotrow.run.predictions import check_arrow, write_scores
-from hotrow.run.trained import open_trained
-from hotrow.told import many
+from hotrow.support.messages import many
 
 
 def predict(

@@ -18,8 +18,8 @@ from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
 from hotrow.run.files import to_json
+from hotrow.support.messages import many
 from hotrow.support.units import parse_bytes, show_bytes
-from hotrow.told import many
 
 
 def prepare(

@@ -19,14 +19,14 @@ from hotrow.cli._numbers import read_slots
 from hotrow.cli._places import check_folder
 from hotrow.data.prepared.columns import read_columns
 from hotrow.data.prepared.format import MANIFEST
-from hotrow.profile import save_profile
+from hotrow.engine.profile import save_profile
 from hotrow.report.profiled import page_of_profile
 from hotrow.run.config import load
 from hotrow.run.files import plain, to_dict, to_json
-from hotrow.run.followed import BYTES_PER_ROW
-from hotrow.run.lookups import Lookups, OfFolder, OfParquet, OfRun
-from hotrow.run.profiling import SLOT_PARTS, DataProfile, TableProfile, profile_lookups
-from hotrow.run.skew import TOP, Estimate
+from hotrow.study.lookups import Lookups, OfFolder, OfParquet, OfRun
+from hotrow.study.profiling import SLOT_PARTS, DataProfile, TableProfile, profile_lookups
+from hotrow.study.skew import TOP, Estimate
+from hotrow.study.tracked_rows import BYTES_PER_ROW
 from hotrow.support.units import parse_bytes, show_bytes
 
 _BATCH_SIZE = 2048

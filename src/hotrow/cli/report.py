@@ -12,8 +12,6 @@ from rich.table import Table
 
 from hotrow.cli._declared import Runs
 from hotrow.cli._places import check_file
-from hotrow.disk import Disk
-from hotrow.records import RunRecord, StartRecord, Summary
 from hotrow.report.charts import library
 from hotrow.report.curves import Curve
 from hotrow.report.page import NEEDS_PLOTLY
@@ -34,8 +32,10 @@ from hotrow.run.files import (
     to_dict,
     to_json,
 )
+from hotrow.run.open_run import find_run, runs_in
 from hotrow.run.tracing import TRACE_FILE, read_trace
-from hotrow.run.trained import find_run, runs_in
+from hotrow.support.files import Disk
+from hotrow.support.records import RunRecord, StartRecord, Summary
 
 REPORT_PAGE = "report.html"
 _BESIDE = 5  # runs that a narrow screen has room for

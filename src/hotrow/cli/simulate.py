@@ -19,21 +19,21 @@ from torch import Tensor
 from hotrow.cli._bars import batches_bar
 from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths, read_slots
-from hotrow.cost import Work, step_time
-from hotrow.evict import EVICTIONS
-from hotrow.machine import THIS, Machine, machines
+from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.report.simulated import page_of_simulation
-from hotrow.reuse import NEVER, Reuse, belady
 from hotrow.run.config import RunConfig, load
 from hotrow.run.files import to_json
-from hotrow.run.named import find_named
-from hotrow.run.sizing import base_of, machine_of, planning_ms_of, row_bytes_of
-from hotrow.run.trace import Trace
-from hotrow.simulate import Simulated
-from hotrow.simulate import simulate as simulate_trace
-from hotrow.strategy import STRATEGIES, Strategy
+from hotrow.run.strategy_names import find_named
+from hotrow.sizing.cost import Work, step_time
+from hotrow.sizing.machines import THIS, Machine, machines
+from hotrow.sizing.reuse import NEVER, Reuse, belady
+from hotrow.sizing.simulator import Simulated
+from hotrow.sizing.simulator import simulate as simulate_trace
+from hotrow.study.sizing import base_of, machine_of, planning_ms_of, row_bytes_of
+from hotrow.study.trace import Trace
+from hotrow.support.messages import did_you_mean
 from hotrow.support.units import show_bytes
-from hotrow.told import did_you_mean
 
 _MOST_ROWS = 1 << 28  # up to here their last uses, 4 bytes each, are affordable
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]

@@ -18,15 +18,15 @@ from hotrow.cli._html import HtmlFile, check_html, write_html
 from hotrow.cli._numbers import check_dense_ms, read_depths
 from hotrow.cli._places import check_file
 from hotrow.cli._ranks import refuse_ranks
-from hotrow.disk import Disk
-from hotrow.machine import THIS, machines
-from hotrow.records import SizeRecord
 from hotrow.report.sized import HEADS, advice, cells, conditions, page_of_size
 from hotrow.run.config import load, read_settings
 from hotrow.run.files import to_json
-from hotrow.run.sizing import DEPTHS, Sizing, machine_of
-from hotrow.run.sizing import size as size_of
+from hotrow.sizing.machines import THIS, machines
+from hotrow.study.sizing import DEPTHS, Sizing, machine_of
+from hotrow.study.sizing import size as size_of
 from hotrow.support import toml
+from hotrow.support.files import Disk
+from hotrow.support.records import SizeRecord
 
 _REFUSED = ("budget", "strategy", "depth", "fill")
 

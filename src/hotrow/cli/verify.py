@@ -19,11 +19,11 @@ from hotrow.cli._exits import USER_ERROR
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST, read_manifest
 from hotrow.data.prepared.spool import WORK
-from hotrow.manifests import read_json
-from hotrow.progress import bytes_bar
 from hotrow.run.files import MODEL_FOLDER, to_json
+from hotrow.support.manifests import read_json
+from hotrow.support.messages import many
+from hotrow.support.progress import bytes_bar
 from hotrow.support.units import show_bytes
-from hotrow.told import many
 
 
 def verify(

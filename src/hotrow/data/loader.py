@@ -4,8 +4,8 @@
     for batch in hotrow.ahead(loader, model, ids=lambda batch: batch.sparse):
         ...
 
-A batch is known by its number alone (see hotrow.blocks), so a run that was stopped after n batches
-goes on with `loader.batches(start=n)`, and gets what it would have got.
+A batch is known by its number alone (see hotrow.inputs.shuffle), so a run that was stopped after n
+batches goes on with `loader.batches(start=n)`, and gets what it would have got.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.batch import KeyedJaggedTensor
-from hotrow.blocks import Order, Stretch
-from hotrow.copied import nobody
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.sources import PreparedSource, Samples, Source
 from hotrow.data.subsets import SampleSets, SubsetSource
 from hotrow.data.synthetic import ClickBatch
-from hotrow.order import BatchSet, NoBatches, Separated
-from hotrow.samples import mask_of
-from hotrow.scalars import whole
-from hotrow.told import few, many
+from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.samples import mask_of
+from hotrow.inputs.shuffle import Order, Stretch
+from hotrow.support.messages import few, many
+from hotrow.support.numbers import whole
+from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
+from hotrow.systems.fae.sample_copies import nobody
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4

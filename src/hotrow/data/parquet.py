@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hotrow.data.prepared import Jagged
 from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
 from hotrow.data.sources import Samples, joined
-from hotrow.told import few
+from hotrow.support.messages import few
 
 
 class ParquetSource:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.hashing import hashed, key_of
+from hotrow.support.hashing import hashed, key_of
 
 Dense = NDArray[np.float32]  # [B, num_dense]
 Columns = list[NDArray[np.int64]]  # one [B, lookups] per table

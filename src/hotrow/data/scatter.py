@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.hashing import mix
+from hotrow.support.hashing import mix
 
 
 class Scatter:

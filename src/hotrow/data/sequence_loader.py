@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hotrow.batch import KeyedJaggedTensor
 from hotrow.data.loader import BatchReader, Columns
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import Schema
 from hotrow.data.sequences import SequenceBatch, places
 from hotrow.data.sources import Source
+from hotrow.inputs.batch import KeyedJaggedTensor
 
 _PREFIX = "history_"
 

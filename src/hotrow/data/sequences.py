@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.batch import KeyedJaggedTensor
+from hotrow.inputs.batch import KeyedJaggedTensor
 
 
 @dataclass(frozen=True)

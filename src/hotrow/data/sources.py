@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.format import to_json
-from hotrow.told import few
+from hotrow.support.messages import few
 
 BLOCK = 1024  # samples of prepared data that stay together while blocks are shuffled
 

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.sources import Samples, Source, chosen
-from hotrow.disk import Disk, FileRecord, why_wrong
-from hotrow.manifests import Reader, read_json
-from hotrow.told import warn
+from hotrow.support.files import Disk, FileRecord, why_wrong
+from hotrow.support.manifests import Reader, read_json
+from hotrow.support.messages import warn
 
 FORMAT = 1
 MANIFEST = "sets.json"

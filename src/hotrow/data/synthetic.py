@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.batch import KeyedJaggedTensor
 from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedModel, click_probability
 from hotrow.data.scatter import Scatter
 from hotrow.data.zipf import Zipf
-from hotrow.hashing import key_of
-from hotrow.scalars import plain_fields
-from hotrow.told import few
+from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.support.hashing import key_of
+from hotrow.support.messages import few
+from hotrow.support.numbers import plain_fields
 
 # Rows per table as published with the DLRM reference code (facebookresearch/dlrm): the Criteo
 # Kaggle display-advertising set, and the Criteo Terabyte logs before any cap on the rows.

@@ -19,7 +19,7 @@ from hotrow.data.counted import Counted
 from hotrow.data.planted import Columns, Dense, PlantedHistories, click_probability
 from hotrow.data.sequences import SequenceBatch, places
 from hotrow.data.synthetic import CALIBRATION_SAMPLES, Drawn, SyntheticConfig
-from hotrow.told import few
+from hotrow.support.messages import few
 
 
 class SyntheticSequences(Drawn):

@@ -1,1 +1,4 @@
-"""What runs have left behind, for people. Reads records; opens no device, and trains nothing."""
+"""Results as tables, charts and pages.
+
+Reads records that runs left on disk. Does not know training.
+"""

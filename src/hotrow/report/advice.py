@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hotrow.records import ComparisonRecord, Figures
+from hotrow.support.messages import apart
+from hotrow.support.records import ComparisonRecord, Figures
 from hotrow.support.units import show_bytes
-from hotrow.told import apart
 
 
 def advise(record: ComparisonRecord) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hotrow.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
+from hotrow.support.messages import few, many
+from hotrow.support.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
 from hotrow.support.units import show_bytes
-from hotrow.told import few, many
 
 NONE = "-"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from hotrow.records import ComparisonRecord, Figures
 from hotrow.report.cells import (
     NONE,
     RESULT,
@@ -18,6 +17,7 @@ from hotrow.report.cells import (
 )
 from hotrow.report.charts import Bars, Chart, library
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.support.records import ComparisonRecord, Figures
 
 _EQUAL = "equal to all-fast"
 _SPEED_NOTE = "The median of whole runs, and from the slowest to the fastest repetition."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from hotrow.records import StepRecord
+from hotrow.support.records import StepRecord
 
 MOST_POINTS = 600
 

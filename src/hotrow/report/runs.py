@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotrow.records import RunRecord, Span
 from hotrow.report.cells import NONE
 from hotrow.report.charts import Bars, Chart, Line, Spans
 from hotrow.report.curves import Bin, Curve
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.support.messages import many
+from hotrow.support.records import RunRecord, Span
 from hotrow.support.units import show_bytes
-from hotrow.told import many
 
 SUMMARY = (
     "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotrow.records import SizedOption, SizeRecord
 from hotrow.report.cells import NONE, short
 from hotrow.report.charts import Bars, Chart, Line
 from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.support.records import SizedOption, SizeRecord
 from hotrow.support.units import show_bytes
 
 HEADS = (

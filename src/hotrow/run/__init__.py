@@ -1,1 +1,4 @@
-"""A run described by one TOML file: its settings, and the parts built from them."""
+"""One TOML file becomes a run: build, train, save, resume.
+
+Knows configuration, data sources and folders of runs. Does not know screens.
+"""

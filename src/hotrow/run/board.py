@@ -11,10 +11,10 @@ from pathlib import Path
 from time import time
 from typing import Any, Protocol, Self
 
-from hotrow.records import EvalRecord, StepRecord
-from hotrow.run.arriving import Arriving
 from hotrow.run.config import RunConfig
-from hotrow.told import warn
+from hotrow.run.pending_records import Arriving
+from hotrow.support.messages import warn
+from hotrow.support.records import EvalRecord, StepRecord
 
 
 class Board(Protocol):

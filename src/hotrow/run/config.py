@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from hotrow.data import SyntheticConfig
-from hotrow.embedding import FILLS
+from hotrow.embedding.collection import FILLS
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
-from hotrow.run.named import SystemSection, find_named
 from hotrow.run.rates import ScheduleSection
-from hotrow.scalars import plain_fields
-from hotrow.sizing import AUTO
+from hotrow.run.strategy_names import SystemSection, find_named
+from hotrow.sizing.budgets import AUTO
 from hotrow.support import toml
+from hotrow.support.numbers import plain_fields
 from hotrow.support.units import parse_bytes
 
 ROW_RULES: dict[str, type[RowRule]] = {

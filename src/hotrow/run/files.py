@@ -33,9 +33,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from hotrow.disk import Disk, make_durable, make_folder
-from hotrow.manifests import read_json
-from hotrow.records import (
+from hotrow.run.pending_records import Arriving
+from hotrow.support.files import Disk, make_durable, make_folder
+from hotrow.support.manifests import read_json
+from hotrow.support.messages import many, warn
+from hotrow.support.records import (
     ComparisonRecord,
     EvalRecord,
     Limit,
@@ -46,9 +48,7 @@ from hotrow.records import (
     TableRecord,
     Times,
 )
-from hotrow.run.arriving import Arriving
 from hotrow.support.version import __version__
-from hotrow.told import many, warn
 
 FORMAT = 1
 RUN_FILE = "run.json"

@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.budget import share_out
-from hotrow.embedding import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.engine.profile import Profile, load_profile
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
 from hotrow.models import MODELS
-from hotrow.profile import Profile, load_profile
-from hotrow.records import EvalRecord, StepRecord
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
-from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples, open_samples
+from hotrow.run.strategy_names import find_named
 from hotrow.run.training import epochs_of, known_steps, make_system, training_batches
-from hotrow.sizing import AUTO, auto_budget, buffer_part_of
-from hotrow.strategy import STRATEGIES
-from hotrow.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width
-from hotrow.told import few
-from hotrow.trainer import Trainer
+from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
+from hotrow.store.budget import share_out
+from hotrow.support.messages import few
+from hotrow.support.records import EvalRecord, StepRecord
+from hotrow.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

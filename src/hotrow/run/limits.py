@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hotrow.records import Limit, Times
+from hotrow.support.records import Limit, Times
 
 # Beside a GPU the host has to be busy with one thing for half of the time before that can be what
 # holds the GPU up; how long training waits for rows is measured there.

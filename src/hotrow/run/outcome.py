@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from hotrow.fae import FAE
-from hotrow.hotline import Hotline
 from hotrow.run.source import AnyBatch
 from hotrow.run.training import skip_of
-from hotrow.told import many
-from hotrow.trainer import System
+from hotrow.support.messages import many
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.training.trainer import System
 
 
 def record_of(system: System[AnyBatch] | None) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hotrow.data.prepared.arrow import pyarrow
-from hotrow.disk import PARTIAL, make_durable
 from hotrow.run.job import Job
 from hotrow.run.source import AnyBatch
+from hotrow.support.files import PARTIAL, make_durable
 
 _GROUP = 1 << 20  # samples of a row group, which are kept until it is written
 

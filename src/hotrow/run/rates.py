@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hotrow.scalars import plain_fields
+from hotrow.support.numbers import plain_fields
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
 from hotrow.checkpoint.manifest import NewerFormat
-from hotrow.records import EvalRecord
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
-from hotrow.run.named import find_named
 from hotrow.run.saving import checkpoints_of, parts_of
 from hotrow.run.source import Samples, why_other
+from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
 from hotrow.support import toml
-from hotrow.told import few
+from hotrow.support.messages import few
+from hotrow.support.records import EvalRecord
 
 # What the bits of a run depend on; everything else may be another when it goes on. A folder of
 # data is known by what is in it.

@@ -15,11 +15,11 @@ import torch
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
 from hotrow.checkpoint.model import dense_state
-from hotrow.disk import make_folder
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
 from hotrow.run.tally import Tally
+from hotrow.support.files import make_folder
 from hotrow.support.units import show_bytes
 
 _SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells

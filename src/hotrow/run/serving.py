@@ -22,12 +22,12 @@ import torch
 from hotrow.checkpoint.exported import SERVED, ExportedTable, write_export
 from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
 from hotrow.checkpoint.tensors import head, packed, pieces_of
-from hotrow.disk import Disk
 from hotrow.models import MODELS, layers
-from hotrow.run import _served
+from hotrow.run import serve_template as _served
 from hotrow.run.config import RunConfig
 from hotrow.run.job import open_data, tables_of
 from hotrow.run.source import Samples
+from hotrow.support.files import Disk
 
 
 def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path) -> None:

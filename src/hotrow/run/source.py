@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hotrow.ahead import map_tensors
 from hotrow.data import (
     ClickBatch,
     Counted,
@@ -27,10 +26,11 @@ from hotrow.data.prepared.format import SPLITS
 from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
-from hotrow.disk import FileRecord
-from hotrow.profile import Profile
+from hotrow.embedding.ahead import map_tensors
+from hotrow.engine.profile import Profile
 from hotrow.run.config import DataSection
-from hotrow.told import few, warn
+from hotrow.support.files import FileRecord
+from hotrow.support.messages import few, warn
 
 # Rows of each, and the features that read it. With sequences the last row is padding.
 Tables = dict[str, tuple[int, list[str]]]

@@ -6,8 +6,8 @@ import contextlib
 import math
 from dataclasses import replace
 
-from hotrow.records import EvalRecord, StepRecord, Summary, Times
-from hotrow.run.arriving import Arriving
+from hotrow.run.pending_records import Arriving
+from hotrow.support.records import EvalRecord, StepRecord, Summary, Times
 
 _SETTLING = 16  # steps before times are added up: caches are cold, and graphs are captured
 

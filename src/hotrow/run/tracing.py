@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 
 from torch.profiler import ProfilerActivity, profile
 
-from hotrow.clock import PREFIX
-from hotrow.records import Span
-from hotrow.told import warn
+from hotrow.support.clock import PREFIX
+from hotrow.support.messages import warn
+from hotrow.support.records import Span
 
 TRACE_FILE = "trace.json.gz"
 _USUAL_FIRST = 68  # step, where a run is long enough: caches have filled, graphs are captured

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from hotrow.fae import FAE
-from hotrow.hotline import Hotline
-from hotrow.profile import Profile
+from hotrow.engine.profile import Profile
 from hotrow.run.config import RunConfig
-from hotrow.run.named import find_named
 from hotrow.run.source import AnyBatch, Samples
-from hotrow.slipstream import RandomDrop, Slipstream
-from hotrow.told import warn
-from hotrow.trainer import System
+from hotrow.run.strategy_names import find_named
+from hotrow.support.messages import warn
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
+from hotrow.training.trainer import System
 
 
 def make_system(

@@ -35,7 +35,7 @@ from hotrow.data.prepared.settings import Watch
 from hotrow.data.prepared.text import Piece, Place, file_by_file
 from hotrow.data.prepared.vocabulary import Keys
 from hotrow.support import toml
-from hotrow.told import few
+from hotrow.support.messages import few
 
 _MISSING = np.uint64(0x9D39247E33776D41)  # the key of a value that is not there, and of no other
 _FIRST_NEGATIVE = np.uint64(1 << 63)  # the bits of the least number of 64 bits with a sign

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from hotrow import disk
-from hotrow.disk import PARTIAL, checksum, inside, make_durable, read_parts, why_wrong
+from hotrow.support import files as disk
+from hotrow.support.files import PARTIAL, checksum, inside, make_durable, read_parts, why_wrong
 
 __all__ = ["PARTIAL", "Disk", "checksum", "inside", "make_durable", "read_parts", "why_wrong"]
 

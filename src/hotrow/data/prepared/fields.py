@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from hotrow.told import many
+from hotrow.support.messages import many
 
 Words = NDArray[np.uint64]
 Mask = NDArray[np.bool_]

@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.disk import FileRecord
-from hotrow.manifests import Reader, read_json
-from hotrow.told import few
+from hotrow.support.files import FileRecord
+from hotrow.support.manifests import Reader, read_json
+from hotrow.support.messages import few
 
 FORMAT = 1
 MANIFEST = "manifest.json"

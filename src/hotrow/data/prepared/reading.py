@@ -24,9 +24,9 @@ from hotrow.data.prepared.vocabulary import (
     bytes_per_value,
     joined,
 )
-from hotrow.disk import FileRecord
+from hotrow.support.files import FileRecord
+from hotrow.support.messages import few
 from hotrow.support.units import show_bytes
-from hotrow.told import few
 
 HASHED_ROWS = 10_000_000  # of a table that is too large for the memory, if there is no max_rows
 Ids = Vocabulary | Hashed

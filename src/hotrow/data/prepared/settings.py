@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from hotrow.scalars import plain_fields
+from hotrow.support.numbers import plain_fields
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hotrow.data.prepared.fields import EXAMPLES
 from hotrow.data.prepared.format import Schema, Section, side_by_side
 from hotrow.data.prepared.layouts import Samples
 from hotrow.data.prepared.text import Piece, Place
-from hotrow.disk import FileRecord
+from hotrow.support.files import FileRecord
 
 WORK = ".work"
 LOG = f"{WORK}/read.jsonl"

@@ -13,8 +13,8 @@ from hotrow.data.prepared.encoding import Splits
 from hotrow.data.prepared.format import Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.spool import WORK, as_bytes
-from hotrow.disk import FileRecord
-from hotrow.told import few
+from hotrow.support.files import FileRecord
+from hotrow.support.messages import few
 
 _LARGE = 1000.0  # numbers beyond it are pointed out
 

@@ -43,9 +43,9 @@ from hotrow.data.prepared.splits import (
 )
 from hotrow.data.prepared.spool import WORK, Spool, Stretch
 from hotrow.data.prepared.verifying import Verify
+from hotrow.support.messages import many
 from hotrow.support.units import show_bytes
 from hotrow.support.version import __version__
-from hotrow.told import many
 
 
 def prepare(

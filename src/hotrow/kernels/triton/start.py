@@ -1,6 +1,6 @@
 """The starting rows of a table, written by the GPU where they lie.
 
-A weight is a function of (seed, table name, row, column): the integer hash of `hotrow.store`, so
+A weight is a function of (seed, table name, row, column): the integer hash of store/ram.py, so
 that uniform and constant rows have the CPU's bits, and normal ones the CPU's values up to rounding.
 These kernels get 64-bit words for each table, made from its name and the seed, and mix them with
 the row's number within its table.

@@ -1,0 +1,187 @@
+"""The settings of each table's rule in torch's form, and the state of rows as torch saves it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.kernels.rules import RowRule, Scalars
+from hotrow.support.messages import warn
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """The settings of each table in torch's form, so that torch's schedulers drive them.
+
+    Rows are updated in `backward()`; `step()` and `zero_grad()` have nothing left to do.
+    """
+
+    def __init__(self, rule: RowRule, tables: Sequence[EmbeddingBagConfig]) -> None:
+        defaults = {field.name: getattr(rule, field.name) for field in fields(rule)}
+        # Empty stand-ins: torch wants a parameter in each group, and rows are none.
+        groups = [{"params": [torch.empty(0)], "name": table.name} for table in tables]
+        super().__init__(groups, defaults)
+        self.rule = rule
+        self.names = [table.name for table in tables]
+        self._places = {name: place for place, name in enumerate(self.names)}
+        self._settings = [field.name for field in fields(rule)]
+        self._scalar_names = list(rule.scalars(defaults, 1))
+        self._may_change = False  # settings may, in place: a tensor or a list is among them
+        self._steps = [0] * len(tables)
+        self._uncounted = 0  # of them, for every table
+        # The tables that the step captured last updates; None: it has no update.
+        self.in_graph: tuple[str, ...] | None = None
+        self.counts_apart = False  # the rule's numbers may differ between tables by their steps
+        # Row state was loaded since the last update; weights were, and their state was not.
+        self._has_state = self._lacks_state = False
+        self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
+        # The collection; a strong reference would keep its memory for longer than it is used.
+        self._owner: Callable[[], Any] = lambda: None
+
+    def belongs_to(self, collection: Any) -> None:
+        self._owner = weakref.ref(collection)
+
+    @property
+    def rows(self) -> Any:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError("the collection whose rows this optimizer updates is gone")
+        return owner
+
+    def scalars(self, names: Sequence[str]) -> Scalars:
+        """What the rule needs for an update of some tables, [T] float64 each."""
+        values = torch.tensor(self.table_scalars(tuple(names)), dtype=torch.float64)
+        return dict(zip(self._scalar_names, values.unbind(1), strict=True))
+
+    def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
+        """`scalars` as rows of numbers, one row per table; the same list while nothing changes.
+
+        Asked several times a step, and new in each with Adam or a schedule.
+        """
+        key: list[Any] = [group[name] for group in self.param_groups for name in self._settings]
+        if self._may_change:
+            key = list(map(_fixed, key))
+        steps = tuple(self.steps) if self.rule.uses_step else None
+        found, found_steps, rows = self._last_scalars.get(names, (None, None, []))
+        if found == key and found_steps == steps:
+            return rows
+        if not self._may_change and any(isinstance(value, Tensor | list) for value in key):
+            self._may_change = True
+            key = list(map(_fixed, key))
+        places = [self._places[name] for name in names]
+        many = len(self._settings)
+        if key == key[:many] * len(self.names) and (steps is None or len(set(steps)) == 1):
+            rows = [self._numbers(key, steps, places[0])] * len(names)  # most often
+        else:
+            rows = [self._numbers(key, steps, place) for place in places]
+        self._last_scalars[names] = key, steps, rows
+        return rows
+
+    def _numbers(
+        self, key: list[Any], steps: tuple[int, ...] | None, place: int
+    ) -> tuple[float, ...]:
+        many = len(self._settings)
+        setting = dict(zip(self._settings, key[place * many : (place + 1) * many], strict=True))
+        step = 1 if steps is None else max(steps[place], 1)  # asked before the first update
+        return tuple(map(float, self.rule.scalars(setting, step).values()))
+
+    @property
+    def steps(self) -> list[int]:
+        """The updates of each table so far. Counted by the host: no device has to be asked."""
+        if self._uncounted:
+            self._steps = [step + self._uncounted for step in self._steps]
+            self._uncounted = 0
+        return self._steps
+
+    def count_step(self, tables: Collection[str] | None = None) -> None:
+        """Count one more update of these tables; None: of all."""
+        if self._lacks_state:
+            self._tell_of_state()
+        self._has_state = False
+        if tables is None or len(tables) == len(self.names):
+            self._uncounted += 1
+        else:
+            self.counts_apart = self.rule.uses_step
+            places = zip(self.names, self.steps, strict=True)
+            self._steps = [step + (name in tables) for name, step in places]
+        self._opt_called = True  # what torch's schedulers look for before they move
+
+    def capture_step(self, tables: tuple[str, ...]) -> None:
+        """An update of these tables is being captured; every replay counts it."""
+        self.in_graph = tables
+        self.counts_apart |= self.rule.uses_step and len(tables) < len(self.names)
+
+    def weights_loaded(self) -> None:
+        """Note that weights of rows were replaced, and their state was not."""
+        self._lacks_state = bool(self.rule.state_names) and not self._has_state
+
+    def _state_loaded(self) -> None:
+        self._has_state, self._lacks_state = True, False
+
+    def _tell_of_state(self) -> None:
+        self._lacks_state = False
+        warn(
+            f"weights were loaded by load_state_dict, but not the {type(self.rule).__name__} state "
+            f"of their rows ({', '.join(self.rule.state_names)}), which stays as it was. To go on "
+            "with a run, load that as well: embedding.optimizer.load_state_dict(saved). Where it "
+            "is meant to start anew, embedding.load_weights() loads weights without this warning"
+        )
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing: the rows were updated in `backward()`."""
+        return None if closure is None else closure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings, steps, and a copy of all row state; large tables stream theirs by `rows()`."""
+        told = self.settings_dict()
+        state = {
+            name: {"step": step, **self.rows.copy_state(name)}
+            for name, step in told["steps"].items()
+        }
+        return {"state": state, "param_groups": told["param_groups"]}
+
+    def settings_dict(self) -> dict[str, Any]:
+        """All that `state_dict` has but the state of rows."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        steps = dict(zip(self.names, self.steps, strict=True))
+        return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
+
+    def load_settings_dict(self, found: dict[str, Any]) -> None:
+        """Settings and steps; what was learned about rows comes with them."""
+        named = {group["name"]: group for group in found["param_groups"]}
+        for place, group in enumerate(self.param_groups):
+            mine = named[group["name"]]
+            for key in (*self._settings, "initial_lr"):  # the last is torch's schedulers'
+                if key in mine:
+                    group[key] = mine[key]
+            self.steps[place] = int(found["steps"][group["name"]])
+        self._state_loaded()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        named = {group.get("name"): group for group in state_dict.get("param_groups", [])}
+        for name in self.names:
+            found = state_dict.get("state", {}).get(name)
+            if name not in named or found is None or "step" not in found:
+                raise ValueError(f"the optimizer's state has no table {name!r}, or no step for it")
+            self.rows.check_state(name, found)
+        for place, group in enumerate(self.param_groups):
+            name = group["name"]
+            group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
+            self.steps[place] = int(state_dict["state"][name]["step"])
+            self.rows.load_state(name, state_dict["state"][name])
+        self._state_loaded()
+
+
+def _fixed(value: Any) -> Any:
+    """A setting that nobody changes in place, as torch's schedules change tensors."""
+    if isinstance(value, Tensor):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value

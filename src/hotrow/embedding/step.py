@@ -1,0 +1,458 @@
+"""One step per `backward()`: how gradients reach the rows.
+
+Knows when gradients arrive and which rows they are for; where rows are is the groups' business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hotrow import kernels
+from hotrow.embedding import dense_steps
+from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.split_batch import Place
+from hotrow.engine.stages import Work
+from hotrow.inputs.batch import Lookups
+from hotrow.support.interrupts import uninterrupted
+from hotrow.support.messages import warn
+from hotrow.support.streams import capturing
+from hotrow.support.threads import Call, RowLock, TrainingThread
+
+_MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is trained elsewhere
+
+
+class Lookup(torch.autograd.Function):
+    """Bags to vectors, given as `by_feature` does. The way back learns which features have a
+    gradient, and hands the gradients to the collection's pending step."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, weights: Tensor | None, work: Work, step: PendingStep
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(*(() if weights is None else (weights,)))
+        ctx.set_materialize_grads(False)
+        ctx.work, ctx.step = work, step  # type: ignore[attr-defined]
+        ctx.call = step.begin_call()  # type: ignore[attr-defined]
+        x = work.lookups
+        with step.writing(), work.group.timed(work):
+            return by_feature(work.group.lookup(work, replace(x, weights=weights)), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, whole: Tensor | None, *parts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.step.end_call(ctx.call)
+        grads, used = _of_bags(whole, parts, ctx.work.lookups)
+        if grads is None:
+            return None, None, None, None
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them and forgets
+        weights = saved[0] if saved else None
+        x = replace(ctx.work.lookups, weights=weights, used=used)
+        weight_grads = None
+        if ctx.needs_input_grad[1]:
+            with ctx.step.writing(), ctx.work.group.timed(ctx.work):
+                weight_grads = ctx.work.group.weight_grads(ctx.work, x, grads)
+            if used is not None:
+                weight_grads = weight_grads.masked_fill(~x.used_lookups(), 0.0)
+        # torch.autograd.grad(), and backward(inputs=...), may ask for the weights' alone.
+        if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+            ctx.step.add(ctx.call, ctx.work, x, grads)
+        return None, weight_grads, None, None
+
+
+def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
+    """Split the vectors of bags: all features side by side, or None, then those of each feature.
+
+    All share memory, but autograd takes none for a view, so that each can be changed in place.
+    The caller must hand out either the first one or the others, and never both.
+    """
+    sizes, dim = x.bags_per_feature, vectors.shape[1]
+    if len(sizes) == 1:
+        return None, vectors
+    if not x.by_sample:
+        return None, *torch.unsafe_split_with_sizes(vectors, list(sizes))
+    whole = torch.ops.aten._unsafe_view(vectors, (sizes[0], len(sizes) * dim))
+    return whole, *torch.unsafe_split(whole, dim, 1)
+
+
+def _of_bags(
+    whole: Tensor | None, parts: Sequence[Tensor | None], x: Lookups
+) -> tuple[Tensor | None, tuple[bool, ...] | None]:
+    """Join the gradients of what `by_feature` gave: [bags, dim], and which features have one.
+
+    A gradient of all features side by side uses them all, which is None.
+    """
+    sizes = x.bags_per_feature
+    given = next((each for each in parts if each is not None), None)
+    if given is None:
+        if whole is None:
+            return None, None
+        return whole.reshape(x.num_bags, whole.shape[1] // len(sizes)).contiguous(), None
+    used = tuple(each is not None for each in parts)
+    if not all(used):
+        zero = given.new_zeros(())
+        pairs = zip(parts, sizes, strict=True)
+        parts = [zero.expand(n, given.shape[1]) if each is None else each for each, n in pairs]
+    grads = given
+    if len(sizes) > 1:
+        every: Any = parts
+        grads = torch.stack(every, 1).flatten(0, 1) if x.by_sample else torch.cat(every)
+    if whole is not None:
+        grads = grads + whole.reshape(grads.shape)
+    return grads.contiguous(), None if whole is not None or all(used) else used
+
+
+@dataclass(frozen=True)
+class _Call:
+    """When a lookup ran, and the backward pass it was recomputed in, -1 for none."""
+
+    number: int
+    inside: int
+    open: Call | None = None  # until its gradients come
+
+
+@dataclass
+class _RowGrads:
+    """Gradients of one lookup."""
+
+    call: _Call
+    work: Work
+    x: Lookups
+    of_bags: Tensor | None  # [bags, dim], until they are summed
+    of_rows: tuple[Tensor, Tensor] | None  # ids, each once, and their gradients [n, dim]
+    open_pass: int | None  # the backward pass that has yet to end well; None: it has
+
+    def summed(self) -> tuple[Tensor, Tensor]:
+        """By row."""
+        if self.of_rows is None:
+            assert self.of_bags is not None
+            self.of_rows = self.work.group.grads_by_row(self.work, self.x, self.of_bags)
+            self.of_bags = None
+        return self.of_rows
+
+
+class _Promise:
+    """Called when a backward pass ends well; gone, without a call, when the pass fails."""
+
+    def __init__(self, step: PendingStep, number: int) -> None:
+        self._step, self._number = step, number
+
+    def __call__(self) -> None:
+        self._step.end_of_pass(self._number)
+
+
+class PendingStep:
+    """Gradients that wait for the end of `backward()`, which is one step.
+
+    They are kept by id, so it does not matter when, or in how many batches, they were made.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[RowGroup],
+        optimizer: RowOptimizer,
+        on_nonfinite: str,
+        lock: RowLock,
+        thread: TrainingThread,
+    ) -> None:
+        self._lock, self._thread = lock, thread
+        self.groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self.grad_scale: Any = None
+        self._accumulating = 0
+        self._waiting: list[_RowGrads] = []
+        # The engine alone holds the promises: those that have died belong to failed passes.
+        self._open: dict[int, weakref.ref[_Promise]] = {}
+        self._calls = 0
+        # Steps of dense optimizers when the newest gradients came, and at the newest update.
+        self._added_at, self._updated_at = 0, -1
+        self._checks_left = _MOST_CHECKS  # for passes without an optimizer step in between
+        self._stream: torch.cuda.Stream | None = None  # where the newest gradients were made
+
+    @property
+    def is_accumulating(self) -> bool:
+        return self._accumulating > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Gradients wait for an update."""
+        self._forget_failed()
+        return self.is_accumulating or bool(self._waiting)
+
+    def begin_call(self) -> _Call:
+        """A lookup runs; inside a backward pass it is a recomputation."""
+        self._calls += 1
+        inside = torch._C._current_graph_task_id()
+        if inside != -1:
+            # A checkpoint may run a backward pass of its own in here: the outer one is the step.
+            self._promise(inside)
+            return _Call(self._calls, inside)
+        return _Call(self._calls, inside, self._thread.open_call())
+
+    def end_call(self, call: _Call) -> None:
+        """Gradients of a lookup have come."""
+        if call.open is not None:
+            self._thread.close_call(call.open)
+
+    def add(self, call: _Call, work: Work, x: Lookups, grads: Tensor) -> None:
+        current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
+        self._note_repetition()
+        self._promise(current)
+        mine = _RowGrads(call, work, x, grads, None, current)
+        # Parts of a batch are joined first, bag by bag.
+        if work.whole is None and (self._accumulating or not self.at_once):
+            mine.summed()  # it may wait for long, and bags' gradients are larger
+        self._waiting.append(mine)
+        if grads.is_cuda:
+            self._stream = torch.cuda.current_stream(grads.device)
+
+    def _note_repetition(self) -> None:
+        """Warn once where torch would add gradients up, but rows make a step of each pass.
+
+        That is so if a dense optimizer has gradients in this pass, and no optimizer has stepped
+        since the pass before. With a GradScaler nothing is said, because it skips steps.
+        """
+        steps = dense_steps.count()
+        if self._updated_at == steps and self._checks_left and not self._has_scaler:
+            self._checks_left -= 1
+            if dense_steps.are_in_this_pass():
+                self._checks_left = 0
+                warn(
+                    "a second backward() came without an optimizer step in between. Every "
+                    "backward() updates the rows, so they made two steps where the dense part "
+                    "makes one. To make one step of several backward passes, run them inside "
+                    "`with embedding.accumulate():`"
+                )
+        self._added_at = steps
+
+    def _promise(self, number: int) -> None:
+        self._forget_failed()
+        if number not in self._open:
+            promise = _Promise(self, number)
+            self._open[number] = weakref.ref(promise)
+            torch.autograd.Variable._execution_engine.queue_callback(promise)
+
+    def _forget_failed(self) -> None:
+        failed = {number for number, promise in self._open.items() if promise() is None}
+        if failed:
+            self._waiting = [each for each in self._waiting if each.open_pass not in failed]
+            self._open = {n: promise for n, promise in self._open.items() if n not in failed}
+
+    def end_of_pass(self, number: int) -> None:
+        del self._open[number]
+        for each in self._waiting:
+            if each.open_pass == number:
+                each.open_pass = None
+        self._forget_failed()
+        if not self._accumulating and not self._open:  # a pass inside a pass is part of it
+            # Of a model without dense weights on the device, torch calls back from whichever of its
+            # threads was last, and on that thread's own stream: a graph would lack the update.
+            with torch.cuda.stream(self._stream):
+                self.finish()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._forget_failed()
+        before = len(self._waiting)
+        self._accumulating += 1
+        try:
+            yield
+        except BaseException:
+            del self._waiting[before:]
+            raise
+        finally:
+            self._accumulating -= 1
+        self._forget_failed()
+        if not self._accumulating:
+            self.finish()
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Inside, no other thread reads or changes rows. Who captures a step has the lock, and
+        autograd may run in a thread of its own."""
+        return nullcontext() if capturing() else self._lock.writing()
+
+    @torch.no_grad()  # what waits may have graphs: per-sample weights that are learned, for one
+    def finish(self) -> None:
+        """Update every row that has a gradient, once."""
+        with self.writing():
+            self._finish()
+
+    def _finish(self) -> None:
+        waiting = sorted(self._waiting, key=lambda each: each.call.number)
+        self._waiting.clear()
+        if not waiting:
+            return
+        if any(each.work.group.aside for each in waiting):
+            raise RuntimeError(
+                "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
+                "no row was changed: call backward() before these"
+            )
+        if any(each.work.whole is not None for each in waiting):
+            waiting = _whole(waiting)
+        by_group = [
+            (group, mine)
+            for group in self.groups
+            if (mine := [each for each in waiting if each.work.group is group])
+        ]
+        tables = self._tables_in(by_group)
+        if self.at_once:
+            with uninterrupted():
+                if capturing():  # nothing has run yet; a replay counts
+                    self._optimizer.capture_step(tables)
+                else:
+                    self._count_step(tables)
+                for group, mine in by_group:
+                    only = mine[0]
+                    if (
+                        len(mine) > 1
+                        or only.of_bags is None
+                        or not group.update_at_once(only.work, only.x, only.of_bags)
+                    ):
+                        _update(group, *_join(group, mine))
+            return
+        updates = [(group, *_join(group, mine)) for group, mine in by_group]
+        if self.grad_scale is not None:
+            scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
+            updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
+        if self._skip(updates):
+            return
+        with uninterrupted():
+            self._count_step(tables)
+            for update in updates:
+                _update(*update)
+
+    def _count_step(self, tables: tuple[str, ...]) -> None:
+        self._optimizer.count_step(tables)
+        self._updated_at = self._added_at
+
+    def _tables_in(self, by_group: Sequence[tuple[RowGroup, list[_RowGrads]]]) -> tuple[str, ...]:
+        """Return the tables whose vectors have a gradient: this step is theirs alone."""
+        names = self._optimizer.names
+        if len(by_group) == len(self.groups) and all(
+            each.x.used is None for _, mine in by_group for each in mine
+        ):
+            return tuple(names)
+        found = {
+            group.layout.tables[feature.table].name
+            for group, mine in by_group
+            for each in mine
+            for place, feature in enumerate(group.layout.features)
+            if each.x.used is None or each.x.used[place]
+        }
+        return tuple(name for name in names if name in found)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether nobody looks at the sums between backward and update."""
+        return self.grad_scale is None and self._on_nonfinite == "propagate"
+
+    @property
+    def _has_scaler(self) -> bool:
+        return hasattr(self.grad_scale, "get_scale")
+
+    def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
+        """Whether a gradient is not finite and the update is to be left out."""
+        # A GradScaler counts on it.
+        if self._on_nonfinite == "propagate" and not self._has_scaler:
+            return False
+        for group, ids, grads, _ in updates:
+            finite = torch.isfinite(grads)
+            trained = group.trained(ids)
+            if trained is not None:  # gradients of padding are dropped
+                finite |= ~trained.unsqueeze(1)
+            if bool(finite.all()):
+                continue
+            if self._on_nonfinite == "error":
+                bad = int((~finite).any(dim=1).int().argmax())
+                value = float(grads[bad][~finite[bad]][0])
+                raise FloatingPointError(
+                    f"update {max(self._optimizer.steps) + 1}: the gradient of "
+                    f"{group.layout.describe(int(ids[bad]))} holds {value}; no row was changed. "
+                    "on_nonfinite='skip' leaves such updates out"
+                )
+            return True
+        return False
+
+
+def _update(group: RowGroup, ids: Tensor, grads: Tensor, work: Work | None) -> None:
+    with group.timed(work):
+        group.update(ids, grads, work)
+
+
+def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
+    """Unique ids of one group, their summed gradients, and the batch if there is only one."""
+    if len(waiting) == 1:
+        only = waiting[0]
+        return *only.summed(), only.work
+    ops = kernels.for_device(group.device)
+    every, grads = zip(*(each.summed() for each in waiting), strict=True)
+    ids = ops.sort_ids(torch.cat(every), group.layout.num_rows)
+    return ids.ids, ops.sum_pairs(torch.cat(grads), ids), None
+
+
+# -- parts -------------------------------------------------------------------------------
+
+
+def _whole(waiting: list[_RowGrads]) -> list[_RowGrads]:
+    """The same, but parts of one batch as that batch."""
+    found: list[_RowGrads] = []
+    parts: dict[int, dict[int, list[_RowGrads]]] = {}  # by batch, then by the part's first sample
+    for each in waiting:
+        if each.work.place is None:
+            found.append(each)
+        else:
+            of_batch = parts.setdefault(id(each.work.whole), {})
+            of_batch.setdefault(each.work.place.first, []).append(each)
+    for of_batch in parts.values():
+        # Whoever looked a part up twice looked up the others twice, in the same order.
+        for calls in zip_longest(*(of_batch[first] for first in sorted(of_batch))):
+            found.append(_side_by_side([each for each in calls if each is not None]))
+    return sorted(found, key=lambda each: each.call.number)
+
+
+def _side_by_side(parts: list[_RowGrads]) -> _RowGrads:
+    """Gradients of a batch's bags from those of its parts; 0 for a part that has none."""
+    whole = parts[0].work.whole
+    assert whole is not None
+    x, weights, grads = whole.lookups, None, [each.of_bags for each in parts]
+    if any(each.x.weights is not None for each in parts):
+        given = [each.x.weights for each in parts]
+        weights = _placed(given, [_place(each).lookups for each in parts], x.num_lookups)
+    every = _placed(grads, [_place(each).bags for each in parts], x.num_bags)
+    x = replace(x, weights=weights, used=_used_by_any(parts))
+    return _RowGrads(parts[0].call, whole, x, every, None, None)
+
+
+def _used_by_any(parts: list[_RowGrads]) -> tuple[bool, ...] | None:
+    """Return which features have a gradient in some part of a batch; None: all."""
+    found = [each.x.used for each in parts if each.x.used is not None]
+    used = tuple(map(any, zip(*found, strict=True)))
+    return None if len(found) < len(parts) or all(used) else used
+
+
+def _place(grads: _RowGrads) -> Place:
+    assert grads.work.place is not None
+    return grads.work.place
+
+
+def _placed(values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int) -> Tensor:
+    found = [(each, at) for each, at in zip(values, places, strict=True) if each is not None]
+    first = found[0][0]
+    if sum(len(each) for each, _ in found) == size and all(
+        isinstance(at, slice) for _, at in found
+    ):
+        return first if len(found) == 1 else torch.cat([each for each, _ in found])
+    every = first.new_zeros(size, *first.shape[1:])
+    for each, at in found:
+        every[at] = each.to(every.dtype)
+    return every

@@ -1,0 +1,148 @@
+"""One batch's lookups in one width group, on a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.gpu.planner import DevicePlan, Expected
+from hotrow.engine.gpu.staged import Packet
+from hotrow.engine.split_batch import Place
+from hotrow.engine.stages import Work
+from hotrow.inputs.batch import (
+    Batch,
+    Lookups,
+    divisor_of,
+    fixed_outline,
+    lookups_of,
+    outline_of,
+    spans_of,
+)
+from hotrow.kernels.reference import SortedIds, sort_ids
+
+if TYPE_CHECKING:
+    from hotrow.engine.gpu.rows import DeviceRows
+
+
+class DeviceWork(Work):
+    """One batch's lookups in one width group; how many are unique, only the device knows."""
+
+    group: DeviceRows
+    plan: DevicePlan | None  # type: ignore[assignment]
+
+    def __init__(self, group: DeviceRows, batch: Batch) -> None:
+        self.group, self.batch = group, batch
+        self.plan = None
+        self.expected: Expected | None = None
+        self.announced = True  # batches before it hold its rows
+        self.incoming = self.outgoing = None
+        self.packet: Packet | None = None  # its rows on their way, between collect and insert
+        self.collected = self.inserted = self.confirmed = False
+        self.berth: int | None = None  # the plan's buffers are to be the same for each
+        self.gives_back: Any = None  # those, when the plan has gone
+        self.is_fixed = False  # launches are to be the same for all batches of one shape
+        self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
+        # Of the plan: padding fills it up, so that plans of other batches are launched alike.
+        self.size = self.num_lookups
+        if batch.offsets is not None and group.is_pooled:
+            self.size = group.room(self.size)
+        self._lookups: Lookups | None = None
+        self._bag_of: Tensor | None = None
+        self._sorted: SortedIds | None = None
+
+    @property
+    def num_lookups(self) -> int:
+        if self.batch.offsets is None:
+            return self.batch.num_samples * len(self.group.layout.features)
+        return sum(high - low for low, high in self.spans)
+
+    def count_distinct(self) -> int:
+        """Different rows that are looked up, some twice if features share a table; may wait."""
+        values = self.batch.values
+        if self.batch.offsets is None:
+            parts = [values[:, feature.column] for feature in self.group.layout.features]
+        else:
+            parts = [values[low:high] for low, high in self.spans]
+        return sum(each.unique().numel() for each in parts)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether padding stands behind the lookups in the plan."""
+        return self.size > self.num_lookups
+
+    @property
+    def lookups(self) -> Lookups:  # type: ignore[override]
+        """Without ids: reading those would wait for the device."""
+        if self._lookups is None and self.is_fixed:
+            assert self.plan is not None
+            slots = self.plan.buffers.lookup_slots[: self.size]
+            self._lookups = fixed_outline(
+                self.batch, self.group.layout, self.group.columns(self.batch.keys), self.size,
+                slots != self.group.pad.null_slot,
+            )  # fmt: skip
+        if self._lookups is None:
+            x = outline_of(self.batch, self.group.layout)
+            divisor = divisor_of(self.batch, x, self.group.layout)
+            self._lookups = Lookups(
+                x.ids, x.offsets, divisor, x.bags_per_feature, x.by_sample, x.spans
+            )
+        return self._lookups
+
+    @property
+    def bag_of(self) -> Tensor | None:
+        """The bag of each lookup; None where each is its own."""
+        if self._bag_of is None and self.lookups.offsets is not None:
+            self._bag_of = self.lookups.bag_of().int()
+        return self._bag_of
+
+    @property
+    def ids(self) -> SortedIds:  # type: ignore[override]
+        """Sorted on demand, for the direct way; waits for the device."""
+        if self._sorted is None:
+            found = lookups_of(self.batch, self.group.layout)
+            self._sorted = sort_ids(found.ids, self.group.layout.num_rows)
+        return self._sorted
+
+    @property
+    def slots(self) -> Tensor:
+        """Of each lookup, by the plan; padding may stand behind."""
+        assert self.plan is not None
+        return self.plan.buffers.lookup_slots[: self.plan.lookups]
+
+    def looked_up(self) -> Tensor:
+        """The ids of the lookups, as they were when they were planned."""
+        if self.plan is None:
+            # What is kept may be older than the user's tensor, which may have changed since.
+            found = self.ids
+            padding = found.ids.new_tensor([self.group.layout.num_rows])
+            return torch.cat([found.ids, padding]).index_select(0, found.inverse)
+        segments = self.plan.segments()
+        ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
+        ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
+        return ids[: self.num_lookups]
+
+    def arrive(self, batch: Batch) -> None:
+        """The batch's own tensors are on the device now."""
+        self.batch = batch
+        self._lookups = self._bag_of = self._sorted = None
+
+
+class DevicePart(DeviceWork):
+    """Some samples of a planned batch: read by its plan, updated with it."""
+
+    whole: DeviceWork
+    place: Place
+
+    def __init__(self, whole: DeviceWork, batch: Batch, place: Place) -> None:
+        super().__init__(whole.group, batch)
+        self.whole, self.place = whole, place
+        self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted
+
+    @property
+    def slots(self) -> Tensor:
+        return self.whole.slots[self.place.lookups]
+
+    def looked_up(self) -> Tensor:
+        return self.whole.looked_up()[self.place.lookups]

@@ -1,0 +1,717 @@
+"""Ids as users hand them in, checked, and turned into ids of one width group.
+
+Knows nothing about where rows live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hotrow.inputs.tables import EmbeddingBagConfig, Feature, WidthGroup
+from hotrow.support.messages import few
+
+PADDING = -1
+
+
+class KeyedJaggedTensor:
+    """Ids of several features, each sample holding any number of them.
+
+    The layout is TorchRec's: `values` lists the ids feature by feature, sample by sample;
+    `offsets` has one entry per (feature, sample) and a last one, the number of values.
+    TorchRec's own class works wherever this one does.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        *,
+        offsets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        if (offsets is None) == (lengths is None):
+            raise ValueError("give exactly one of offsets= and lengths=")
+        for what, tensor in (("values", values), ("offsets", offsets), ("lengths", lengths)):
+            if tensor is not None:
+                _check_integers(tensor, what)
+        self._keys = list(keys)
+        _refuse_repeated_keys(self._keys)
+        if offsets is None:
+            assert lengths is not None
+            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        self._values, self._offsets = values, offsets
+        self._weights = weights
+
+    @classmethod
+    def of(
+        cls,
+        features: Mapping[str, Tensor | tuple[Tensor, ...]],
+        *,
+        include_last_offset: bool | None = None,
+    ) -> Self:
+        """Join what `nn.EmbeddingBag`s are called with, feature by feature.
+
+        Each feature has ids [B], ids [B, n], (indices, offsets) or (indices, offsets, weights).
+        `include_last_offset` is nn.EmbeddingBag's: offsets have B + 1 entries and end with the
+        number of ids (True), or have B (False). None decides by B where another feature has ids [B]
+        or [B, n], and refuses offsets otherwise: they could be read both ways. If one feature has
+        weights, those of the others are 1.
+        """
+        known = [len(ids) for ids in features.values() if isinstance(ids, Tensor) and ids.ndim]
+        parts = {
+            name: _bags_of(name, given, known[0] if known else None, include_last_offset)
+            for name, given in features.items()
+        }
+        sizes = {name: len(lengths) for name, (_, lengths, _) in parts.items()}
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"features must have as many samples each, and have {sizes}")
+        values, lengths, weights = zip(*parts.values(), strict=True)
+        every = None
+        if any(each is not None for each in weights):
+            ones = [torch.ones(len(each), device=each.device) for each in values]
+            mine = zip(weights, ones, strict=True)
+            every = torch.cat([one if given is None else given for given, one in mine])
+        return cls(list(parts), torch.cat(values), lengths=torch.cat(lengths), weights=every)
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def offsets(self) -> Tensor:
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        weights = None if self._weights is None else change(self._weights)
+        return type(self)(
+            self._keys, change(self._values), offsets=change(self._offsets), weights=weights
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return self.map(lambda each: each.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        return self.map(torch.Tensor.pin_memory)
+
+    def clone(self) -> Self:
+        return self.map(torch.Tensor.clone)
+
+
+def _bags_of(
+    name: str,
+    given: Tensor | tuple[Tensor, ...],
+    num_samples: int | None,
+    include_last_offset: bool | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return one feature's ids, how many each sample has, and their weights."""
+    if isinstance(given, Tensor) and given.ndim in (1, 2):
+        _check_integers(given, f"ids of feature {name!r}")
+        each = 1 if given.ndim == 1 else given.shape[1]
+        return given.reshape(-1), torch.full((len(given),), each, device=given.device), None
+    if _are_tensors(given):
+        indices, offsets = given[:2]
+        _check_integers(indices, f"indices of feature {name!r}")
+        _check_integers(offsets, f"offsets of feature {name!r}")
+        if include_last_offset is None:
+            if num_samples is None:
+                raise ValueError(
+                    f"feature {name!r} has {len(offsets)} offsets, which are {len(offsets)} "
+                    f"samples, as nn.EmbeddingBag reads them, or {len(offsets) - 1}, if the last "
+                    "is the number of ids; say which by include_last_offset=False or True"
+                )
+            include_last_offset = len(offsets) != num_samples
+        if not include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
+        weights = given[2] if len(given) == 3 else None
+        if weights is not None and len(weights) != len(indices):
+            raise ValueError(f"feature {name!r} has {len(indices)} ids and {len(weights)} weights")
+        lengths = offsets.diff()
+        if offsets.device.type == "cpu" and len(offsets) and int(offsets[0]) != 0:
+            raise ValueError(f"feature {name!r}: offsets must begin with 0, not {int(offsets[0])}")
+        if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
+            raise ValueError(
+                f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
+                "they begin with 0, and end with the number of ids, unless they leave it out "
+                "(include_last_offset=False)"
+            )
+        return indices, lengths, weights
+    shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
+    raise TypeError(
+        f"feature {name!r} must be a tensor of ids [B] or [B, n], such as torch.tensor([1, 2]), or "
+        f"a tuple of tensors, (indices, offsets) or (indices, offsets, weights); got {shape}"
+    )
+
+
+def _are_tensors(given: object) -> bool:
+    """Whether this is (indices, offsets) or (indices, offsets, weights), one dimension each."""
+    return (
+        isinstance(given, tuple | list)
+        and len(given) in (2, 3)
+        and all(isinstance(part, Tensor) and part.ndim == 1 for part in given)
+    )
+
+
+def _check_integers(tensor: Any, what: str) -> None:
+    """Refuse what holds no whole numbers, so that nothing is rounded or read as 0 and 1."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(
+            f"{what} must be int64 (or int32), not {tensor.dtype}; if they are whole numbers, "
+            ".long() makes them so"
+        )
+
+
+def _refuse_repeated_keys(keys: Sequence[str]) -> None:
+    if len(set(keys)) < len(keys):
+        name = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise ValueError(f"key {name!r} is there twice; every feature has one place in a batch")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of ids in the order of a collection's features.
+
+    `offsets` is None for a dense input: one lookup per sample and feature, sample by sample.
+    """
+
+    values: Tensor  # [B, F] dense, or [L]
+    offsets: Tensor | None  # [F * B + 1], feature by feature
+    keys: tuple[str, ...]  # names of the F columns
+    num_samples: int
+    ends: tuple[int, ...] = ()  # jagged: where each feature's indices end, after a 0
+    given: tuple[Tensor, ...] = ()  # the user's own tensors, if a device compares ids later
+
+    @property
+    def num_values(self) -> int:
+        return self.values.numel()
+
+
+class Room:
+    """How many places a batch of changing size gets: seldom a new number, so launches come again.
+
+    The first size is taken as it is, since many loaders know no other; a larger one brings room
+    to spare. Sizes far below are rounded by themselves.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._is_fixed = False
+
+    def fix(self, most: int) -> None:
+        """It does not grow beyond this."""
+        self.most, self._is_fixed = most, True
+
+    def __call__(self, count: int) -> int:
+        if count > self.most and not self._is_fixed:
+            self.most = _eighths(count + count // 8) if self.most else count
+        return self.most if self.most // 2 < count <= self.most else _eighths(count)
+
+
+def _eighths(count: int) -> int:
+    """Rounded up by an eighth at most, to one of eight numbers between two powers of two."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which of a batch's keys a group's features are, on the device."""
+
+    places: Tensor  # [F] int64: of each feature among the keys
+    ranks: Tensor  # [keys] int64: of each key among the group's features, -1: not there
+    is_all: bool  # the group has all keys, in the same order
+
+
+def columns_of(keys: tuple[str, ...], group: WidthGroup, device: torch.device) -> Columns:
+    names = tuple(feature.name for feature in group.features)
+    places = torch.tensor([keys.index(name) for name in names], device=device)
+    ranks = [names.index(key) if key in names else -1 for key in keys]
+    return Columns(places, torch.tensor(ranks, device=device), names == keys)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a group's lookups lie among the user's values, known to the device alone."""
+
+    edges: Tensor  # [keys + 1] int64: where each key's values begin
+    starts: Tensor  # [F] int64: where each feature's lookups begin in the group
+    ends: Tensor  # [F] int64
+    columns: Columns
+
+    def take(self, weights: Tensor, size: int) -> Tensor:
+        """Weights of the user's values -> of the group's lookups, [size]; differentiable."""
+        place = torch.arange(size, device=weights.device)
+        rank = torch.searchsorted(self.ends, place, right=True)
+        is_real, rank = rank < self.ends.numel(), rank.clamp_(max=self.ends.numel() - 1)
+        firsts = self.edges.index_select(0, self.columns.places)
+        source = place + (firsts - self.starts).index_select(0, rank)
+        source = source.masked_fill_(~is_real, -1)
+
+        value = torch.arange(weights.numel(), device=weights.device)
+        key = torch.searchsorted(self.edges[1:].contiguous(), value, right=True)
+        is_real, key = key < len(self.columns.ranks), key.clamp_(max=len(self.columns.ranks) - 1)
+        rank = self.columns.ranks.index_select(0, key)
+        is_real, rank = is_real & (rank >= 0), rank.clamp_(min=0)
+        back = value - self.edges.index_select(0, key) + self.starts.index_select(0, rank)
+        back = back.masked_fill_(~is_real, -1)
+        taken: Tensor = _Rearranged.apply(weights, source, back)  # type: ignore[no-untyped-call]
+        return taken
+
+
+class _Rearranged(torch.autograd.Function):
+    """Takes values at some places, -1: zero. Each value goes to one place at most, so that the
+    way back is one of taking, too, and adds nothing up."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, source: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return _taken(values, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return _taken(grads, back), None, None
+
+
+def _taken(values: Tensor, place: Tensor) -> Tensor:
+    return values.index_select(0, place.clamp(min=0)).masked_fill_(place < 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """The lookups of one batch in one width group, bag by bag.
+
+    A bag is what one output vector is pooled from. Bags stand sample by sample when
+    `by_sample` (dense inputs), else feature by feature.
+    """
+
+    ids: Tensor  # [L] int64, PADDING where nothing is read
+    offsets: Tensor | None  # [bags + 1] int64; None: one lookup per bag
+    divisor: Tensor | None  # [bags, 1] float32; None: nothing is averaged
+    bags_per_feature: tuple[int, ...]
+    by_sample: bool
+    spans: tuple[tuple[int, int], ...] = ()  # of each feature's ids in the user's values
+    weights: Tensor | None = None  # [L] float32
+    # For captured steps: places for lookups, of which the first ones are taken. Nothing that
+    # is launched depends on how many; only `offsets` tell, on the device.
+    size: int | None = None
+    spread: Spread | None = None  # None: as in the user's values
+    # In a backward pass: whether the vectors of each feature have a gradient. None: all have.
+    used: tuple[bool, ...] | None = None
+
+    @property
+    def num_bags(self) -> int:
+        return sum(self.bags_per_feature)
+
+    @property
+    def num_lookups(self) -> int:
+        return sum(high - low for low, high in self.spans) if self.spans else self.ids.numel()
+
+    def bag_of(self) -> Tensor:
+        """The bag of each lookup, [L] int64."""
+        bags = torch.arange(self.num_bags, device=self.ids.device)
+        if self.offsets is None:
+            return bags
+        if self.size is not None:
+            place = torch.arange(self.size, device=self.ids.device)
+            found = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
+            return found.clamp_(max=max(0, self.num_bags - 1))  # what is not taken: any
+        return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.num_lookups)
+
+    def used_lookups(self) -> Tensor:
+        """Return whether each lookup's feature is `used`, [L] bool; waits for no device."""
+        assert self.used is not None
+        bags = torch.zeros(self.num_bags, dtype=torch.bool, device=self.ids.device)
+        by_feature = bags.split(list(self.bags_per_feature))
+        if self.by_sample:
+            by_feature = bags.view(-1, len(self.used)).unbind(1)
+        for part, is_used in zip(by_feature, self.used, strict=True):
+            if is_used:
+                part.fill_(True)
+        return bags if self.offsets is None else bags[self.bag_of()]
+
+
+def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) -> Batch:
+    """Any accepted input as a `Batch`; says what is wrong with any other.
+
+    It has to be on `device`, or anywhere if that is None.
+    """
+    if isinstance(features, Tensor):
+        return _parse_dense(features, columns, device)
+    if isinstance(features, tuple | list) and 2 <= len(features) <= 3:
+        indices, offsets, *rest = features
+        return _parse_jagged(columns, indices, offsets, rest[0] if rest else None, columns, device)
+    if all(callable(getattr(features, name, None)) for name in ("keys", "values", "offsets")):
+        keys = tuple(features.keys())
+        _refuse_repeated_keys(keys)
+        weights = raw_weights(features)
+        return _parse_jagged(keys, features.values(), features.offsets(), weights, columns, device)
+    raise TypeError(
+        "ids must be an int64 tensor [batch, features], a tuple (indices, offsets) or "
+        "(indices, offsets, weights), or an object with keys(), values() and offsets() "
+        f"such as hotrow.KeyedJaggedTensor; got {type(features).__name__}"
+    )
+
+
+def _parse_dense(values: Tensor, columns: tuple[str, ...], device: torch.device | None) -> Batch:
+    if values.dim() == 1 and len(columns) == 1:
+        values = values.unsqueeze(1)
+    if values.dim() != 2 or values.shape[1] != len(columns):
+        raise ValueError(
+            f"a dense input must have shape [batch, {len(columns)}], a column for each feature "
+            f"({few(columns)}); got {list(values.shape)}"
+        )
+    return Batch(_int64(values, "ids", device), None, columns, values.shape[0])
+
+
+def _parse_jagged(
+    keys: tuple[str, ...],
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    columns: tuple[str, ...],
+    device: torch.device | None,
+) -> Batch:
+    values, offsets = _int64(values, "indices", device), _int64(offsets, "offsets", device)
+    if values.dim() != 1 or offsets.dim() != 1:
+        raise ValueError(
+            "indices and offsets must have one dimension each, got shapes "
+            f"{list(values.shape)} and {list(offsets.shape)}"
+        )
+    missing = [name for name in columns if name not in keys]
+    if missing:
+        raise ValueError(
+            f"the batch has no feature {missing[0]!r}, which a table of this collection reads; "
+            f"it has {few(keys)}"
+        )
+    num_bags = offsets.numel() - 1
+    if num_bags < 0 or num_bags % len(keys):
+        short = "; nn.EmbeddingBag's short form leaves the last offset out: append it"
+        raise ValueError(
+            f"offsets has {offsets.numel():,} entries; {len(keys)} features need a multiple of "
+            f"{len(keys)} bags and one entry more, the number of indices"
+            + (short if num_bags >= 0 and offsets.numel() % len(keys) == 0 else "")
+        )
+    if weights is not None:
+        _check_weights(weights, values)
+    num_samples = num_bags // len(keys)
+    ends = _check_offsets(offsets, values.numel(), len(keys), num_samples)
+    return Batch(values, offsets, keys, num_samples, ends)
+
+
+def _check_offsets(
+    offsets: Tensor, num_values: int, num_features: int, num_samples: int
+) -> tuple[int, ...]:
+    # One small tensor and one read, so that a device would be asked once.
+    falls = offsets.diff() < 0
+    first_fall = falls.int().argmax() if falls.numel() else torch.zeros_like(offsets[0])
+    edges = offsets[::num_samples] if num_samples else offsets[:1].expand(num_features + 1)
+    facts = torch.stack([offsets[0], offsets[-1], falls.any().long(), first_fall])
+    first, last, falling, position, *ends = torch.cat([facts, edges]).tolist()
+    if first != 0:
+        raise ValueError(f"offsets must start at 0, not {first}")
+    if falling:
+        raise ValueError(
+            f"offsets must not fall, but offsets[{position}] is {int(offsets[position])} and "
+            f"offsets[{position + 1}] is {int(offsets[position + 1])}"
+        )
+    if last != num_values:
+        raise ValueError(
+            f"offsets must end at the number of indices, {num_values}, but end at {last} (lengths "
+            "must sum to it); nn.EmbeddingBag's short form leaves the last offset out: append it"
+        )
+    return tuple(ends)
+
+
+def _check_weights(weights: Any, values: Tensor) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"weights must be a tensor, got {type(weights).__name__}")
+    if weights.shape != values.shape:
+        raise ValueError(
+            f"weights must have one entry per index, {values.numel()}, "
+            f"got shape {list(weights.shape)}"
+        )
+    if weights.dtype != torch.float32:
+        raise TypeError(f"weights must be float32, not {weights.dtype}")
+
+
+def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
+    _check_integers(tensor, what)
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{what} must be int64 (or int32), not {tensor.dtype}; .long() makes them so"
+        )
+    if device is not None and tensor.device.type != device.type:
+        raise ValueError(
+            f"{what} are on {tensor.device} but the rows' device is {device}; move the batch "
+            "there, or iterate with hotrow.ahead, which does"
+        )
+    numbers: Tensor = tensor.long()
+    return numbers
+
+
+def elsewhere(features: Any, batch: Batch) -> Batch:
+    """A batch that was parsed before, of which `features` are a copy on another device."""
+    if isinstance(features, Tensor):
+        values = (
+            features if features.shape == batch.values.shape else features.view_as(batch.values)
+        )
+        return replace(batch, values=values.long(), given=(features,))
+    if isinstance(features, tuple | list):
+        values, offsets = features[:2]
+    else:
+        values, offsets = features.values(), features.offsets()
+    # Offsets stay the user's own tensor: a captured step reads them where they are.
+    return replace(batch, values=values.long(), offsets=offsets, given=(values, offsets))
+
+
+class BadId(ValueError):
+    """An id that no table has; ids were read as they were meant."""
+
+
+def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
+    """The lookups a batch makes in one width group; raises on an id no table has."""
+    if batch.offsets is None:
+        return _dense_lookups(batch, group)
+    return _jagged_lookups(batch, group)
+
+
+def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+    values = batch.values
+    if len(group.features) < len(batch.keys):
+        values = values[:, [feature.column for feature in group.features]]
+    tables = [group.tables[feature.table] for feature in group.features]
+    limits = values.new_tensor([table.num_embeddings for table in tables])
+    bad = (values < 0) | (values >= limits)
+    if bool(bad.any()):
+        sample, column = divmod(int(bad.flatten().int().argmax()), len(tables))
+        _raise_bad_id(
+            group.features[column].name,
+            f"sample {sample}",
+            int(values[sample, column]),
+            tables[column],
+        )
+    ids = values + values.new_tensor([group.bases[f.table] for f in group.features])
+    skipped = [PADDING if table.skipped_idx is None else table.skipped_idx for table in tables]
+    if any(row != PADDING for row in skipped):
+        ids = ids.masked_fill(values == values.new_tensor(skipped), PADDING)
+    return Lookups(
+        ids=ids.flatten(),
+        offsets=None,
+        divisor=None,  # the mean of one vector is that vector
+        bags_per_feature=(batch.num_samples,) * len(tables),
+        by_sample=True,
+    )
+
+
+def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+    parts: list[Tensor] = []
+    for feature, (low, high) in zip(group.features, spans_of(batch, group), strict=True):
+        table = group.tables[feature.table]
+        ids = _checked(batch, low, high, feature, table) + group.bases[feature.table]
+        if table.skipped_idx is not None:
+            ids = ids.masked_fill(ids == group.bases[feature.table] + table.skipped_idx, PADDING)
+        parts.append(ids)
+    x = outline_of(batch, group)
+    ids = torch.cat(parts)
+    assert x.offsets is not None
+    return replace(x, ids=ids, divisor=_divisor(ids != PADDING, x, group))
+
+
+def spans_of(batch: Batch, group: WidthGroup) -> tuple[tuple[int, int], ...]:
+    """Where the indices of each of a group's features lie among a jagged batch's values."""
+    places = [batch.keys.index(feature.name) for feature in group.features]
+    return tuple((batch.ends[place], batch.ends[place + 1]) for place in places)
+
+
+def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
+    """`lookups_of` without ids and divisor: nothing is read, so that no device is waited for."""
+    nothing = batch.values.new_empty(0)
+    if batch.offsets is None:
+        bags = (batch.num_samples,) * len(group.features)
+        return Lookups(nothing, None, None, bags, by_sample=True)
+    size, spans = batch.num_samples, spans_of(batch, group)
+    lengths: list[Tensor] = []
+    for feature, (low, high) in zip(group.features, spans, strict=True):
+        place = batch.keys.index(feature.name)
+        each = batch.offsets[place * size : (place + 1) * size + 1].diff()
+        ones = each.new_ones(high - low)
+        lengths.append(ones if feature.pooling == "none" else each)
+    return Lookups(
+        ids=nothing,
+        offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
+        divisor=None,
+        bags_per_feature=tuple(each.numel() for each in lengths),
+        by_sample=False,
+        spans=spans,
+    )
+
+
+def fixed_outline(
+    batch: Batch, group: WidthGroup, columns: Columns, size: int, is_real: Tensor
+) -> Lookups:
+    """`outline_of` with the divisor, by launches that are the same for all batches of one shape.
+
+    To that shape belong the spans of a group without pooling, whose vectors are as many as its
+    lookups. `is_real` [size] tells which lookups read a row.
+    """
+    if is_pooled(group):
+        x = _pooled_outline(batch, group, columns, size)
+    else:
+        x = replace(outline_of(batch, group), size=size)
+    return replace(x, divisor=_divisor(is_real, x, group))
+
+
+def is_pooled(group: WidthGroup) -> bool:
+    """Whether every sample has one vector per feature."""
+    return all(feature.pooling != "none" for feature in group.features)
+
+
+def _pooled_outline(batch: Batch, group: WidthGroup, columns: Columns, size: int) -> Lookups:
+    assert batch.offsets is not None
+    offsets = batch.offsets.long()
+    edges = offsets[:: batch.num_samples]
+    firsts = edges.index_select(0, columns.places)
+    lengths = edges.diff().index_select(0, columns.places)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    if not columns.is_all:
+        by_key = offsets[:-1].view(len(batch.keys), batch.num_samples)
+        mine = by_key.index_select(0, columns.places) + (starts - firsts).unsqueeze(1)
+        offsets = torch.cat([mine.flatten(), ends[-1:]])
+    as_given = columns.is_all and batch.num_values == size
+    return Lookups(
+        ids=batch.values.new_empty(0),
+        offsets=offsets,
+        divisor=None,
+        bags_per_feature=(batch.num_samples,) * len(group.features),
+        by_sample=False,
+        spans=spans_of(batch, group),
+        size=size,
+        spread=None if as_given else Spread(edges, starts, ends, columns),
+    )
+
+
+def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
+    """What each bag's sum is divided by, without checking ids."""
+    if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
+        return None
+    parts = []
+    for feature, (low, high) in zip(group.features, x.spans, strict=True):
+        padding = group.tables[feature.table].skipped_idx
+        values = batch.values[low:high]
+        parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
+    return _divisor(torch.cat(parts) != PADDING, x, group)
+
+
+def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
+    """The per-sample weights of a group's lookups, differentiable; None if there are none."""
+    weights = raw_weights(features)
+    if weights is None:
+        return None
+    for feature in group.features:
+        if feature.pooling != "sum":
+            raise ValueError(
+                f"feature {feature.name!r} has pooling={feature.pooling!r}; per-sample weights "
+                "work with pooling='sum' only, as in torch.nn.EmbeddingBag"
+            )
+    if x.size is not None:
+        return weights if x.spread is None else x.spread.take(weights, x.size)
+    parts = [weights[low:high] for low, high in x.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def parts_of(features: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Indices, offsets and weights of a jagged input, as the user holds them."""
+    if isinstance(features, tuple | list):
+        return features[0], features[1], raw_weights(features)
+    return features.values(), features.offsets(), raw_weights(features)
+
+
+def raw_weights(features: Any) -> Tensor | None:
+    if isinstance(features, tuple | list):
+        return features[2] if len(features) == 3 else None
+    weights: Tensor | None = getattr(features, "weights_or_none", lambda: None)()
+    return weights
+
+
+def compared(features: Any) -> tuple[Tensor, ...]:
+    """The tensors that tell one batch of ids from another."""
+    if isinstance(features, Tensor):
+        return (features,)
+    if isinstance(features, tuple | list):
+        return tuple(features[:2])
+    return (features.values(), features.offsets())
+
+
+def versions_of(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """How often each was changed."""
+    # Inference tensors do not count, so nothing tells whether they were changed.
+    return tuple([object() if t.is_inference() else t._version for t in tensors])
+
+
+def identity(
+    features: Any, tensors: tuple[Tensor, ...], versions: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What tells one batch of ids from another, without reading them.
+
+    Tensors are compared by memory, shape and version; whoever keeps an identity keeps them
+    alive, so memory is not reused.
+    """
+    keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
+    return (keys, versions, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+
+
+def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:
+    """What a bag's sum is divided by: its lookups, padding left out, where the mean is asked."""
+    if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
+        return None
+    real = torch.nn.functional.pad(is_real.cumsum(0), (1, 0))
+    counts = real[x.offsets].diff().clamp_(min=1)
+    by_feature = counts.split(list(x.bags_per_feature))
+    parts = [
+        part if feature.pooling == "mean" else torch.ones_like(part)
+        for part, feature in zip(by_feature, group.features, strict=True)
+    ]
+    return torch.cat(parts).float().unsqueeze(1)
+
+
+def _checked(
+    batch: Batch, low: int, high: int, feature: Feature, table: EmbeddingBagConfig
+) -> Tensor:
+    ids = batch.values[low:high]
+    bad = (ids < 0) | (ids >= table.num_embeddings)
+    if bool(bad.any()):
+        place = int(bad.int().argmax())
+        assert batch.offsets is not None
+        first = batch.keys.index(feature.name) * batch.num_samples
+        starts = batch.offsets[first : first + batch.num_samples]
+        # The last sample that begins there or before: empty ones begin where the next does.
+        sample = int((starts <= low + place).sum()) - 1
+        where = f"position {low + place}, sample {sample}"
+        _raise_bad_id(feature.name, where, int(ids[place]), table)
+    return ids
+
+
+def _raise_bad_id(feature: str, where: str, value: int, table: EmbeddingBagConfig) -> None:
+    raise BadId(
+        f"feature {feature!r}, {where}: id {value} is outside table {table.name!r}, "
+        f"which has rows 0 to {table.num_embeddings - 1}"
+    )

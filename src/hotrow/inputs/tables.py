@@ -1,0 +1,207 @@
+"""Tables as the user names them, and the space of ids they form.
+
+Knows nothing about rows' bytes, slots or strategies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hotrow.support.numbers import plain_fields
+
+POOLINGS = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every weight uniform between low and high."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Every weight from a normal distribution; `Normal()` is nn.EmbeddingBag's own start."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every weight the same."""
+
+    value: float = 0.0
+
+
+# A function gets the rows' numbers within their table, [n] int64, and returns [n, dim] float32.
+Init = Uniform | Normal | Constant | Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig:
+    """One embedding table and the features that look things up in it.
+
+    `init` defaults to uniform in ±1/sqrt(num_embeddings), as TorchRec and the DLRM reference do.
+    `padding_idx` is as in torch: its row starts at zero and is never updated. Bags skip it; without
+    pooling a lookup reads the stored row.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: Sequence[str]
+    pooling: str = "sum"
+    padding_idx: int | None = None
+    init: Init | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        where = f"table {self.name!r}"
+        if not self.name or "." in self.name:
+            raise ValueError(f"{where}: a table's name must be non-empty and hold no '.'")
+        for key in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"{where}: {key} must be a whole number of at least 1, not {value!r}"
+                )
+        if isinstance(self.feature_names, str) or not self.feature_names:
+            raise ValueError(
+                f"{where}: feature_names must be a non-empty list, not {self.feature_names!r}"
+            )
+        # TorchRec's PoolingType is an enum whose value is "SUM" or "MEAN".
+        pooling = str(getattr(self.pooling, "value", self.pooling)).lower()
+        if pooling not in POOLINGS or self.pooling is None:
+            raise ValueError(
+                f"{where}: pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r}"
+            )
+        object.__setattr__(self, "pooling", pooling)
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        object.__setattr__(self, "padding_idx", self._padding(where))
+
+    def _padding(self, where: str) -> int | None:
+        if self.padding_idx is None:
+            return None
+        if not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
+            raise ValueError(
+                f"{where}: padding_idx {self.padding_idx} is outside its "
+                f"{self.num_embeddings:,} rows"
+            )
+        return self.padding_idx % self.num_embeddings
+
+    @property
+    def skipped_idx(self) -> int | None:
+        """Return the row that bags skip; None without pooling."""
+        return None if self.pooling == "none" else self.padding_idx
+
+    @property
+    def untrained_idx(self) -> int | None:
+        """Return the row that is read and never updated; None with pooling."""
+        return self.padding_idx if self.pooling == "none" else None
+
+    @property
+    def start(self) -> Init:
+        """How the rows start out."""
+        if self.init is not None:
+            return self.init
+        bound = 1 / math.sqrt(self.num_embeddings)
+        return Uniform(-bound, bound)
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(EmbeddingBagConfig):
+    """A table that gives one vector per lookup, for `EmbeddingCollection`."""
+
+    pooling: str = "none"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of ids: which table it reads, and where it stands in the collection."""
+
+    name: str
+    table: int  # position among the tables of its width group
+    column: int  # position among all features of the collection
+    pooling: str
+
+
+@dataclass(frozen=True)
+class WidthGroup:
+    """Tables of one width. They share a space of ids: id = base of the table + index."""
+
+    dim: int
+    tables: tuple[EmbeddingBagConfig, ...]
+    features: tuple[Feature, ...]
+    bases: tuple[int, ...] = field(init=False)  # first id of each table
+    num_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        bases, total = [], 0
+        for table in self.tables:
+            bases.append(total)
+            total += table.num_embeddings
+        object.__setattr__(self, "bases", tuple(bases))
+        object.__setattr__(self, "num_rows", total)
+
+    @property
+    def skipped(self) -> list[int]:
+        """Return the ids of padding rows that bags skip."""
+        return self._ids_of([table.skipped_idx for table in self.tables])
+
+    @property
+    def untrained(self) -> list[int]:
+        """Return the ids of padding rows that are read and never updated."""
+        return self._ids_of([table.untrained_idx for table in self.tables])
+
+    def _ids_of(self, rows: Sequence[int | None]) -> list[int]:
+        pairs = zip(self.bases, rows, strict=True)
+        return [base + row for base, row in pairs if row is not None]
+
+    def table_of(self, ids: Tensor) -> Tensor:
+        """The position of each id's table."""
+        inner = torch.tensor(self.bases[1:], dtype=torch.int64, device=ids.device)
+        return torch.bucketize(ids, inner, right=True)
+
+    def describe(self, row_id: int) -> str:
+        """An id in the user's words."""
+        position = int(self.table_of(torch.tensor(row_id)))
+        return f"row {row_id - self.bases[position]:,} of table {self.tables[position].name!r}"
+
+
+def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
+    """Tables of one width next to each other, in the order they were given."""
+    if not tables:
+        raise ValueError("a collection needs at least one table")
+    _refuse_repeats("table", [table.name for table in tables])
+    _refuse_repeats("feature", [name for table in tables for name in table.feature_names])
+    columns = {name: i for i, name in enumerate(feature_order(tables))}
+    groups = []
+    for dim in dict.fromkeys(table.embedding_dim for table in tables):
+        members = tuple(table for table in tables if table.embedding_dim == dim)
+        features = tuple(
+            Feature(name, position, columns[name], table.pooling)
+            for position, table in enumerate(members)
+            for name in table.feature_names
+        )
+        groups.append(WidthGroup(dim, members, features))
+    return groups
+
+
+def feature_order(tables: Sequence[EmbeddingBagConfig]) -> tuple[str, ...]:
+    """The order of columns in a dense input and of vectors in the output."""
+    return tuple(name for table in tables for name in table.feature_names)
+
+
+def _refuse_repeats(kind: str, names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name!r} is named twice; every {kind} belongs to one place")
+        seen.add(name)

@@ -1,0 +1,209 @@
+"""The planner over a trace of ids, with no rows at all: hit rates and traffic in seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.planner import Pins, Planner
+from hotrow.engine.scratchpad import Scratchpad
+from hotrow.engine.strategy import Strategy
+from hotrow.kernels import for_device
+from hotrow.kernels.reference import SortedIds
+from hotrow.store.budget import choose_map
+
+_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
+_CPU = torch.device("cpu")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What one strategy would have moved over the batches after the warm-up."""
+
+    strategy: str
+    slots: int
+    depth: int
+    batches: int
+    lookups: int
+    unique_rows: int
+    fetched_rows: int
+    evicted_rows: int
+    chunked_batches: int
+    planning_seconds: float  # sorting the ids included
+    loaded_rows: int = 0  # fetched to be pinned, before any lookup asked for them
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of lookups that cause no fetch."""
+        return 1 - self.fetched_rows / max(1, self.lookups)
+
+    @property
+    def rows_per_batch(self) -> float:
+        """Rows fetched for a batch, on average."""
+        return self.fetched_rows / max(1, self.batches)
+
+    @property
+    def lookups_per_second(self) -> float:
+        """How fast it was planned."""
+        return self.lookups / max(self.planning_seconds, 1e-9)
+
+
+def simulate(
+    trace: Iterable[Tensor],
+    *,
+    num_rows: int,
+    choices: Sequence[tuple[Strategy, int]],
+    depth: int = 50,
+    warm_up: int = 0,
+    counted: int | None = None,
+    hottest: Callable[[int], Tensor] | None = None,
+    on_batch: Callable[[], None] = lambda: None,
+    as_trained: bool = False,
+) -> list[Simulated]:
+    """Plan every batch of `trace`, ids in [0, num_rows), for each strategy and number of slots.
+
+    `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
+    batches are not counted, and of the others only the next `counted` (by default all): those
+    after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
+    that pin; without it `static` learns them. `as_trained`: it takes as long as in training, where
+    a budget decides how rows are found.
+    """
+    lanes = [
+        _Lane(
+            strategy,
+            slots,
+            num_rows,
+            depth,
+            hottest,
+            dense_map=choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS,
+        )
+        for strategy, slots in choices
+    ]
+    batches, end = 0, math.inf if counted is None else warm_up + counted
+    for ids, seconds in _sorted(trace, num_rows):
+        for lane in lanes:
+            lane.feed(ids, seconds, counts=warm_up <= batches < end)
+        batches += 1
+        on_batch()
+    if batches <= warm_up:
+        raise ValueError(
+            f"the trace has {batches} batches, all of them warm-up; give more than {warm_up}"
+        )
+    for lane in lanes:
+        lane.drain()
+    return [lane.result() for lane in lanes]
+
+
+@dataclass(frozen=True)
+class _Known:
+    ids: SortedIds
+    sort_seconds: float
+    counts: bool  # past the warm-up
+
+
+class _Lane:
+    """One strategy with its own slots, fed batch by batch."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        slots: int,
+        num_rows: int,
+        depth: int,
+        hottest: Callable[[int], Tensor] | None,
+        *,
+        dense_map: bool,
+    ) -> None:
+        if strategy.everything:
+            raise ValueError(f"{strategy.name} moves nothing: there is nothing to simulate")
+        if strategy.on_host and strategy.pinned_part:
+            raise ValueError(
+                f"{strategy.name} decides nothing from batch to batch: rows that are not hot are "
+                "read and written every time, as with static, which can be simulated"
+            )
+        if strategy.on_host:
+            raise ValueError(
+                f"{strategy.name} has no slots: every row of a batch is read and written where it "
+                "is, as often as with uncached; there is nothing to simulate"
+            )
+        pad = Scratchpad(slots, 0, num_rows, _CPU, dense_map=dense_map)
+        pins = None
+        if strategy.learns_pins or (strategy.pinned_part and hottest is not None):
+            nothing = torch.empty(0, dtype=torch.int64)
+            pins = Pins(strategy.pinned_part, hottest or (lambda _: nothing), hottest is None)
+        self._planner = Planner(
+            pad,
+            hold=strategy.hold,
+            eviction=strategy.eviction,
+            refetch=strategy.refetch,
+            pins=pins,
+        )
+        self._name = strategy.name
+        wanted = depth if strategy.look_ahead is None else strategy.look_ahead
+        self._depth = max(wanted, strategy.hold.future)
+        self._known: deque[_Known] = deque()
+        self._counts = torch.zeros(7, dtype=torch.int64)
+        self._seconds = 0.0
+
+    def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
+        """Another batch is known; the one that is `depth` older is planned."""
+        self._known.append(_Known(ids, sort_seconds, counts))
+        self._timed(lambda: self._planner.expect(ids), counts)
+        if len(self._known) > self._depth:
+            self._plan(self._known.popleft())
+
+    def drain(self) -> None:
+        """Plan what is left, as far as it counts."""
+        while any(batch.counts for batch in self._known):
+            self._plan(self._known.popleft())
+
+    def _plan(self, batch: _Known) -> None:
+        plan = self._timed(lambda: self._planner.plan(batch.ids), batch.counts)
+        if not batch.counts:
+            return
+        self._seconds += batch.sort_seconds
+        unique = batch.ids.ids.numel()
+        if plan is None:  # the direct way: read and written once, kept nowhere
+            moved = [unique, unique, 0, 1]
+        else:
+            leaving = int((plan.moves.leaving >= 0).sum())
+            moved = [plan.moves.entering.numel() - plan.loaded, leaving, plan.loaded, 0]
+        self._counts += torch.tensor([1, batch.ids.order.numel(), unique, *moved])
+
+    def _timed(self, do: Callable[[], Result], counts: bool) -> Result:
+        start = time.perf_counter()
+        result = do()
+        self._seconds += counts * (time.perf_counter() - start)
+        return result
+
+    def result(self) -> Simulated:
+        slots = self._planner.pad.num_slots
+        batches, lookups, unique, fetched, evicted, loaded, chunked = self._counts.tolist()
+        return Simulated(
+            strategy=self._name,
+            slots=slots,
+            depth=self._depth,
+            batches=batches,
+            lookups=lookups,
+            unique_rows=unique,
+            fetched_rows=fetched,
+            evicted_rows=evicted,
+            chunked_batches=chunked,
+            planning_seconds=self._seconds,
+            loaded_rows=loaded,
+        )
+
+
+def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
+    sort_ids = for_device(_CPU).sort_ids
+    for values in trace:
+        start = time.perf_counter()
+        yield sort_ids(values, num_rows), time.perf_counter() - start

@@ -1,0 +1,171 @@
+"""Rows in page-locked host memory, which a GPU can read and write by itself.
+
+Knows bytes and the system's limits; nothing about what the rows hold. Where the system refuses to
+lock memory, the rows lie in ordinary memory and a sentence says why: they can still be moved by way
+of a buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.support.forks import bind_to_this_process
+from hotrow.support.host_memory import check_fits
+from hotrow.support.interrupts import uninterrupted
+from hotrow.support.streams import synchronize
+from hotrow.support.units import show_bytes
+
+Register = Callable[[int, int], str]  # address, bytes -> why not; empty: it is locked
+Unregister = Callable[[int], None]  # address
+
+_CHUNK_BYTES = 1 << 30
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister's flags: for every context, in the GPU's addresses
+
+
+class LockedRows:
+    """`rows` [num_rows, width] float32, all zero at first; locked until `close`, or until neither
+    this nor any view of the rows is left."""
+
+    def __init__(self, rows: Tensor, reason: str, release: weakref.finalize[..., Any]) -> None:
+        self.rows = rows
+        self.reason = reason  # why the rows are not locked; empty if they are
+        self._release = release
+
+    @property
+    def locked(self) -> bool:
+        return not self.reason and self._release.alive
+
+    def close(self) -> None:
+        """Unlock the rows. They stay where they are, for the CPU."""
+        self._release()
+
+
+def locked_rows(
+    num_rows: int,
+    width: int,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    register: Register | None = None,
+    unregister: Unregister | None = None,
+    available: int | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> LockedRows:
+    """Allocate rows and lock them chunk by chunk, calling `progress(done_bytes, total_bytes)`.
+
+    More rows than the machine has memory for (`available` bytes, measured if not given) are a
+    ValueError before anything is allocated.
+    """
+    check_fits(num_rows, width, available=available)
+    flat = _own_mapping(num_rows * width)
+    chunks: list[int] = []  # addresses of what is registered
+    release = weakref.finalize(flat, _unlock, chunks, unregister or _cuda_unregister, os.getpid())
+    rows = torch.from_numpy(flat)
+    try:
+        reason = _lock(rows, chunks, register or _cuda_register, chunk_bytes, progress)
+    except BaseException:
+        release()
+        raise
+    if reason:
+        release()
+    return LockedRows(rows.view(-1, width), reason, release)
+
+
+def _own_mapping(num_floats: int) -> np.ndarray:
+    """Floats in a mapping that forked children have no part in.
+
+    The kernel would otherwise copy every locked page for every child. An array, since weak
+    references to it are called before its memory goes; those to a mapping are called after.
+    """
+    # Private pages are made faster than shared ones, which are those of an unnamed file.
+    memory = mmap.mmap(-1, max(1, num_floats * 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+        bind_to_this_process(memory)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            # Measured: touched and locked in half the time.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.float32, count=num_floats)
+
+
+def _lock(
+    flat: Tensor,
+    chunks: list[int],
+    register: Register,
+    chunk_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> str:
+    """Register all of `flat`, noting what is done in `chunks`; why not, if it is refused."""
+    total, done = flat.numel() * 4, 0
+    for part in flat.split(chunk_bytes // 4):
+        # Locking finds pages that are there much faster than it makes them, and making them is
+        # work for all cores, which torch gives to the main thread alone.
+        part.zero_()
+        with uninterrupted():  # what is locked is noted, or nobody would unlock it
+            why = register(part.data_ptr(), part.numel() * 4)
+            if not why:
+                chunks.append(part.data_ptr())
+        if why:
+            return _refused(why, done, total)
+        done += part.numel() * 4
+        if progress is not None:
+            progress(done, total)
+    return ""
+
+
+def _unlock(chunks: list[int], unregister: Unregister, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has neither the memory nor the GPU
+    while chunks:
+        unregister(chunks.pop())
+
+
+def _refused(why: str, done: int, total: int) -> str:
+    return (
+        f"the system refused to page-lock the rows: {why}, after {show_bytes(done)} of "
+        f"{show_bytes(total)}{_memlock()}. They lie in ordinary memory and move through a buffer, "
+        "which is slower. Allow more locked memory (`ulimit -l unlimited`; in a container "
+        "`--ulimit memlock=-1`) or free some, and start again"
+    )
+
+
+def _memlock() -> str:
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f" (the limit on locked memory is {show_bytes(limit)})"
+
+
+# -- CUDA --------------------------------------------------------------------------------
+
+
+def _cuda_register(address: int, num_bytes: int) -> str:
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+    if int(error) == 0:
+        return ""
+    # CUDA keeps the error for whoever asks next, which is torch after its next kernel.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return f"CUDA error {int(error)}, {runtime.cudaGetErrorString(error)}"
+
+
+def _cuda_unregister(address: int) -> None:
+    # A kernel may still be reading. After an error CUDA answers nothing, and the end of the process
+    # unlocks the memory: nobody is helped by a second error.
+    with contextlib.suppress(RuntimeError):
+        synchronize()
+        torch.cuda.cudart().cudaHostUnregister(address)

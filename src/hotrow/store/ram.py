@@ -1,0 +1,184 @@
+"""All rows, in slow memory. Knows ids and bytes; never decides anything.
+
+A row is its weights followed by its optimizer state. The mapping is kept out of forked children
+(a forked data loader would otherwise copy or pin every page of it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
+from hotrow.store.changed import TouchedRows
+from hotrow.store.snapshot import Snapshot
+from hotrow.support.forks import bind_to_this_process
+from hotrow.support.host_memory import check_fits
+
+_CHUNK_FLOATS = 1 << 20
+
+
+class Store:
+    """Two verbs over rows that lie somewhere: `read` and `write`."""
+
+    snapshot: Snapshot | None = None  # somebody reads all rows as they were
+    touched: TouchedRows | None = None  # somebody wants to know who of these was written
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows  # [num_rows, width] float32
+
+    def read(self, ids: Tensor, out: Tensor) -> Tensor:
+        """Copy the rows of `ids` into `out`."""
+        return torch.index_select(self.rows, 0, ids, out=out)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace the rows of `ids`, each given once."""
+        self.will_write(ids)
+        self.rows.index_copy_(0, ids, rows)
+
+    def will_write(self, ids: Tensor) -> None:
+        """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        self.note(ids)
+        snapshot = self.snapshot  # once: whoever reads may end meanwhile
+        if snapshot is not None:
+            snapshot.keep(ids)
+
+    def note(self, ids: Tensor) -> None:
+        """Rows get other bits, here or in slots."""
+        touched = self.touched
+        if touched is not None:
+            touched.note(ids)
+
+    @property
+    def is_watched(self) -> bool:
+        return self.snapshot is not None or self.touched is not None
+
+    def write_alone(self, ids: Tensor, rows: Tensor) -> None:
+        """`write`, on a host, by the thread that calls; ids of -1 are left out.
+
+        Rows as single items, which numpy copies several times as fast as a thread of torch does.
+        """
+        self.will_write(ids)
+        places, items = ids.numpy(), _as_items(rows)
+        there = places >= 0
+        if not there.all():
+            places, items = places[there], items[there]
+        _as_items(self.rows)[places] = items
+
+
+def _as_items(rows: Tensor) -> np.ndarray:
+    array = rows.numpy()
+    return array.view(np.dtype((np.void, array.strides[0]))).reshape(-1)
+
+
+def host_rows(num_rows: int, width: int) -> Tensor:
+    """Rows in a mapping of their own, untouched and all zero."""
+    check_fits(num_rows, width)
+    memory = mmap.mmap(-1, max(1, num_rows * width * 4))
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
+        bind_to_this_process(memory)
+    return torch.frombuffer(memory, dtype=torch.float32, count=num_rows * width).view(-1, width)
+
+
+def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -> None:
+    """Start every row as a function of (seed, table name, row), chunk by chunk on all cores.
+
+    `state` holds the starting value of each state column.
+    """
+    _initialise(rows, group, list(enumerate(group.tables)), state, seed)
+
+
+def initialise_table(
+    rows: Tensor, group: WidthGroup, table: EmbeddingBagConfig, state: list[float], seed: int
+) -> None:
+    """`initialise` for one of a group's tables."""
+    _initialise(rows, group, [(group.tables.index(table), table)], state, seed)
+
+
+def _initialise(
+    rows: Tensor,
+    group: WidthGroup,
+    tables: list[tuple[int, EmbeddingBagConfig]],
+    state: list[float],
+    seed: int,
+) -> None:
+    step = max(1, _CHUNK_FLOATS // rows.shape[1])
+    jobs = [
+        (position, first, min(first + step, table.num_embeddings))
+        for position, table in tables
+        for first in range(0, table.num_embeddings, step)
+    ]
+
+    def start(job: tuple[int, int, int]) -> None:
+        position, first, last = job
+        table, base = group.tables[position], group.bases[position]
+        chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
+        if table.padding_idx is not None and first <= table.padding_idx < last:
+            chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
+        rows[base + first : base + last, : group.dim] = chunk.to(rows.device)
+        for column, value in enumerate(state, start=group.dim):
+            rows[base + first : base + last, column] = value
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(start, jobs):
+            pass
+
+
+def start_weights(
+    init: Init, dim: int, first: int, last: int, *, table: str = "", seed: int = 0
+) -> Tensor:
+    """Return the starting weights of the rows first..last-1 of the table with this name."""
+    if isinstance(init, Constant):
+        return torch.full((last - first, dim), init.value)
+    words = seed_words(seed, table, dim)
+    rows = np.arange(first, last, dtype=np.uint64)
+    if isinstance(init, Uniform):
+        unit = _unit_floats(rows, dim, words[0])
+        return torch.from_numpy(init.low + unit * np.float32(init.high - init.low)).float()
+    if isinstance(init, Normal):
+        radius = np.sqrt(-2 * np.log1p(-_unit_floats(rows, dim, words[1])))
+        angle = np.float32(2 * np.pi) * _unit_floats(rows, dim, words[2])
+        return torch.from_numpy(init.mean + init.std * radius * np.cos(angle)).float()
+    with torch.no_grad():  # a function may read another module's parameters
+        chunk = init(torch.arange(first, last))
+    if not isinstance(chunk, Tensor) or chunk.shape != (last - first, dim):
+        raise ValueError(
+            f"init must return a tensor of shape [{last - first}, {dim}] for that many row "
+            f"numbers, got {getattr(chunk, 'shape', type(chunk).__name__)}"
+        )
+    return chunk.float()
+
+
+def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
+    """Return uniform floats in [0, 1), [n, dim], hashed from (word, row, column)."""
+    key = _mix64(rows ^ np.uint64(word))
+    low = key.astype(np.uint32)[:, None]
+    stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
+    x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return (x >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def seed_words(seed: int, table: str, dim: int) -> list[int]:
+    """Return three 64-bit words for a table's starts: uniform, then normal radius and angle.
+
+    They depend on the table's name, so a table starts alike whatever tables lie beside it.
+    """
+    digest = hashlib.blake2b(f"{seed} {dim} {table}".encode(), digest_size=24).digest()
+    return [int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16)]

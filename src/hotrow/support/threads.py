@@ -1,0 +1,192 @@
+"""Which thread may read or change the rows of a collection, and when.
+
+Knows locks and threads; not what rows are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hotrow.support.interrupts import uninterrupted
+
+_MOST_READERS = 8  # threads that read at the same time; each one costs a writer a lock
+
+
+class _ThreadNumber(threading.local):
+    """Numbers threads in the order in which they first read, so that few share a place."""
+
+    _next = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self._next)
+
+
+_this_thread = _ThreadNumber()
+
+
+class RowLock:
+    """Several threads may read rows at the same time; one may change them while no other reads.
+
+    A reader holds one of a few places, a writer holds all of them. A writer closes the door first,
+    so that readers who come and go cannot keep it waiting. All locks are reentrant. A thread that
+    reads must not start to write: two of those would wait for each other.
+
+    With `shared=False` readers exclude each other, too.
+    """
+
+    _serials = itertools.count()
+
+    def __init__(self, *, shared: bool) -> None:
+        self.serial, self._shared = next(self._serials), shared
+        self._turn = threading.Lock()
+        self._door = threading.RLock()
+        self._places = [threading.RLock() for _ in range(_MOST_READERS if shared else 1)]
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Inside, no other thread changes rows."""
+        place = self._places[_this_thread.number % len(self._places)]
+        if not place._is_owned():  # type: ignore[attr-defined]
+            with self._door:
+                pass  # a writer waits, or writes
+        return place
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Held by a thread around all of a read while another thread trains.
+
+        Where only one can read at a time, more would read no faster, and all of them would compete
+        with training for Python's lock: beside four, captured steps took 61 ms instead of 1.4.
+        """
+        return nullcontext() if self._shared else self._turn
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Inside, no other thread reads or changes rows, and Ctrl-C waits."""
+        return writing([self])
+
+    def acquire(self) -> None:
+        self._door.acquire()
+        for place in self._places:
+            place.acquire()
+
+    def release(self) -> None:
+        for place in self._places:
+            place.release()
+        self._door.release()
+
+
+class writing:
+    """Inside, no other thread reads or changes the rows of any of these locks."""
+
+    def __init__(self, locks: Sequence[RowLock]) -> None:
+        # One order for all threads, so that no two wait for each other.
+        self._locks = locks if len(locks) < 2 else sorted(set(locks), key=lambda x: x.serial)
+        self._signals = uninterrupted()
+
+    def __enter__(self) -> None:
+        self._signals.__enter__()  # an interrupt between two locks would leave one locked
+        for lock in self._locks:
+            lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._signals.__exit__()
+
+
+class Call:
+    """A lookup whose gradients have not come yet."""
+
+    __slots__ = ("__weakref__",)
+
+
+class TrainingThread:
+    """The thread that trains a collection. A second one that trains at the same time is refused.
+
+    A thread trains while it iterates over `hotrow.ahead`, and between a lookup and its backward
+    pass. Then another thread may take over.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._iterates = False  # over hotrow.ahead
+        self._open: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._modes = threading.local()
+        self._mode = True
+
+    def look_up(self) -> None:
+        """The current thread is about to look rows up to train them."""
+        # A recomputation inside of a backward pass may run in a thread of autograd's own.
+        if torch._C._current_graph_task_id() == -1:
+            self._claim("looks up a batch to train it")
+
+    def open_call(self) -> Call:
+        """The current thread looks rows up to train them."""
+        call = Call()
+        self._open.add(call)
+        return call
+
+    def close_call(self, call: Call) -> None:
+        """Gradients of a lookup have come."""
+        self._open.discard(call)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread trains, or has trained and is alive."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return False
+        return thread.is_alive()
+
+    def iterate(self) -> None:
+        """The current thread takes a batch from `hotrow.ahead`."""
+        self._claim("takes a batch from hotrow.ahead")
+        self._iterates = True
+
+    def end_iteration(self) -> None:
+        self._iterates = False
+
+    def _claim(self, what: str) -> None:
+        if self._thread is not threading.current_thread():
+            with self._lock:
+                self.check(what)
+                self._thread = threading.current_thread()
+
+    def check(self, what: str) -> None:
+        """Refuse what the current thread is about to do if another one trains."""
+        if self.is_elsewhere and (self._iterates or len(self._open)):
+            assert self._thread is not None
+            does = "iterates over hotrow.ahead" if self._iterates else "waits for its gradients"
+            raise RuntimeError(
+                f"thread {threading.current_thread().name!r} {what}, but thread "
+                f"{self._thread.name!r} trains the same collection and {does}. Do it in the thread "
+                "that trains, or afterwards; to read vectors meanwhile, use torch.no_grad() or "
+                "torch.inference_mode(), which hold for one thread"
+            )
+
+    # -- train() and eval() ------------------------------------------------------------
+
+    @property
+    def mode(self) -> bool:
+        """Whether the current thread is in training mode."""
+        own: bool = getattr(self._modes, "own", self._mode)
+        return own
+
+    @mode.setter
+    def mode(self, training: bool) -> None:
+        """`eval()` in another thread must not end training: there it holds for that thread."""
+        if self.is_elsewhere:
+            self._modes.own = training
+        else:
+            self._mode = training
+            self._modes.__dict__.pop("own", None)
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether `eval()` was called in the current thread and holds for it alone."""
+        return self._mode and not self.mode

@@ -1,0 +1,422 @@
+"""Rows worth a budget of fast memory, by counted accesses: FAE's calibrator.
+
+Sampler, access logger, threshold search and classifier. Sees ids and counts, never rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.profile import Profile, check_profile
+from hotrow.inputs.batch import Batch, KeyedJaggedTensor, parse
+from hotrow.inputs.hotset import HotSet, Places, RowBytes
+from hotrow.inputs.samples import take
+from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.store.writer import add_at
+from hotrow.systems.estimate import Estimate, exact_rows
+
+SAMPLED = 0.05
+_LARGE = 1 << 16  # lookups of a batch that are worth more threads than one
+_ALONE = (1 << 15) - 1  # so many a thread counts without asking torch's own for help
+SMALL_TABLE_BYTES = 1 << 20
+# Shares of a table's accesses. The published grid ends at 1e-3; above it is what only a tiny
+# budget needs.
+GRID = tuple(10 ** (-step / 10) for step in range(71))
+PUBLISHED_GRID_ENDS = 1e-3
+
+
+# -- sampler and access logger -----------------------------------------------------------
+
+
+def sampled(batches: Iterable[Batch], rate: float = SAMPLED, *, seed: int = 0) -> Iterator[Batch]:
+    """A random part of all samples, each by a draw of its own; batches of none are left out.
+
+    Without replacement, unlike the published code: there a sample may be drawn twice, and its
+    rows, which may be the rarest, count twice, while others give way. Drawing sample by sample
+    takes one pass, of any length, and the same samples at every batch size.
+    """
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate must be more than 0 and at most 1, not {rate}")
+    draw = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        is_in = torch.rand(batch.num_samples, generator=draw, dtype=torch.float64) < rate
+        places = is_in.nonzero().squeeze(1)
+        if len(places):
+            yield batch if len(places) == batch.num_samples else _taken(batch, places)
+
+
+def _taken(batch: Batch, places: Tensor) -> Batch:
+    if batch.offsets is None:
+        values = batch.values.index_select(0, places.to(batch.values.device))
+        return replace(batch, values=values, num_samples=len(places))
+    ids = KeyedJaggedTensor(batch.keys, batch.values, offsets=batch.offsets)
+    return parse(take(ids, places, size=batch.num_samples), batch.keys, None)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Of this process: a forked child has none of the threads."""
+    return ThreadPoolExecutor(max(1, min(4, torch.get_num_threads() // 2)), "hotrow-counts")
+
+
+class AccessCounts:
+    """How often each row was read, exactly. Eight bytes per row, on any device.
+
+    Padding that bags skip is not counted. Counts are of the batches given: `sampled` ones are a
+    sample, and shares of accesses are then estimates.
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], device: torch.device | str = "cpu"
+    ) -> None:
+        self.places = Places(tables)
+        self.num_samples = 0
+        self._counts = torch.zeros(self.places.size, dtype=torch.int64, device=device)
+
+    @classmethod
+    def of_profile(cls, tables: Sequence[EmbeddingBagConfig], profile: Profile) -> AccessCounts:
+        """As `EmbeddingBagCollection(profile=)` takes them; tables it does not name were not
+        read."""
+        check_profile(profile, tables)
+        counts = cls(tables)
+        for name, given in profile.items():
+            mine = counts.of(name)
+            if isinstance(given, Tensor):
+                mine.copy_(given)
+            else:
+                mine[given[0].long().cpu()] = given[1].to(mine)
+        return counts
+
+    def add(self, batch: Batch, *, times: int = 1) -> None:
+        """Count a batch, which is on the counts' device; on a GPU that is not waited for."""
+        parts = self._parts_of(batch)
+        if len(parts) == 1:
+            self._add(self.places.checked(batch), times)
+        else:
+            before = int(self._counts[self.places.no_row])
+            self._add_at_once(parts, times)
+            if int(self._counts[self.places.no_row]) != before:
+                self._add_at_once(parts, -times)
+                self._counts[self.places.no_row] = before
+                self.places.checked(batch)  # names it
+        self.num_samples += batch.num_samples
+
+    def _add_at_once(self, parts: Sequence[Batch], times: int) -> None:
+        jobs = [partial(self._add_part, part, times) for part in parts]
+        for job in [_pool(os.getpid()).submit(each) for each in jobs]:
+            job.result()
+
+    def _add_part(self, batch: Batch, times: int) -> None:
+        self._add(self.places.of(batch), times)
+
+    def _add(self, places: Tensor, times: int) -> None:
+        add_at(self._counts, places.flatten(), times)
+
+    def _parts_of(self, batch: Batch) -> list[Batch]:
+        """What threads may count at once: none of them reads a table that another reads.
+
+        Most of a thread's time is spent waiting for memory.
+        """
+        values = batch.values
+        if values.device.type != "cpu" or batch.offsets is not None or values.numel() < _LARGE:
+            return [batch]
+        wide = max(1, _ALONE // max(1, batch.num_samples))
+        columns: list[list[int]] = [[]]
+        for mine in self._columns_by_table(batch.keys):
+            if columns[-1] and len(columns[-1]) + len(mine) > wide:
+                columns.append([])
+            columns[-1] += mine
+        if len(columns) == 1:
+            return [batch]
+        return [
+            replace(batch, keys=tuple(batch.keys[c] for c in mine), values=values[:, mine])
+            for mine in columns
+        ]
+
+    def _columns_by_table(self, keys: Sequence[str]) -> list[list[int]]:
+        table_of = {
+            name: table.name for table in self.places.tables for name in table.feature_names
+        }
+        found: dict[str | None, list[int]] = {}
+        for column, key in enumerate(keys):
+            found.setdefault(table_of.get(key), []).append(column)
+        return list(found.values())
+
+    def merge(self, others: AccessCounts) -> None:
+        """Add what was counted elsewhere, over the same tables."""
+        if others.places.bases != self.places.bases or others.places.size != self.places.size:
+            raise ValueError("counts to be merged are of other tables")
+        self._counts += others._counts.to(self._counts.device)
+        self.num_samples += others.num_samples
+
+    @property
+    def flat(self) -> Tensor:
+        """[all rows] int64, table by table; a view."""
+        if int(self._counts[self.places.no_row]):
+            raise ValueError(
+                "among the ids counted are some that no table has; count the batches on a CPU to "
+                "have the first one named"
+            )
+        return self._counts[: self.places.num_rows]
+
+    def of(self, table: str) -> Tensor:
+        """[rows of the table] int64; a view."""
+        return self.flat[self.places.span(table)]
+
+    def accesses(self) -> dict[str, int]:
+        """How often each table was read."""
+        return {table.name: int(self.of(table.name).sum()) for table in self.places.tables}
+
+    def profile(self) -> dict[str, Tensor]:
+        """As `EmbeddingBagCollection(profile=)` takes it."""
+        return {table.name: self.of(table.name).cpu() for table in self.places.tables}
+
+    def scale(self, numerator: int, denominator: int) -> None:
+        """Every count times a fraction, rounded down."""
+        self._counts.mul_(numerator).div_(denominator, rounding_mode="floor")
+
+    def clear(self) -> None:
+        self._counts.zero_()
+        self.num_samples = 0
+
+
+# -- choosing ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HotReport:
+    """What was chosen, and what it serves."""
+
+    rows: Mapping[str, int]  # hot ones, by table
+    num_rows: int
+    hot_bytes: int
+    budget_bytes: int
+    covered: float  # share of the counted accesses that read hot rows; NaN: none was counted
+    threshold: float | None  # share of its table's accesses that makes a row hot
+    notes: tuple[str, ...] = ()  # what is out of the ordinary, in sentences
+
+
+@dataclass(frozen=True)
+class Chosen:
+    hot: HotSet
+    report: HotReport
+
+
+def cut_off(threshold: float, accesses: int, rate: float = 1.0) -> float:
+    """How often a row must have been counted to be hot: its share of the table's accesses.
+
+    `accesses` are those of the whole data of which a part, `rate`, was counted, or those counted.
+    """
+    return max(1.0, threshold * accesses * rate)  # what was never read is never hot
+
+
+def by_threshold(
+    counts: AccessCounts,
+    row_bytes: RowBytes,
+    budget_bytes: int,
+    *,
+    estimate: Estimate = exact_rows,
+    small_table_bytes: int = SMALL_TABLE_BYTES,
+    grid: Sequence[float] = GRID,
+) -> Chosen:
+    """The smallest share of its table's accesses that makes a row hot, so that all fit the budget.
+
+    Tables of `small_table_bytes` at most are hot as a whole, as published; 0: none is.
+    """
+    choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
+    if choice.is_settled:
+        return choice.done(None)
+    shares = sorted(grid, reverse=True)
+    fitting, over = -1, len(shares)  # positions on the grid: bytes grow as the share falls
+    while over - fitting > 1:
+        middle = (fitting + over) // 2
+        fits = choice.estimated_bytes(shares[middle], estimate) <= choice.left_bytes
+        fitting, over = (middle, over) if fits else (fitting, middle)
+    # An estimate may be too small, so what it found is counted.
+    while fitting >= 0 and choice.estimated_bytes(shares[fitting], exact_rows) > choice.left_bytes:
+        fitting -= 1
+    if fitting < 0:
+        choice.note(
+            f"no share of a table's accesses up to {shares[0]:g} leaves few enough rows for "
+            f"{choice.left_bytes:,} bytes: no row is hot by its count; the most used ones within "
+            "a budget are top_k's"
+        )
+        return choice.done(None)
+    threshold = shares[fitting]
+    if threshold > PUBLISHED_GRID_ENDS:
+        choice.note(
+            f"the budget is small for these tables: a row must have {threshold:.2g} of its table's "
+            f"accesses to be hot, where the published search ends at {PUBLISHED_GRID_ENDS:g}"
+        )
+    choice.add_above(threshold)
+    return choice.done(threshold)
+
+
+def top_k(
+    counts: AccessCounts,
+    row_bytes: RowBytes,
+    budget_bytes: int,
+    *,
+    small_table_bytes: int = 0,
+) -> Chosen:
+    """The most used rows of all tables within the budget; by uses per byte where widths differ.
+
+    Rows that were never counted stay cold, whatever is left: the published code fills its budget
+    with them.
+    """
+    choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
+    if not choice.is_settled:
+        choice.add_most_used()
+    return choice.done(None)
+
+
+def most_used(
+    rows: Mapping[str, Tensor], uses: Mapping[str, Tensor], most: int
+) -> dict[str, Tensor]:
+    """Of row numbers by table, on the CPU, the most used first, and so many of all tables."""
+    names = list(rows)
+    table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, rows.values())]))
+    every = torch.cat([rows[name] for name in names])
+    order = torch.cat([uses[name] for name in names]).sort(descending=True, stable=True)[1][:most]
+    return {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+
+
+class _Choice:
+    """A hot set while it is being chosen."""
+
+    def __init__(
+        self,
+        counts: AccessCounts,
+        row_bytes: RowBytes,
+        budget_bytes: int,
+        small_table_bytes: int,
+    ) -> None:
+        self.counts, self.row_bytes, self.budget_bytes = counts, row_bytes, budget_bytes
+        self.tables = counts.places.tables
+        self._check()
+        self._flat = counts.flat
+        self._accesses = counts.accesses()
+        self._notes: list[str] = []
+        self._is_hot = torch.zeros_like(self._flat, dtype=torch.bool)
+        self._counted = self.tables  # those whose rows must earn it
+        self.left_bytes = budget_bytes
+        self.is_settled = self._is_clear_from_the_budget()
+        if not self.is_settled:
+            self._add_small(small_table_bytes)
+            self._note_what_was_not_read()
+
+    def _check(self) -> None:
+        missing = [table.name for table in self.tables if table.name not in self.row_bytes]
+        if missing:
+            raise ValueError(f"row_bytes does not say what a row of table {missing[0]!r} takes")
+        for name, size in self.row_bytes.items():
+            if size < 1:
+                raise ValueError(f"row_bytes of table {name!r} must be at least 1, not {size}")
+        if self.budget_bytes < 0:
+            raise ValueError(f"a hot budget cannot be {self.budget_bytes:,} bytes")
+
+    def _is_clear_from_the_budget(self) -> bool:
+        everything = sum(self._table_bytes(table) for table in self.tables)
+        smallest = min(self.row_bytes[table.name] for table in self.tables)
+        if self.budget_bytes >= everything:
+            self._is_hot.fill_(True)
+            self.note(
+                f"the hot budget of {self.budget_bytes:,} bytes holds every row ({everything:,} "
+                "bytes): all rows are hot, and no sample is cold"
+            )
+            return True
+        if self.budget_bytes < smallest:
+            self.note(
+                f"the hot budget of {self.budget_bytes:,} bytes holds no row (the smallest takes "
+                f"{smallest:,}): no row is hot, and every sample that reads one is cold"
+            )
+            return True
+        return False
+
+    def _table_bytes(self, table: EmbeddingBagConfig) -> int:
+        rows = table.num_embeddings - (table.skipped_idx is not None)
+        return rows * self.row_bytes[table.name]
+
+    def _add_small(self, limit: int) -> None:
+        small = [table for table in self.tables if self._table_bytes(table) <= limit]
+        need = sum(self._table_bytes(table) for table in small)
+        if need > self.budget_bytes:
+            self.note(
+                f"the {len(small)} tables of {limit:,} bytes at most take {need:,} together, more "
+                f"than the hot budget of {self.budget_bytes:,}: their rows are hot by their counts "
+                "only"
+            )
+            return
+        for table in small:
+            self._is_hot[self.counts.places.span(table.name)] = True
+        self.left_bytes -= need
+        self._counted = tuple(table for table in self.tables if table not in small)
+
+    def _note_what_was_not_read(self) -> None:
+        if self._counted and not any(self._accesses[table.name] for table in self._counted):
+            self.note(
+                "no access was counted"
+                + (
+                    " to a table that is not hot as a whole"
+                    if len(self._counted) < len(self.tables)
+                    else ""
+                )
+                + ": no row is hot by its count"
+            )
+
+    def note(self, sentence: str) -> None:
+        self._notes.append(sentence)
+
+    def estimated_bytes(self, threshold: float, estimate: Estimate) -> float:
+        """Of the rows that would be hot, tables that are hot as a whole left out."""
+        return sum(
+            estimate(self.counts.of(table.name), self._cut_off(table, threshold))
+            * self.row_bytes[table.name]
+            for table in self._counted
+        )
+
+    def _cut_off(self, table: EmbeddingBagConfig, threshold: float) -> float:
+        return cut_off(threshold, self._accesses[table.name])
+
+    def add_above(self, threshold: float) -> None:
+        for table in self._counted:
+            span = self.counts.places.span(table.name)
+            self._is_hot[span] |= self._flat[span] >= self._cut_off(table, threshold)
+
+    def add_most_used(self) -> None:
+        rows, gains, sizes = [], [], []
+        for table in self._counted:
+            uses = self.counts.of(table.name)
+            used = uses.nonzero().squeeze(1)
+            rows.append(used + self.counts.places.bases[table.name])
+            gains.append(uses[used].double() / self.row_bytes[table.name])
+            sizes.append(torch.full_like(used, self.row_bytes[table.name]))
+        if not rows:
+            return
+        order = torch.sort(torch.cat(gains), descending=True, stable=True)[1]
+        fits = torch.cat(sizes)[order].cumsum(0) <= self.left_bytes
+        self._is_hot[torch.cat(rows)[order[fits]]] = True
+
+    def done(self, threshold: float | None) -> Chosen:
+        hot = HotSet(self.counts.places, self._is_hot)
+        total = sum(self._accesses.values())
+        served = int(self._flat[hot.is_hot[: len(self._flat)]].sum())
+        rows = hot.counts()
+        report = HotReport(
+            rows=rows,
+            num_rows=sum(rows.values()),
+            hot_bytes=sum(count * self.row_bytes[name] for name, count in rows.items()),
+            budget_bytes=self.budget_bytes,
+            covered=served / total if total else math.nan,
+            threshold=threshold,
+            notes=tuple(self._notes),
+        )
+        return Chosen(hot, report)

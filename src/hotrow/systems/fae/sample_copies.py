@@ -1,0 +1,397 @@
+"""Samples of any loader, copied once into two sets, and read from there epoch after epoch.
+
+Samples of one kind make blocks of about a thousand: their tensors in memory, or one after the other
+in a file, as bytes, so that ids stay the whole numbers they are. Epochs are read from there in the
+order that blocks.py gives. What a batch looks like is told by the first one. Batches of which that
+cannot be told, with functions that take and join their samples, are kept in memory as they are.
+
+Knows nothing of rows, nor why a sample is of one kind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.inputs import samples
+from hotrow.inputs.held_batches import copy_of
+from hotrow.inputs.samples import Take
+from hotrow.inputs.shuffle import Order, Stretch
+from hotrow.support.files import Disk
+from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
+
+Join = Callable[[Sequence[Any]], Any]  # several batches -> one
+Advance = Callable[[int], None]  # so many samples more are done
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MOST_BYTES = 1 << 30  # of samples that are kept in memory
+_BLOCK = 1024  # samples, or a few more, that stay together while blocks are shuffled
+# Samples that are shuffled together: the fewer of these. Each set has up to four times as many
+# bytes in memory while it is read: two stretches, as they lie and in batches.
+_MIXED, _MIXED_BYTES = 1 << 18, 64 << 20
+_ALIGNED = 64
+
+
+def nobody(count: int) -> None:
+    """Nobody looks how far it is."""
+
+
+@dataclass(frozen=True)
+class SetOptions:
+    """How samples are put into batches."""
+
+    batch_size: int | None  # None: as in the first batch
+    epochs: int = 1
+    seed: int | None = 0
+    pin_memory: bool = False
+    take: Take | None = None
+    join: Join | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def taken(self, batch: Any, places: Tensor, size: int) -> Any:
+        if self.take is not None:
+            return self.take(batch, places)
+        return samples.take(batch, places, size=size)
+
+    @property
+    def knows_batches(self) -> bool:
+        """Whether batches may be anything."""
+        return self.take is not None and self.join is not None
+
+    def joined(self, batches: Sequence[Any]) -> Any:
+        if len(batches) == 1:
+            return batches[0]
+        return (self.join or samples.join)(batches)
+
+
+class Copies:
+    """The pass over a loader."""
+
+    def __init__(
+        self, options: SetOptions, *, folder: str | Path | None, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self._options, self._room = options, _Room(most_bytes, folder)
+        self._outline: Any = None
+        self._blocks: dict[bool, _Blocks | _Kept] = {}
+        self._waiting: dict[bool, list[Any]] = {True: [], False: []}
+        self._counts = {True: 0, False: 0}  # of samples that wait
+
+    def of(
+        self, batches: Iterable[Any], popular: Callable[[Any], Tensor], advance: Advance = nobody
+    ) -> Separated:
+        size = self._options.batch_size or 0
+        for number, batch in enumerate(batches):
+            self._check(batch, number)
+            mask = samples.mask_of(popular(batch))
+            size = size or len(mask)
+            for is_hot in (True, False):
+                self._add(batch, mask if is_hot else ~mask, is_hot)
+            advance(len(mask))
+        for is_hot in self._blocks:
+            self._flush(is_hot)
+        if not any(each.sizes for each in self._blocks.values()):
+            raise ValueError(_why_nothing(batches))
+        hot, cold = (self._set(is_hot, size) for is_hot in (True, False))
+        return Separated(hot, cold, size, self._options.epochs)
+
+    def _check(self, batch: Any, number: int) -> None:
+        knows = self._options.knows_batches
+        try:
+            seen = samples.outline(batch, values=not knows)  # which may be others in each batch
+        except ValueError:
+            if not knows:
+                raise
+            seen = None
+        if number == 0:
+            self._outline = seen
+            for is_hot in (True, False):
+                self._blocks[is_hot] = _Kept() if seen is None else _Blocks(self._room)
+        if seen != self._outline:
+            here, there = _first_difference(seen, self._outline)
+            raise ValueError(
+                f"batch {number} does not look like the first one, whose samples its own are to be "
+                f"mixed with: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out "
+                "what is another in each batch, or bring functions of your own: take= and join="
+            )
+
+    def _add(self, batch: Any, mask: Tensor, is_hot: bool) -> None:
+        places = mask.nonzero().squeeze(1)
+        if not len(places):
+            return
+        taken = self._options.taken(batch, places, len(mask))
+        if self._options.take is not None:
+            taken = copy_of(taken)  # which may be views of memory that the loader fills again
+        self._waiting[is_hot].append(taken)
+        self._counts[is_hot] += len(places)
+        if self._counts[is_hot] >= _BLOCK:
+            self._flush(is_hot)
+
+    def _flush(self, is_hot: bool) -> None:
+        if count := self._counts[is_hot]:
+            self._blocks[is_hot].add(self._options.joined(self._waiting[is_hot]), count)
+            self._waiting[is_hot], self._counts[is_hot] = [], 0
+
+    def _set(self, is_hot: bool, size: int) -> BatchSet:
+        if not self._blocks[is_hot].sizes:
+            return NoBatches()
+        return CopiedSet(self._blocks[is_hot], replace(self._options, batch_size=size))
+
+
+def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for pair in zip(one, other, strict=True):
+            if pair[0] != pair[1]:
+                return _first_difference(*pair)
+    return one, other
+
+
+def _why_nothing(batches: Iterable[Any]) -> str:
+    said = "the loader gave no sample to train with"
+    if iter(batches) is batches:
+        said += (
+            f": a {type(batches).__name__} can be read only once, and this one was; give a "
+            "DataLoader, a list or anything else that starts from the beginning with each `for`"
+        )
+    return said
+
+
+class _Room:
+    """Memory for so many bytes, and a folder for all when they become more."""
+
+    def __init__(self, most_bytes: int, folder: str | Path | None) -> None:
+        self._most, self._used = most_bytes, 0
+        self._disk = None if folder is None else Disk(Path(folder))
+        self.is_full = False
+
+    def take(self, count: int) -> None:
+        self._used += count
+        if self._used <= self._most or self.is_full:
+            return
+        if self._disk is None:
+            raise ValueError(
+                f"hot and cold samples take more than {self._most:,} bytes of memory: give "
+                "folder=, where they are kept while training runs, or a larger most_bytes"
+            )
+        self.is_full = True
+
+    def file(self) -> _File:
+        assert self._disk is not None
+        return _File(self._disk)
+
+
+class _File:
+    """Bytes that only this process sees: the file has no name, so that nothing can leave it
+    behind."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        disk.folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=disk.folder, prefix="samples-")
+        os.close(handle)
+        self._path = Path(name)
+        try:
+            self._writing = disk.open(self._path)
+            self._reading = self._path.open("rb")
+        finally:
+            self._path.unlink()
+        weakref.finalize(self, _close, self._writing, self._reading)
+        self.size = 0
+        self.mapped: Any = None  # all bytes, when finished
+
+    def write(self, part: memoryview) -> None:
+        try:
+            self._writing.write(part)
+        except OSError as error:
+            raise self._disk.in_plain_words(error, self._path) from None
+        self.size += len(part)
+
+    def finish(self) -> None:
+        try:
+            self._writing.close()  # what was buffered is written here
+        except OSError as error:
+            raise self._disk.in_plain_words(error, self._path) from None
+        if self.size:  # no bytes cannot be mapped
+            # Copy-on-write, because torch wants memory that could be written.
+            self.mapped = np.memmap(self._reading, np.uint8, "c")
+        self._reading.close()
+
+
+def _close(*files: IO[bytes]) -> None:
+    for each in files:
+        with suppress(OSError):  # a full disk, of which was told
+            each.close()
+
+
+class _Blocks:
+    """Samples of one kind, some at a time."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room = room
+        self._like: Any = None  # a batch
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._kept: list[list[Tensor]] = []
+        self._file: _File | None = None
+        self._places: list[list[tuple[int, int]]] = []  # of each tensor: offset, first dimension
+        self.sizes: list[int] = []
+        self.bytes = 0
+
+    def add(self, batch: Any, count: int) -> None:
+        # A copy of tensors that `take` gave: they share no memory with the loader's.
+        tensors = [each.detach().cpu().contiguous() for each in samples.tensors_of(batch)]
+        if any(not each.ndim for each in tensors):
+            raise ValueError("samples hold a tensor without dimensions; give it one number each")
+        kinds = [(each.dtype, each.shape[1:]) for each in tensors]
+        if not self.sizes:
+            self._like, self._kinds = batch, kinds
+        assert kinds == self._kinds, f"{kinds} instead of {self._kinds}"
+        size = sum(each.numel() * each.element_size() for each in tensors)
+        self._room.take(size)
+        self.sizes.append(count)
+        self.bytes += size
+        self._kept.append(tensors)
+        if self._room.is_full:
+            self._write()
+
+    def _write(self) -> None:
+        """What is in memory so far."""
+        self._file = self._file or self._room.file()
+        for tensors in self._kept:
+            places = []
+            for each in tensors:
+                self._file.write(memoryview(bytes(-self._file.size % _ALIGNED)))
+                places.append((self._file.size, len(each)))
+                if each.numel():
+                    self._file.write(each.view(-1).view(torch.uint8).numpy().data)
+            self._places.append(places)
+        self._kept = []
+
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.finish()
+
+    def read(self, block: int) -> Any:
+        if block >= len(self._places):
+            return samples.with_tensors(self._like, self._kept[block - len(self._places)])
+        pairs = zip(self._places[block], self._kinds, strict=True)
+        tensors = (self._tensor(*place, *kind) for place, kind in pairs)
+        return samples.with_tensors(self._like, tensors)
+
+    def _tensor(self, offset: int, length: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        count = length * math.prod(shape)
+        if not count:
+            return torch.zeros((length, *shape), dtype=dtype)
+        assert self._file is not None
+        found = torch.frombuffer(self._file.mapped, dtype=dtype, offset=offset, count=count)
+        return found.view(length, *shape)
+
+
+class _Kept:
+    """Samples of one kind, some at a time, in batches of which nothing is known."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._batches: list[Any] = []
+        self.sizes: list[int] = []
+
+    def add(self, batch: Any, count: int) -> None:
+        self._batches.append(batch)
+        self.sizes.append(count)
+
+    def finish(self) -> None: ...
+
+    def read(self, block: int) -> Any:
+        return self._batches[block]
+
+
+class CopiedSet:
+    """Copied samples of one kind, in batches. Reads one stretch ahead, in a thread."""
+
+    def __init__(self, blocks: _Blocks | _Kept, options: SetOptions) -> None:
+        assert options.batch_size is not None
+        blocks.finish()
+        self._blocks, self._options, self._size = blocks, options, options.batch_size
+        sizes = np.array(blocks.sizes, dtype=np.int64)
+        self.samples = int(sizes.sum())
+        fitting = _MIXED_BYTES * self.samples // max(1, blocks.bytes)
+        self._order = Order(sizes, mixed=max(1, min(_MIXED, fitting)), seed=options.seed)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.samples // self._size)
+
+    def batches(self, start: int = 0) -> Iterator[Any]:
+        """From batch number `start` of all epochs on."""
+        stretches = self._stretches(*divmod(start, self.batches_per_epoch))
+        waiting: list[Any] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="samples") as pool:
+            for parts in _one_ahead(pool, self._made, stretches):
+                for part, is_last in parts:
+                    waiting.append(part)
+                    if is_last:
+                        whole = len(waiting) == 1
+                        yield waiting[0] if whole else self._pinned(self._options.joined(waiting))
+                        waiting = []
+
+    def _stretches(self, epoch: int, batch: int) -> Iterator[tuple[Stretch, int]]:
+        """With the place in its epoch of the first sample that is wanted."""
+        begin = batch * self._size
+        for each in range(epoch, self._options.epochs):
+            for stretch in self._order.stretches(each, begin):
+                yield stretch, begin
+            begin = 0
+
+    def _made(self, item: tuple[Stretch, int]) -> list[tuple[Any, bool]]:
+        """Batches of a stretch, or their parts in it, and whether a batch ends with them."""
+        stretch, begin = item
+        lying = self._options.joined([self._blocks.read(int(each)) for each in stretch.blocks])
+        order = stretch.order()
+        places = torch.arange(stretch.samples) if order is None else torch.from_numpy(order)
+        at, high = max(begin, stretch.first), stretch.first + stretch.samples
+        made = []
+        while at < high:
+            edge = min(self.samples, (at // self._size + 1) * self._size)
+            here = places[at - stretch.first : min(edge, high) - stretch.first]
+            part = self._options.taken(lying, here, stretch.samples)
+            is_whole = at % self._size == 0 and edge <= high
+            made.append((self._pinned(part) if is_whole else part, edge <= high))
+            at = edge
+        return made
+
+    def _pinned(self, batch: Any) -> Any:
+        is_known = isinstance(self._blocks, _Blocks)
+        return samples.pinned(batch) if self._options.pin_memory and is_known else batch
+
+
+def _one_ahead(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """Results in order, of which the next one is under way."""
+    last: Future[Result] | None = None
+    for item in items:
+        following = pool.submit(work, item)
+        if last is not None:
+            yield last.result()
+        last = following
+    if last is not None:
+        yield last.result()

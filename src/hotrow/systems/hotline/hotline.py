@@ -1,0 +1,559 @@
+"""Hotline: popular samples of each batch are trained while the rows of the others arrive.
+
+    hotline = Hotline()
+    trainer = Trainer(model, loss_fn, ..., system=hotline)  # collections with strategy="static"
+    for record in trainer.run(loader):                      # an epoch
+        ...
+    print(hotline.record.popular_share, hotline.record.learned)
+
+Which rows are popular is learned from the first batches of each epoch, and again when it has worn
+out; they are then pinned. Exact up to rounding: gradients of both parts of a batch are summed, and
+every row and dense weight is updated once, as if the batch had been whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from hotrow.embedding.ahead import features_of, to_device
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.engine.stages import LATE
+from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.held_batches import Kept
+from hotrow.inputs.hotset import HotSet
+from hotrow.inputs.samples import Take
+from hotrow.support.messages import setting, warn
+from hotrow.systems.calibrate import most_used
+from hotrow.systems.hotline.popularity import (
+    LEARNED_PART,
+    DecayedCounts,
+    Learned,
+    Learning,
+    Log,
+    SrripLog,
+)
+from hotrow.systems.hotline.split import GRAIN, Sorted, Splitter
+from hotrow.systems.per_sample import refuse_mixed_samples
+from hotrow.systems.slipstream.skip import (
+    Bindable,
+    Skip,
+    SkipRecord,
+    Validating,
+    batches_per_epoch,
+    begun,
+    check_skip,
+)
+from hotrow.training.trainer import Trainer
+
+LOGS = ("exact", "srrip")
+_AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
+_WINDOW = 32  # batches over which the share of popular samples is smoothed
+_ROUNDING = 1e-4  # of a loss: by so much those of its parts may miss it
+_MOST_COUNTED = 1 << 15  # lookups of a batch that are counted while no learning phase is
+_KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
+
+
+@dataclass(frozen=True)
+class HotlineRecord:
+    """What was learned and split so far."""
+
+    batches: int = 0
+    split_batches: int = 0  # trained in two parts; the others came whole
+    samples: int = 0  # of batches that were classified
+    popular: int = 0  # of those
+    parts: Mapping[int, int] = field(default_factory=dict)  # samples of first parts -> batches
+    learned: tuple[Learned, ...] = ()  # when hot rows were chosen, and why
+    pinned_rows: Mapping[str, int] = field(default_factory=dict)  # by table, now
+    pinnings: int = 0
+    mask_bytes: int = 0  # of fast memory, beside the budget: by which samples are classified
+
+    @property
+    def popular_share(self) -> float:
+        """NaN: no batch was classified yet."""
+        return self.popular / self.samples if self.samples else math.nan
+
+    @property
+    def relearnings(self) -> int:
+        """Hot rows that were chosen again because they had worn out."""
+        return sum(each.why != "learned" for each in self.learned)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A collection whose popular rows are learned and pinned."""
+
+    name: str
+    embedding: EmbeddingBagCollection
+    learning: Learning
+    hot: HotSet | None = None  # what is pinned
+    version: int = 0  # of what was learned, and is pinned
+    pins: int = 0  # version of the pins
+    gave_way: int = 0  # how often they had given way to a batch by then
+    most: float = math.inf  # share of the room that may be pinned; less after a batch did not fit
+
+    @property
+    def is_due(self) -> bool:
+        """Whether other rows are to be pinned, or fewer."""
+        if not self.learning.version:
+            return False
+        return self.version != self.learning.version or self.pins != self.embedding.pins_version
+
+    def pin(self) -> None:
+        """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
+        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins_gave_way
+        if self.hot is not None and self.gave_way != gave_way:
+            now = self.hot.num_rows / max(1, sum(room.values()))
+            self.most = min(self.most, now * _KEPT)
+        room = {dim: int(min(1.0, self.most) * count) for dim, count in room.items()}
+        self.hot = self.embedding.pin_rows(_by_use(self.learning, self.embedding, room))
+        self.version, self.pins = self.learning.version, self.embedding.pins_version
+        self.gave_way = gave_way
+
+
+class Hotline:
+    """Trains each batch in two parts: popular samples, whose rows are all pinned, go first, and
+    the rows of the others arrive meanwhile.
+
+    `learned` is the share of an epoch's batches by which rows are found popular; `log` counts them
+    "exact"ly, or is Hotline's own "srrip", or a function of a collection that gives a
+    `popularity.Log`. When the share of popular samples, smoothed over `window` samples (by
+    default 32 batches), falls below `floor` of what it was, popularity has drifted: rows are
+    learned again by a few batches, and from then on every batch is counted (of a large one its
+    first samples), so that drift by the hour is followed. `relearn=0` counts every batch from the
+    beginning; `relearn=n` learns again by n batches and rests in between, as published.
+
+    An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` leaves out
+    samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
+    `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
+    all-fast ones may be beside them.
+
+    The loss must be a mean over samples, or one number for each, and the model must treat each
+    sample by itself: a mean by weights of classes, or `x - x.mean(0)` in `forward`, gives other
+    results for parts than for a whole batch. Both are tried once on the first batch, before any is
+    split, and refused with a ValueError if the parts differ from the whole by more than rounding.
+    """
+
+    keeps_batches = True
+
+    def __init__(
+        self,
+        *,
+        log: str | Callable[[EmbeddingBagCollection], Log] = "exact",
+        learned: float = LEARNED_PART,
+        floor: float = 0.95,
+        window: int | None = None,
+        relearn: int | None = None,
+        batches_per_epoch: int | None = None,
+        grain: int = GRAIN,
+        skip: Bindable | Skip | None = None,
+        take: Take | None = None,
+    ) -> None:
+        """`grain`: in how many sizes first parts come."""
+        if isinstance(log, str) and log not in LOGS:
+            raise ValueError(f"log must be one of {', '.join(LOGS)}, or a function, not {log!r}")
+        shares = all(isinstance(each, int | float) for each in (learned, floor))
+        if not shares or not 0 < learned <= 1 or not 0 <= floor <= 1:
+            raise ValueError(
+                f"learned and floor are shares, up to 1; got learned={learned!r}, floor={floor!r}"
+            )
+        least = {"window": 1, "relearn": 0, "batches_per_epoch": 1, "grain": 1}
+        for name, lowest in least.items():
+            value = locals()[name]
+            if value is not None and (not isinstance(value, int) or value < lowest):
+                raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
+        check_skip(skip)
+        self._log, self._part, self._floor = log, learned, floor
+        self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
+        self._grain, self.skip, self._take = grain, skip, take
+        self._bound: Skip | None = None
+        self._members: list[_Member] = []
+        self._told_of_none = False
+        self._classified = self._popular = 0  # samples since rows were pinned
+        self._gained = 0  # batches that were split since, and popular samples that were left out
+        self._skipped = 0  # popular samples left out that learning knows of
+        self._enough = 0  # of them, to be told of if none is popular
+        self._left = 0  # batches of the present epoch, where somebody has said how many it has
+        self._is_over = False
+        self.epochs = 0  # of the last run that have ended
+        self._unchecked: Any = None  # the batch on which model and loss are tried
+        self._parts: Counter[int] = Counter()
+        self._record = HotlineRecord()
+
+    @property
+    def record(self) -> HotlineRecord:
+        """What was learned and split so far."""
+        learned = [each for member in self._members for each in member.learning.history]
+        rows: dict[str, int] = {}
+        for member in self._members:
+            if member.hot is not None:
+                tables = member.embedding.tables
+                rows |= {t.name: int(member.hot.mask(t.name).sum()) for t in tables}
+        return replace(
+            self._record,
+            parts=dict(sorted(self._parts.items())),
+            learned=tuple(sorted(learned, key=lambda each: each.batch)),
+            pinned_rows=rows,
+            mask_bytes=self._splitter.mask_bytes if self._members else 0,
+        )
+
+    # -- the model ---------------------------------------------------------------------
+
+    def attach(self, trainer: Trainer[Any]) -> None:
+        """Refuses models whose parts do not add up to the whole."""
+        _refuse_batch_statistics(trainer.model)
+        named = {
+            name.removeprefix("_orig_mod."): module
+            for name, module in trainer.model.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+        }
+        self._pinned = {name: each for name, each in named.items() if not each.strategy.everything}
+        if not self._pinned:
+            raise ValueError(
+                f"Hotline pins rows of collections with strategy='static' and a budget; "
+                f"{type(trainer.model).__name__} has "
+                + ("none but all-fast ones, whose rows are all there" if named else "none")
+            )
+        for name, embedding in self._pinned.items():
+            strategy = embedding.strategy
+            if not (strategy.has_slots and strategy.pinned_part and strategy.refetch):
+                raise ValueError(
+                    f"Hotline needs strategy='static', which keeps pinned rows and fetches all "
+                    f"others; the collection {name or type(embedding).__name__!r} has "
+                    f"{strategy.name!r}: build it with strategy='static' and a budget"
+                )
+        if self.skip is not None and len(self._pinned) > 1:
+            raise ValueError(
+                f"skip= chooses samples by the rows of one collection, and the model has "
+                f"{len(self._pinned)}: {', '.join(map(repr, self._pinned))}; tables of any width "
+                "can be in one"
+            )
+        for embedding in self._pinned.values():
+            embedding.move_in(LATE)
+        if any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()):
+            warn(
+                "the model has dropout, whose masks are drawn for each part of a batch: results "
+                "differ from those of whole batches, as they do by another seed"
+            )
+        self._trainer, self._named, self._ids = trainer, named, trainer.ids
+        self._members, self._bound = [], None
+        self._left = self._skipped = 0
+        self._parts.clear()
+        self._record = HotlineRecord()
+        self._splitter = Splitter(named, trainer.ids, take=self._take, grain=self._grain)
+
+    # -- passes ------------------------------------------------------------------------
+
+    def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
+        """Rows are pinned between two passes, when nothing is in flight."""
+        count, self.epochs = self._count(batches), 0
+        stream = Kept(batches)
+        try:
+            for first in stream:
+                if not self._left or self._per_epoch is None:
+                    self._begin(first, count)
+                epoch = chain([first], islice(stream, self._left - 1))
+                yield from self._epoch(epoch)
+                self.epochs += 1
+            if self._classified and not self._record.split_batches:
+                self._tell_if_none(self._classified)
+        finally:
+            if self._bound is not None:
+                self._bound.close()
+
+    def _count(self, batches: Iterable[Any]) -> int:
+        """The batches of an epoch."""
+        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
+        if count is None:
+            raise ValueError(
+                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
+                "epoch has is not known: these have no len(); give batches_per_epoch="
+            )
+        return count
+
+    def _begin(self, first: Any, count: int) -> None:
+        """An epoch begins with a batch."""
+        self._left = count
+        if not self._members:
+            self._members = [self._make_member(name, first, count) for name in self._pinned]
+            self._unchecked = first
+        for member in self._members:
+            member.learning.begin_epoch(count)
+        if self._bound is not None:
+            self._bound.begin(count)
+        if isinstance(self.skip, Validating):
+            self.skip.begin_to_validate(self._trainer, count)
+
+    def _make_member(self, name: str, first: Any, count: int) -> _Member:
+        embedding = self._pinned[name]
+        embedding.reserve_like(to_device(self._features(first, name), embedding.device))
+        relearn = math.ceil(self._part * count) if self._relearn is None else self._relearn
+        window = self._window or max(1, _WINDOW * self._parsed(first, name).num_samples)
+        self._enough = window
+        learning = Learning(
+            _make_log(self._log, embedding),
+            part=self._part,
+            floor=self._floor,
+            window=window,
+            relearn=relearn,
+            wakes=self._relearn is None,
+        )
+        return _Member(name, embedding, learning)
+
+    def _epoch(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
+        counted = self._counted(batches)
+        if self.skip is None:
+            yield from self._segment(counted)
+            return
+        if self._bound is None:
+            # Nothing can be skipped before it is known which rows are hot.
+            yield from self._segment(counted, until_pinned=True)
+            if self._is_over:
+                return
+            self._bound = self._bind(self.skip)
+            self._skipped = self._skipped_by_now  # by whoever had it before
+        for segment in self._bound.segments(counted):
+            skip = self.skip
+            for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
+                yield from self._segment(iter(part))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._left -= 1
+            yield batch
+
+    def _bind(self, skip: Bindable | Skip) -> Skip:
+        (member,) = self._members
+        assert member.hot is not None
+
+        def ids(batch: Any) -> Any:
+            return self._features(batch, member.name)
+
+        return begun(skip, member.embedding, member.hot, max(1, self._left), ids)
+
+    def _segment(
+        self, batches: Iterator[Any], *, until_pinned: bool = False
+    ) -> Iterator[Iterable[Any]]:
+        """Passes over some batches; a pass ends when other rows are to be pinned."""
+        self._is_over = False
+        while not self._is_over:
+            self._pin()
+            if until_pinned and self._is_pinned:
+                return
+            yield self._pass(batches)
+
+    @property
+    def _is_pinned(self) -> bool:
+        return all(member.hot is not None for member in self._members)
+
+    def _pin(self) -> None:
+        due = [member for member in self._members if member.is_due]
+        for member in due:
+            before = member.hot
+            member.pin()
+            if self._bound is not None and not _same(before, member.hot):
+                assert member.hot is not None
+                self._bound.renew(member.hot)
+        if due and self._is_pinned:
+            hot = {each.name: each.hot for each in self._members if each.hot is not None}
+            if self._unchecked is not None:
+                self._try(self._unchecked)
+                self._unchecked = None
+            self._splitter.pin(hot)
+            self._classified = self._popular = self._gained = 0
+            self._record = replace(self._record, pinnings=self._record.pinnings + 1)
+
+    def _try(self, batch: Any) -> None:
+        """Refuse a model or a loss for which parts of the batch differ from the whole."""
+        size = self._parsed(batch, self._members[0].name).num_samples
+        refuse_mixed_samples(
+            self._trainer, batch, size, lambda places: self._splitter.taken(batch, places, size)
+        )
+        _refuse_other_losses(self._trainer, batch)
+
+    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches in order; whole while no rows are pinned."""
+        waiting: deque[tuple[Callable[[], Sorted], list[int]]] = deque()
+        is_pinned, failed = self._is_pinned, None
+        try:
+            for batch in batches:
+                if is_pinned:
+                    versions = [member.learning.version for member in self._members]
+                    waiting.append((self._splitter.sort(batch), versions))
+                self._learn(batch)
+                if not is_pinned:
+                    self._record = replace(self._record, batches=self._record.batches + 1)
+                    yield batch
+                elif len(waiting) > _AHEAD:
+                    yield self._in_order(*waiting.popleft())
+                if any(member.is_due for member in self._members):
+                    break
+            else:
+                self._is_over = True
+        except Exception as error:
+            failed = error  # raised in its turn, when the batches before it have been trained
+        while waiting:
+            yield self._in_order(*waiting.popleft())
+        if failed is not None:
+            raise failed
+
+    def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
+        """A batch that was sorted by hot rows of some versions, and what it tells."""
+        found = outcome()
+        # What was left out was popular: without it, popularity would seem to have drifted.
+        skipped, self._skipped = self._skipped, self._skipped_by_now
+        more = self._skipped - skipped
+        for member, version in zip(self._members, versions, strict=True):
+            popular = found.by_collection[member.name]
+            member.learning.told(popular + more, found.samples + more, version=version)
+        first, r = found.parted.first, self._record
+        self._parts[first] += 1
+        self._record = replace(
+            r,
+            batches=r.batches + 1,
+            split_batches=r.split_batches + (first > 0),
+            samples=r.samples + found.samples,
+            popular=r.popular + found.popular,
+        )
+        self._classified += found.samples + more
+        self._popular += found.popular + more
+        self._gained += (first > 0) + more
+        self._tell_if_none(self._enough)
+        return found.parted
+
+    @property
+    def _skipped_by_now(self) -> int:
+        """As far as it is told: a user's own skip need not."""
+        record = getattr(self._bound, "record", None)
+        return record.dropped_hot if isinstance(record, SkipRecord) else 0
+
+    def _tell_if_none(self, enough: int) -> None:
+        """Where that many samples were classified, and no batch had enough popular ones."""
+        if self._gained or self._told_of_none or self._classified < enough:
+            return
+        self._told_of_none = True
+        rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
+        why = (
+            f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
+            f"among the {rows:,} pinned ones, as samples with many lookups do, and "
+            "where popularity drifts"
+            if rows
+            else "no row is pinned, since the budget has no room for any beside a batch"
+        )
+        popular = f"no more than {self._popular:,}" if self._popular else "none"
+        warn(
+            f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
+            "whole, which is right but gains nothing; a larger budget may, or "
+            f"{setting('strategy', 'lookahead')} instead of Hotline"
+        )
+
+    # -- learning ----------------------------------------------------------------------
+
+    def _learn(self, batch: Any) -> None:
+        for member in self._members:
+            parsed, learning = self._parsed(batch, member.name), member.learning
+            if learning.looks:  # or else nobody does at the ids
+                parsed = _on_cpu(parsed if learning.is_learning else _first_of(parsed))
+            if not learning.add(parsed) and member.hot is not None and not learning.is_learning:
+                member.version = learning.version  # the same rows once more
+
+    def _features(self, batch: Any, name: str) -> Any:
+        return features_of(self._ids(batch), name, self._named)
+
+    def _parsed(self, batch: Any, name: str) -> Batch:
+        return parse(self._features(batch, name), self._pinned[name].features, None)
+
+
+def _same(one: HotSet | None, other: HotSet | None) -> bool:
+    return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
+
+
+def _first_of(batch: Batch) -> Batch:
+    """So few samples that counting them takes the host less time than a step takes a GPU."""
+    most = max(1, _MOST_COUNTED // max(1, len(batch.keys)))
+    if batch.offsets is not None or batch.num_samples <= most:
+        return batch
+    return replace(batch, values=batch.values[:most], num_samples=most)
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    offsets = None if batch.offsets is None else batch.offsets.cpu()
+    return replace(batch, values=batch.values.cpu(), offsets=offsets)
+
+
+def _make_log(
+    log: str | Callable[[EmbeddingBagCollection], Log], embedding: EmbeddingBagCollection
+) -> Log:
+    if not isinstance(log, str):
+        return log(embedding)
+    row_bytes = {t.name: 4 * group.width for group in embedding.groups for t in group.layout.tables}
+    room = embedding.room_for_pins()
+    budget = sum(4 * group.width * room[group.dim] for group in embedding.groups)
+    if log == "srrip":
+        return SrripLog.within(embedding.tables, row_bytes, budget)
+    return DecayedCounts(embedding.tables, row_bytes, budget)
+
+
+def _by_use(
+    learning: Learning, embedding: EmbeddingBagCollection, room: Mapping[int, int]
+) -> dict[str, Tensor]:
+    """Row numbers of what was learned, by table, the most used first: as many as there is room
+    for in each width. A log that does not count has no first ones."""
+    found: dict[str, Tensor] = {}
+    for group in embedding.groups:
+        rows = {table.name: learning.hot.rows(table.name).cpu() for table in group.layout.tables}
+        uses = {name: torch.zeros(len(mine)) for name, mine in rows.items()}
+        if isinstance(learning.log, DecayedCounts):
+            log = learning.log
+            uses = {name: log.of(name).cpu()[mine] for name, mine in rows.items()}
+        found |= most_used(rows, uses, room[group.dim])
+    return found
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"Hotline trains each batch in two parts, and {name or 'the model'} is a "
+                f"{type(module).__name__}: the statistics of a part are not those of the batch, so "
+                "results would not be those of whole batches. LayerNorm looks at each sample by "
+                "itself; or train by another strategy, such as 'lookahead'"
+            )
+
+
+def _refuse_other_losses(trainer: Trainer[Any], batch: Any) -> None:
+    """Those whose parts do not add up, as far as one batch can tell."""
+    predictions, labels = trainer.predict(batch), trainer.labels(batch)
+    if not isinstance(predictions, Tensor) or not 1 < len(labels) == len(predictions):
+        return
+    labels = labels.to(predictions.device)
+    # Of coarser numbers sums are too coarse to tell.
+    predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    if labels.ndim == 1:  # classes that weigh more are then in one part
+        order = labels.argsort(stable=True)
+        predictions, labels = predictions[order], labels[order]
+    size, first = len(labels), len(labels) // 2
+    cuda = [predictions.device] if predictions.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(cuda):
+        whole, *parts = [
+            float(trainer.loss_fn(predictions[low:high], labels[low:high]).mean())
+            * ((high - low) / size)
+            for low, high in ((0, size), (0, first), (first, size))
+        ]
+    if math.isfinite(whole) and not abs(whole - sum(parts)) <= _ROUNDING * sum(map(abs, parts)):
+        raise ValueError(
+            f"Hotline trains each batch in two parts, and this loss_fn is no mean over samples: of "
+            f"{size:,} it gives {whole:.6g}, and the shares of {first:,} and {size - first:,} of "
+            f"them, {parts[0]:.6g} and {parts[1]:.6g}, make {sum(parts):.6g}, so results would not "
+            "be those of whole batches. One number for each sample (reduction='none') can be "
+            "split; or train by another strategy, such as 'lookahead'"
+        )

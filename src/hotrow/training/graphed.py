@@ -1,0 +1,258 @@
+"""One training step as a callable: a CUDA graph where that is possible. Knows no loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.embedding import dense_steps
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.engine.split_batch import Split
+from hotrow.support.streams import Lanes
+from hotrow.training.captured import CapturedStep, run_phases
+
+
+def label_of(batch: Any) -> Any:
+    """`batch.label`, which is where labels are if nobody says otherwise."""
+    try:
+        return batch.label
+    except AttributeError as error:
+        raise AttributeError(
+            f"a batch, which is a {type(batch).__name__}, has no .label; say where its labels are, "
+            "such as labels=lambda batch: batch['label']"
+        ) from error
+
+
+def check_optimizer(optimizer: object, name: str) -> None:
+    """Refuse what is no optimizer of the dense part."""
+    if isinstance(optimizer, RowOptimizer):
+        raise TypeError(
+            f"{name} is a collection's own, which has nothing to do here: rows are updated in "
+            "backward(). Give the dense part's, such as torch.optim.Adam(model.parameters()), or "
+            "None"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{name} must be a torch optimizer of the dense part, or None, got "
+            f"{type(optimizer).__name__}"
+        )
+
+
+def graphed(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    labels: Callable[[Any], Any] = label_of,
+    batch_size: int | None = None,
+    max_lookups: int | None = None,
+    clip_norm: float | None = None,
+) -> GraphedStep:
+    """One step of a loop of your own, launched as a single CUDA graph.
+
+    `step(batch)` minimises the mean of `loss_fn(model(batch), labels(batch))`: lookup, forward,
+    backward, rows' update and `optimizer`, which is the dense part's. It gives the loss.
+
+        step = hotrow.graphed(model, loss_fn, optimizer, batch_size=8192)
+        for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse, step=step):
+            loss = step(batch)
+
+    Batches of another size than `batch_size`, or with more than `max_lookups` ids, run eagerly,
+    with the same bits. Without these, what comes often is captured, with room for the largest
+    batch seen. On a CPU every step runs eagerly. `clip_norm` is the most that the gradients of the
+    dense part may be long together.
+    """
+    if not callable(loss_fn) or not callable(labels):
+        wrong = "loss_fn" if not callable(loss_fn) else "labels"
+        raise TypeError(f"{wrong} must be a function, got {type(locals()[wrong]).__name__}")
+    check_optimizer(optimizer, "optimizer")
+    for name, value in (("batch_size", batch_size), ("max_lookups", max_lookups)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    lanes = lanes_in(model)
+    if lanes is None:
+        raise ValueError(
+            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
+        )
+    return GraphedStep(
+        model,
+        loss_fn,
+        optimizer,
+        labels=labels,
+        batch_size=batch_size,
+        max_lookups=max_lookups,
+        clip_norm=clip_norm,
+        lanes=lanes if lanes.device.type == "cuda" else None,
+    )
+
+
+def lanes_in(model: nn.Module) -> Lanes | None:
+    """The lanes in which a model's rows move; None if it has none."""
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollection):
+            return module.lanes
+    return None
+
+
+class GraphedStep:
+    """What `hotrow.graphed` gives, and `Trainer` trains with."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        labels: Callable[[Any], Any],
+        lanes: Lanes | None,  # None: every step runs eagerly
+        batch_size: int | None = None,
+        max_lookups: int | None = None,
+        clip_norm: float | None = None,
+        compile: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,  # forward and backward
+        in_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ValueError(f"clip_norm must be a number above 0, got {clip_norm}")
+        self._loss_fn, self._labels, self._optimizer = loss_fn, labels, optimizer
+        self._model, self._clip_norm = model, clip_norm
+        self._forward = torch.compile(model, dynamic=False) if compile else model
+        self._mean_loss = torch.compile(_mean_loss, dynamic=False) if compile else _mean_loss
+        self._compiles, self._full = compile, 0  # samples of the largest batch of a run so far
+        self._around, self._in_forward = around, in_forward
+        self._split: Split | None = None
+        self.landing: CapturedStep | None = None
+        if lanes is not None:
+            self.landing = CapturedStep(
+                self._once,
+                self._phases,
+                model,
+                optimizer,
+                lanes,
+                batch_size=batch_size,
+                max_lookups=max_lookups,
+            )
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Tensor]:
+        return self._loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        self._loss_fn = loss_fn
+        if self.landing is not None:
+            self.landing.drop()
+
+    @property
+    def labels(self) -> Callable[[Any], Any]:
+        return self._labels
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step; the loss is a tensor of its own, which nobody waits for."""
+        return self.run(batch).clone()
+
+    def run(self, batch: Any) -> Tensor:
+        """One step; the loss lasts until the next."""
+        dense_steps.note(self._optimizer)  # a replay calls no hook, and a step that fails is one
+        if self._compiles:  # captured steps, which call nothing, count as well
+            self._full = max(self._full, len(self.labels(batch)))
+        if self._split is not None:
+            return self._run_split(batch)
+        return self._once(batch) if self.landing is None else self.landing.run(batch)
+
+    def split(self, split: Split) -> None:
+        """The next batch is to be trained in two parts."""
+        self._split = split
+
+    def _run_split(self, batch: Any) -> Tensor:
+        split, self._split = self._split, None
+        assert split is not None
+        if split.batch is not batch:
+            split.wait()  # whatever is trained instead may need any row
+            return self.run(batch)
+        if self.landing is None:
+            return run_phases(self._phases(batch, split), split)
+        return self.landing.run(batch, split)
+
+    def _once(self, batch: Any) -> Tensor:
+        with self._around():
+            loss = self._loss_of(batch)
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            loss.backward()
+            self._update()
+        return loss.detach()
+
+    def begin_run(self) -> None:
+        """Batches may be of another size than those of the run before."""
+        self._full = 0
+
+    def _loss_of(self, batch: Any, whole: int | None = None) -> Tensor:
+        """Of a batch, or of a part of one of `whole` samples."""
+        labels = self.labels(batch)
+        forward, mean_loss = self._forward, self._mean_loss
+        # Batches smaller than others of their run, such as an epoch's last, come in any size, and
+        # to compile each would take longer than to train it; parts of full ones come in few.
+        if self._compiles and (len(labels) if whole is None else whole) < self._full:
+            forward, mean_loss = self._model, _mean_loss
+        with self._in_forward():
+            return mean_loss(self.loss_fn, forward(batch), labels)
+
+    def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
+        """One step in two phases; before the second, rows may still have to arrive.
+
+        Each part's loss is its share of the whole batch's mean, so that gradients add up to the
+        whole's; rows and dense weights are updated once, at the end.
+        """
+        with self._around(), ExitStack() as joined:
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            for embedding in split.collections:
+                joined.enter_context(embedding.accumulate())
+            loss = self._train_part(batch, split, 0, split.first)
+            yield loss
+            if split.first < split.size:
+                loss = loss + self._train_part(batch, split, split.first, split.size)
+            joined.close()  # rows are updated here
+            self._update()
+            yield loss
+
+    def _train_part(self, batch: Any, split: Split, low: int, high: int) -> Tensor:
+        """Forward and backward of some samples; their share of the loss."""
+        part = split.cut(batch, low, high)
+        arrivals = split.arrivals(part, low)
+        for embedding, arrival in arrivals:
+            embedding.arrive(arrival)
+        try:
+            loss = self._loss_of(part, split.size) * ((high - low) / split.size)
+            loss.backward()
+        finally:
+            for embedding, arrival in arrivals:
+                embedding.done_with(arrival)
+        return loss.detach()
+
+    def _update(self) -> None:
+        """The dense part's."""
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def _clipped(self) -> list[Tensor]:
+        """What the optimizer trains; gradients of anything else are not zeroed, and grow."""
+        if self._optimizer is None:
+            return list(self._model.parameters())
+        weights = getattr(self._optimizer, "weights", None)
+        if weights is not None:  # whose masters are in the groups
+            return list(weights)
+        return [each for group in self._optimizer.param_groups for each in group["params"]]
+
+
+def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:
+    return loss_fn(predictions, labels).mean()
