@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
+from hotrow import rows
 from hotrow.threads import RowLock, TrainingThread
 
 TABLES = [
@@ -192,6 +194,46 @@ def test_rows_loaded_by_another_thread_are_whole() -> None:
         shop = vectors(embedding, ids)[:, -6:]
         assert len(shop.unique()) == 1
     thread.join()
+
+
+# -- what a read costs -------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Threads compete for Python's lock in each of these calls. Hashed maps need most of them.
+@pytest.mark.parametrize(
+    ("strategy", "most"), [("all-fast", 20), ("cpu", 20), ("hybrid", 20), ("lookahead", 150)]
+)
+def test_a_read_needs_few_calls_of_torch(strategy: str, most: int) -> None:
+    embedding = collection(strategy)
+    train(embedding)
+    ids = probes()[0]
+    vectors(embedding, ids)  # the first read builds what later ones need
+    with Calls() as calls:
+        vectors(embedding, ids)
+    assert calls.count <= most
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reads_in_several_parts_have_the_same_bits(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = collection(strategy)
+    train(embedding)
+    wanted = [vectors(embedding, ids) for ids in probes()]
+    monkeypatch.setattr(rows, "_MOST_LOOKUPS", 7)
+    assert all(map(torch.equal, [vectors(embedding, ids) for ids in probes()], wanted))
 
 
 # -- threads that train ------------------------------------------------------------------

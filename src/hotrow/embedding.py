@@ -403,10 +403,11 @@ class EmbeddingBagCollection(nn.Module):
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
             lookups = [lookups_of(batch, group.layout) for group in self.groups]
-            lookups = [
-                replace(x, weights=weights_of(features, x, group.layout))
-                for group, x in zip(self.groups, lookups, strict=True)
-            ]
+            if raw_weights(features) is not None:
+                lookups = [
+                    replace(x, weights=weights_of(features, x, group.layout))
+                    for group, x in zip(self.groups, lookups, strict=True)
+                ]
             while True:
                 groups = self.groups
                 parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
