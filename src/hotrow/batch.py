@@ -644,6 +644,17 @@ def parts_of(features: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     return features.values(), features.offsets(), raw_weights(features)
 
 
+def count_ids(features: Any) -> int:
+    """Return how many ids an input has, without checking them; 0 for what `parse` will refuse."""
+    ids = features
+    if isinstance(features, tuple | list):
+        ids = features[0] if features else None
+    elif not isinstance(features, Tensor):
+        values = getattr(features, "values", None)
+        ids = values() if callable(values) else None
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
 def raw_weights(features: Any) -> Tensor | None:
     if isinstance(features, tuple | list):
         return features[2] if len(features) == 3 else None
