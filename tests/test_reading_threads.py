@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.support.threads import RowLock, TrainingThread
+from hotrow.engine import rows
+from hotrow.support.threads import _FEW_LOOKUPS, RowLock, TrainingThread
 
 TABLES = [
     hotrow.EmbeddingBagConfig("user", 400, 4, ["user"]),
@@ -194,6 +196,46 @@ def test_rows_loaded_by_another_thread_are_whole() -> None:
     thread.join()
 
 
+# -- what a read costs -------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Threads compete for Python's lock in each of these calls. Hashed maps need most of them.
+@pytest.mark.parametrize(
+    ("strategy", "most"), [("all-fast", 20), ("cpu", 20), ("hybrid", 20), ("lookahead", 150)]
+)
+def test_a_read_needs_few_calls_of_torch(strategy: str, most: int) -> None:
+    embedding = collection(strategy)
+    train(embedding)
+    ids = probes()[0]
+    vectors(embedding, ids)  # the first read builds what later ones need
+    with Calls() as calls:
+        vectors(embedding, ids)
+    assert calls.count <= most
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reads_in_several_parts_have_the_same_bits(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding = collection(strategy)
+    train(embedding)
+    wanted = [vectors(embedding, ids) for ids in probes()]
+    monkeypatch.setattr(rows, "_MOST_LOOKUPS", 7)
+    assert all(map(torch.equal, [vectors(embedding, ids) for ids in probes()], wanted))
+
+
 # -- threads that train ------------------------------------------------------------------
 
 
@@ -309,6 +351,49 @@ def readers_once(count: int, work: Callable[[], Any]) -> Iterator[None]:
     for thread in threads:
         thread.join()
     assert not errors, errors
+
+
+def test_small_reads_take_turns_and_large_ones_do_not() -> None:
+    lock = RowLock(shared=True)
+    small = lock.turn(_FEW_LOOKUPS - 1, beside_training=False)
+    large = lock.turn(_FEW_LOOKUPS, beside_training=True)
+    inside: list[int] = []
+
+    def read() -> None:
+        for _ in range(20):
+            with small:
+                inside.append(1)
+                time.sleep(0.001)
+                assert inside == [1]
+                inside.clear()
+
+    with readers_once(4, read):
+        pass
+    together = threading.Barrier(4, timeout=5)
+
+    def read_large() -> None:
+        with large:
+            together.wait()  # all four are inside
+
+    with readers_once(4, read_large):
+        pass
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("hold", [RowLock.reading, RowLock.writing])
+def test_a_thread_that_holds_the_lock_does_not_wait_for_its_turn(shared: bool, hold: Any) -> None:
+    lock = RowLock(shared=shared)
+    has_turn, is_done = threading.Event(), threading.Event()
+
+    def read_elsewhere() -> None:
+        with lock.turn(1, beside_training=True):
+            has_turn.set()
+            assert is_done.wait(5)
+
+    with hold(lock), readers_once(1, read_elsewhere):
+        assert has_turn.wait(5)
+        with lock.turn(1, beside_training=True):
+            is_done.set()
 
 
 def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from itertools import islice
@@ -35,6 +35,7 @@ from hotrow.inputs.batch import (
     Batch,
     Room,
     compared,
+    count_ids,
     elsewhere,
     identity,
     lookups_of,
@@ -401,14 +402,15 @@ class EmbeddingBagCollection(nn.Module):
         vectors are those of one finished step."""
         if torch.is_grad_enabled():
             self._note_evaluation()
-        turn = self.lock.turn() if self._thread.is_elsewhere else nullcontext()
+        turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
             lookups = [lookups_of(batch, group.layout) for group in self.groups]
-            lookups = [
-                replace(x, weights=weights_of(features, x, group.layout))
-                for group, x in zip(self.groups, lookups, strict=True)
-            ]
+            if raw_weights(features) is not None:
+                lookups = [
+                    replace(x, weights=weights_of(features, x, group.layout))
+                    for group, x in zip(self.groups, lookups, strict=True)
+                ]
             while True:
                 groups = self.groups
                 parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]

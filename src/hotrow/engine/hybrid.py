@@ -360,7 +360,22 @@ class HostRows(RowGroup):
             if not self.update_at_once(work, x, cut.grads):
                 self.update(*self.grads_by_row(work, x, cut.grads), work)
 
+    @property
+    def _reads_store(self) -> bool:
+        """Whether vectors are read from the store without a plan: where nothing crosses a link."""
+        return not self.has_link
+
+    def _vectors_of(self, ids: Tensor) -> Tensor:
+        self.settle()
+        vectors = torch.empty(ids.numel(), self.dim)
+        self._columns[0].read(ids.clamp(min=0) if self._skips else ids, out=vectors)
+        if self._skips:
+            vectors.masked_fill_((ids < 0).unsqueeze(1), 0.0)
+        return vectors
+
     def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
+        if self._reads_store:
+            return [*super().parts_of(x)]
         keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
         plan = self._sort(keys, torch.zeros((), device=keys.device))
         plan.ready = self.lanes.mark("train")
@@ -368,6 +383,8 @@ class HostRows(RowGroup):
         return [(x, plan)]
 
     def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
+        if self._reads_store:
+            return super().read_parts(parts).to(self.output_dtype)
         ((x, plan),) = parts
         plan = self._current(plan)
         plan.is_trained = False

@@ -39,6 +39,11 @@ from hotrow.support.messages import warn
 from hotrow.support.streams import Mark, lanes_of
 from hotrow.support.threads import RowLock
 
+_MOST_LOOKUPS = 1 << 16  # that are read together, so that what is computed on the way stays small
+
+# Lookups that are read together, and their ids sorted if a row is to be read only once.
+ReadPart = tuple[Lookups, SortedIds | None]
+
 
 class RowGroup:
     """Rows of one width."""
@@ -88,6 +93,7 @@ class RowGroup:
         self.state = optimizer.rule.state_columns(layout.dim)
         self.moved_floats = self.width  # of a row that moves
         self.everything = share is None
+        self._skips = layout.skips
         if layout.untrained:
             self.untrained = torch.tensor(layout.untrained, device=self._frozen_on)
         self._make_rows(share)
@@ -366,6 +372,8 @@ class RowGroup:
 
     def settle(self) -> None:
         """Finish what is between collect and insert: no row may be nowhere."""
+        if not self.in_transit:
+            return
         with uninterrupted():
             for work in list(self.in_transit):
                 self.insert(work)
@@ -440,7 +448,7 @@ class RowGroup:
     @property
     def chunk_rows(self) -> int:
         """Rows that pass through the buffer at once."""
-        return 1 << 16 if self.everything else self.buffer.shape[0] - 1
+        return _MOST_LOOKUPS if self.everything else self.buffer.shape[0] - 1
 
     # -- lookup and update -------------------------------------------------------------
 
@@ -459,25 +467,69 @@ class RowGroup:
         """One vector per bag, [bags, dim], the direct way."""
         return self.read_parts(self.parts_of(x))
 
-    def parts_of(self, x: Lookups) -> list[tuple[Lookups, SortedIds]]:
-        """Bags in chunks whose rows fit the buffer, with their ids sorted. Reads no row."""
-        most = self.chunk_rows if self.everything else max(self.chunk_rows, self.pad.num_slots)
-        parts = []
-        for part in _chunks(x, self.chunk_rows):
-            ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
-            count = ids.ids.numel()
-            if count > most and not self.everything:
-                raise ValueError(_bag_too_large(part, count, most, self.layout))
-            parts.append((part, ids))
-        return parts
-
-    def read_parts(self, parts: list[tuple[Lookups, SortedIds]]) -> Tensor:
-        """One vector per bag, [bags, dim], of what `parts_of` has sorted; several threads may."""
-        pieces = [
-            self._pool(rows, index, ids.inverse, part)
-            for part, ids, rows, index in self._pass_through(parts)
+    def parts_of(self, x: Lookups) -> list[ReadPart]:
+        """Split bags into parts whose vectors fit the buffer. Reads no row."""
+        if x.offsets is None:  # the vectors are the result, and pass through nothing
+            return [(part, None) for part in _chunks(x, _MOST_LOOKUPS)]
+        return [
+            (part, self._sort_part(part) if part.ids.numel() > self.chunk_rows else None)
+            for part in _chunks(x, self.chunk_rows)
         ]
+
+    def _sorted_parts(self, x: Lookups) -> list[tuple[Lookups, SortedIds]]:
+        """As `parts_of`, with the ids of every part sorted."""
+        return [(part, self._sort_part(part)) for part in _chunks(x, self.chunk_rows)]
+
+    def _sort_part(self, part: Lookups) -> SortedIds:
+        """Sort the ids of a part. Raises if a single bag has more rows than fit."""
+        ids = self.kernels.sort_ids(part.ids, self.layout.num_rows)
+        if not self.everything:
+            count, most = ids.ids.numel(), max(self.chunk_rows, self.pad.num_slots)
+            if count > most:
+                raise ValueError(_bag_too_large(part, count, most, self.layout))
+        return ids
+
+    def read_parts(self, parts: list[ReadPart]) -> Tensor:
+        """One vector per bag, [bags, dim], of what `parts_of` gave. Several threads may read."""
+        return self._joined([self._read_part(part, ids) for part, ids in parts])
+
+    def _joined(self, pieces: list[Tensor]) -> Tensor:
+        if len(pieces) == 1:
+            return pieces[0]
         return torch.cat(pieces) if pieces else torch.zeros(0, self.dim, device=self.device)
+
+    def _read_part(self, x: Lookups, ids: SortedIds | None) -> Tensor:
+        """One vector per bag. Without sorted ids a row is copied once for every lookup, which takes
+        less time than sorting them."""
+        if ids is not None:
+            vectors = functional.pad(self._vectors_of(ids.ids), (0, 0, 0, 1))  # padding reads 0
+            return self.kernels.pool(vectors, ids.inverse, x.offsets, x.weights, x.divisor)
+        vectors = self._vectors_of(x.ids)
+        if x.offsets is None:
+            return vectors
+        every = torch.arange(x.ids.numel(), device=self.device)
+        return self.kernels.pool(vectors, every, x.offsets, x.weights, x.divisor)
+
+    def _vectors_of(self, ids: Tensor) -> Tensor:
+        """Copy the newest vectors of rows, [n, dim]. Ids may repeat; padding gives zeros."""
+        if self.everything:
+            return self.kernels.take(self.slots, self._or_null(ids), self.dim)
+        self.settle()
+        null, is_padding = self.pad.null_slot, ids < 0 if self._skips else None
+        slots = self.locate(ids if is_padding is None else ids.clamp(min=0))
+        if is_padding is not None:
+            slots.masked_fill_(is_padding, null)
+        is_away = slots == FREE
+        away = is_away.nonzero().squeeze(1)
+        vectors = self.kernels.take(self.slots, slots.masked_fill_(is_away, null), self.dim)
+        if away.numel():
+            rows = self.kernels.take(self.store.rows, ids.index_select(0, away), self.dim)
+            vectors.index_copy_(0, away, rows)
+        return vectors
+
+    def _or_null(self, ids: Tensor) -> Tensor:
+        """Ids, where every row is in its own slot; padding reads the one behind them."""
+        return torch.where(ids < 0, self.layout.num_rows, ids) if self._skips else ids
 
     def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
         if rows.shape[1] == self.dim:
@@ -487,8 +539,9 @@ class RowGroup:
 
     def _pass_through(
         self, parts: list[tuple[Lookups, SortedIds]]
-    ) -> Iterator[tuple[Lookups, SortedIds, Tensor, Tensor]]:
-        """Of each chunk: lookups, ids, rows, place of each id. Rows last until the next chunk."""
+    ) -> Iterator[tuple[Lookups, SortedIds, Tensor]]:
+        """Of each part: lookups, ids, and their rows followed by zeros, which padding reads. Rows
+        last until the next part."""
         if not parts:
             return
         largest = max(ids.ids.numel() for _, ids in parts) + 1
@@ -497,8 +550,8 @@ class RowGroup:
                 count = ids.ids.numel()
                 rows = buffer[: count + 1]
                 self.gather(ids.ids, out=rows[:count])
-                rows[count].zero_()  # what padding reads
-                yield part, ids, rows, torch.arange(count + 1, device=self.device)
+                rows[count].zero_()
+                yield part, ids, rows
 
     def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
         """Gradients of the per-sample weights, from the rows before their update, [L]."""
@@ -507,9 +560,9 @@ class RowGroup:
             vectors = self.kernels.take(self.slots, work.plan.row_slots, self.dim)
             return self.kernels.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(self.parts_of(x)):
+        for part, ids, rows in self._pass_through(self._sorted_parts(x)):
             mine = grads[first : first + part.num_bags]
-            vectors = self.kernels.take(rows, index, self.dim)
+            vectors = rows[:, : self.dim]
             pieces.append(self.kernels.weight_grads(vectors, ids.inverse, part.bag_of(), mine))
             first += part.num_bags
         return torch.cat(pieces) if pieces else grads.new_zeros(0)
@@ -705,6 +758,9 @@ def _rows_in(ids: Tensor | None) -> int:
 
 def _chunks(x: Lookups, limit: int) -> Iterator[Lookups]:
     """Whole bags, at most `limit` lookups at a time, or a single bag with more."""
+    if x.num_bags and x.ids.numel() <= limit:
+        yield x
+        return
     if x.offsets is None:
         for part in x.ids.split(limit) if x.num_bags else ():
             yield replace(x, ids=part, bags_per_feature=(part.numel(),))

@@ -190,6 +190,10 @@ class StaticHybridRows(HostRows):
             self._learn()
         return super().lookup(work, x)
 
+    @property
+    def _reads_store(self) -> bool:
+        return False  # the newest bytes of hot rows are in slots
+
     def _vectors(self, plan: HostPlan, x: Lookups) -> Tensor:
         assert isinstance(plan, HotPlan)
         if not len(self._hot_ids):

@@ -494,29 +494,27 @@ def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
 
 
 def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
-    values = batch.values
+    values, numbers = batch.values, group.feature_numbers(batch.values.device)
     if len(group.features) < len(batch.keys):
-        values = values[:, [feature.column for feature in group.features]]
-    tables = [group.tables[feature.table] for feature in group.features]
-    limits = values.new_tensor([table.num_embeddings for table in tables])
-    bad = (values < 0) | (values >= limits)
-    if bool(bad.any()):
-        sample, column = divmod(int(bad.flatten().int().argmax()), len(tables))
+        values = values.index_select(1, numbers.column)
+    inside = values.clamp(numbers.first, numbers.last)
+    if not torch.equal(inside, values):
+        sample, column = divmod(int((inside != values).flatten().int().argmax()), values.shape[1])
+        feature = group.features[column]
         _raise_bad_id(
-            group.features[column].name,
+            feature.name,
             f"sample {sample}",
             int(values[sample, column]),
-            tables[column],
+            group.tables[feature.table],
         )
-    ids = values + values.new_tensor([group.bases[f.table] for f in group.features])
-    skipped = [PADDING if table.skipped_idx is None else table.skipped_idx for table in tables]
-    if any(row != PADDING for row in skipped):
-        ids = ids.masked_fill(values == values.new_tensor(skipped), PADDING)
+    ids = values + numbers.base
+    if numbers.skipped is not None:
+        ids = ids.masked_fill_(values == numbers.skipped, PADDING)
     return Lookups(
         ids=ids.flatten(),
         offsets=None,
         divisor=None,  # the mean of one vector is that vector
-        bags_per_feature=(batch.num_samples,) * len(tables),
+        bags_per_feature=(batch.num_samples,) * len(group.features),
         by_sample=True,
     )
 
@@ -551,9 +549,10 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
     lengths: list[Tensor] = []
     for feature, (low, high) in zip(group.features, spans, strict=True):
         place = batch.keys.index(feature.name)
-        each = batch.offsets[place * size : (place + 1) * size + 1].diff()
-        ones = each.new_ones(high - low)
-        lengths.append(ones if feature.pooling == "none" else each)
+        if feature.pooling == "none":
+            lengths.append(batch.offsets.new_ones(high - low))
+        else:
+            lengths.append(batch.offsets[place * size : (place + 1) * size + 1].diff())
     return Lookups(
         ids=nothing,
         offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
@@ -645,6 +644,17 @@ def parts_of(features: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     return features.values(), features.offsets(), raw_weights(features)
 
 
+def count_ids(features: Any) -> int:
+    """Return how many ids an input has, without checking them; 0 for what `parse` will refuse."""
+    ids = features
+    if isinstance(features, tuple | list):
+        ids = features[0] if features else None
+    elif not isinstance(features, Tensor):
+        values = getattr(features, "values", None)
+        ids = values() if callable(values) else None
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
 def raw_weights(features: Any) -> Tensor | None:
     if isinstance(features, tuple | list):
         return features[2] if len(features) == 3 else None
@@ -697,9 +707,9 @@ def _checked(
     batch: Batch, low: int, high: int, feature: Feature, table: EmbeddingBagConfig
 ) -> Tensor:
     ids = batch.values[low:high]
-    bad = (ids < 0) | (ids >= table.num_embeddings)
-    if bool(bad.any()):
-        place = int(bad.int().argmax())
+    inside = ids.clamp(0, table.num_embeddings - 1)
+    if not torch.equal(inside, ids):
+        place = int((inside != ids).int().argmax())
         assert batch.offsets is not None
         first = batch.keys.index(feature.name) * batch.num_samples
         starts = batch.offsets[first : first + batch.num_samples]

@@ -133,6 +133,17 @@ class Feature:
 
 
 @dataclass(frozen=True)
+class FeatureNumbers:
+    """Numbers of each feature of a width group, [F] int64 each."""
+
+    column: Tensor  # position among all features of the collection
+    base: Tensor  # first id of its table
+    first: Tensor  # index that its table has: 0
+    last: Tensor
+    skipped: Tensor | None  # index that bags skip, -1 for none; None: no feature has one
+
+
+@dataclass(frozen=True)
 class WidthGroup:
     """Tables of one width. They share a space of ids: id = base of the table + index."""
 
@@ -141,6 +152,10 @@ class WidthGroup:
     features: tuple[Feature, ...]
     bases: tuple[int, ...] = field(init=False)  # first id of each table
     num_rows: int = field(init=False)
+    # What `feature_numbers` has built so far.
+    _numbers: dict[torch.device, FeatureNumbers] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         bases, total = [], 0
@@ -149,6 +164,33 @@ class WidthGroup:
             total += table.num_embeddings
         object.__setattr__(self, "bases", tuple(bases))
         object.__setattr__(self, "num_rows", total)
+
+    def feature_numbers(self, device: torch.device) -> FeatureNumbers:
+        """Return numbers of each feature as tensors on a device. They are built once."""
+        numbers = self._numbers.get(device)
+        if numbers is None:
+            numbers = self._numbers[device] = self._numbers_on(device)
+        return numbers
+
+    def _numbers_on(self, device: torch.device) -> FeatureNumbers:
+        tables = [self.tables[feature.table] for feature in self.features]
+        skipped = [table.skipped_idx for table in tables]
+        columns = [
+            [feature.column for feature in self.features],
+            [self.bases[feature.table] for feature in self.features],
+            [table.num_embeddings - 1 for table in tables],
+            [-1 if row is None else row for row in skipped],
+        ]
+        with torch.inference_mode(False):  # they serve training, too
+            column, base, last, skip = torch.tensor(columns, device=device)
+            zero = torch.zeros_like(base)
+        skips = any(row is not None for row in skipped)
+        return FeatureNumbers(column, base, zero, last, skip if skips else None)
+
+    @property
+    def skips(self) -> bool:
+        """Return whether bags skip padding rows, so that a lookup may have no id."""
+        return any(table.skipped_idx is not None for table in self.tables)
 
     @property
     def skipped(self) -> list[int]:

@@ -35,14 +35,14 @@ def sort_ids(ids: Tensor, num_rows: int) -> SortedIds:
     keys, order = torch.sort(keys, stable=True)
     num_padding = int(torch.searchsorted(keys, keys.new_zeros(())))
     keys, order = keys[num_padding:], order[num_padding:]
-    is_first = torch.ones_like(keys, dtype=torch.bool)
-    torch.ne(keys[1:], keys[:-1], out=is_first[1:])
+    # One entry more: the last run ends where another would begin.
+    is_first = torch.ones(keys.numel() + 1, dtype=torch.bool, device=keys.device)
+    torch.ne(keys[1:], keys[:-1], out=is_first[1:-1])
     starts = is_first.nonzero().squeeze(1)
-    unique = keys[starts].long()
+    unique = keys[starts[:-1]].long()
     inverse = torch.full_like(ids, unique.numel())
-    inverse[order] = is_first.cumsum(0) - 1
-    ends = starts.new_tensor([keys.numel()])
-    return SortedIds(unique, order, torch.cat([starts, ends]), inverse)
+    inverse[order] = is_first[:-1].cumsum(0) - 1
+    return SortedIds(unique, order, starts, inverse)
 
 
 def places(ids: Tensor, keys: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from hotrow.engine.gpu.id_check import IdCheck
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
 from hotrow.engine.gpu.planner import DevicePlan, Expected
 from hotrow.engine.gpu.work import DevicePart, DeviceWork
+from hotrow.engine.rows import ReadPart
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.split_batch import place_of
 from hotrow.engine.stages import Work
@@ -318,9 +319,7 @@ class DeviceRows(DeviceFills):
     def lookup(self, work: DeviceWork, x: Lookups) -> Tensor:  # type: ignore[override]
         if not self.slots_hold(work):
             return self.read(self._with_ids(work, x))
-        return lookup.pool(
-            self.slots, work.slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
-        )
+        return self._pool_slots(self.slots, work.slots, x)
 
     def _with_ids(self, work: DeviceWork, x: Lookups) -> Lookups:
         found = lookups_of(work.batch, self.layout)
@@ -329,8 +328,22 @@ class DeviceRows(DeviceFills):
             found.spans, x.weights,
         )  # fmt: skip
 
-    def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
-        slots = index[inverse].int()
+    def parts_of(self, x: Lookups) -> list[ReadPart]:
+        if self.everything:
+            return [(x, None)]
+        return [*self._sorted_parts(x)]  # a row of the store crosses the link once
+
+    def read_parts(self, parts: list[ReadPart]) -> Tensor:
+        if self.everything:
+            self.lanes.join()
+            return self._joined(
+                [self._pool_slots(self.slots, self._or_null(x.ids).int(), x) for x, _ in parts]
+            )
+        with_ids = [(x, ids) for x, ids in parts if ids is not None]  # all of them
+        passing = self._pass_through(with_ids)
+        return self._joined([self._pool_slots(rows, s.inverse.int(), x) for x, s, rows in passing])
+
+    def _pool_slots(self, rows: Tensor, slots: Tensor, x: Lookups) -> Tensor:
         return lookup.pool(
             rows, slots, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
         )
@@ -346,9 +359,10 @@ class DeviceRows(DeviceFills):
             is_padding = torch.arange(x.size, device=self.device) >= x.offsets[-1]
             return found.masked_fill_(is_padding, 0.0)
         pieces, first = [], 0
-        for part, ids, rows, index in self._pass_through(self.parts_of(self._with_ids(work, x))):
+        parts = self._sorted_parts(self._with_ids(work, x))
+        for part, ids, rows in self._pass_through(parts):
             mine = grads[first : first + part.num_bags]
-            slots = index[ids.inverse].int()
+            slots = ids.inverse.int()
             pieces.append(lookup.weight_grads(rows, slots, part.bag_of(), mine, self.dim))
             first += part.num_bags
         return torch.cat(pieces) if pieces else grads.new_zeros(0)
