@@ -320,6 +320,7 @@ class Recorder:
         except RuntimeError as error:
             if not is_spoiled(error):
                 raise
+            self._pool = None  # it may still be recording, if the capture was spoiled at its end
             return None
         self._pool = graph.pool()
         return graph
@@ -357,49 +358,49 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
 
 
-def is_spoiled(error: BaseException) -> bool:
-    """Whether a capture failed by what another thread has asked of CUDA meanwhile.
+class SpoiledCapture(RuntimeError):
+    """Another thread has asked something of CUDA that ended a capture."""
 
-    CUDA says the same when the end of a capture fails after an error of this thread's own, which is
-    then the error's context.
-    """
+
+def is_spoiled(error: BaseException) -> bool:
+    """Return whether a capture failed by what another thread has asked of CUDA meanwhile."""
     while error.__context__ is not None:
         error = error.__context__
-    return "previous error during capture" in str(error)
+    return isinstance(error, SpoiledCapture) or "previous error during capture" in str(error)
 
 
-def _end_failed(pool: Any, device: int) -> None:
-    """End what torch leaves open when a capture fails.
+_INVALIDATED, _THREAD_LOCAL = 2, 1  # of CUDA's stream capture status and mode
 
-    Its allocator would go on recording into the pool, so that the next capture into it fails and
-    no memory that other streams have used is freed. Its generator of random numbers would wait for
-    the graph to end.
+
+def _mend_capture(stream: torch.cuda.Stream, node: Tensor) -> bool:
+    """Replace a spoiled capture of a stream by one of a single node; return whether it was spoiled.
+
+    torch raises where it ends a spoiled capture, and leaves open what it has begun: its allocators
+    go on recording into the pool, and its generator waits for the graph. There is no way to end
+    those but to end a capture that succeeds.
     """
-    try:
-        torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:
-        pass  # torch has ended the capture, and the graph gives its hold on the pool back
-    else:
-        torch._C._cuda_releasePool(device, pool)
-    generator = torch.cuda.default_generators[device]
-    state = generator.get_state()
-    try:
-        torch.zeros(1, device=f"cuda:{device}").uniform_()
-    except RuntimeError:
-        generator.graphsafe_set_state(generator.clone_state())
-    generator.set_state(state)
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(stream.cuda_stream)
+    status, graph = ctypes.c_int(), ctypes.c_void_p()
+    driver.cuStreamIsCapturing(handle, ctypes.byref(status))
+    if status.value != _INVALIDATED:
+        return False
+    driver.cuStreamEndCapture(handle, ctypes.byref(graph))
+    if driver.cuStreamBeginCapture_v2(handle, _THREAD_LOCAL) == 0:
+        node.zero_()  # torch warns of a graph without nodes
+    return True
 
 
 def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
-    """What `launch` launches, as a graph, whose memory is in `pool`.
+    """Return what `launch` launches as a graph, whose memory is in `pool`.
 
     Its kernels have the priority of the stream they were captured on, wherever they are replayed.
+    Raises what `is_spoiled` recognises if another thread has ended the capture.
     """
     graph = torch.cuda.CUDAGraph()
-    # torch does not say which pool a failed capture had, so it is chosen here.
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     collects, stream = gc.isenabled(), torch.cuda.current_stream()
     side = _capture_stream(stream.device_index, priority)
+    node = torch.zeros(1, device=stream.device)
+    spoiled = False
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
@@ -407,12 +408,14 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
             _capturing,
             torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
         ):
-            launch()
-    except BaseException:
-        _end_failed(pool, stream.device_index)
-        raise
+            try:
+                launch()
+            finally:
+                spoiled = _mend_capture(side, node)
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
         if collects:
             gc.enable()
+    if spoiled:
+        raise SpoiledCapture("another thread has ended the capture of a CUDA graph")
     return graph
