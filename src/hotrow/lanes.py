@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, Protocol
 
 import torch
@@ -264,6 +264,8 @@ def lanes_of(device: Any) -> Lanes:
     """The lanes of a device, shared by all that runs on it."""
     if device.type == "cuda" and device.index is None:
         return lanes_of(torch.device("cuda", torch.cuda.current_device()))
+    if device.type == "cuda":
+        _keep_off_captures()
     return Lanes(device)
 
 
@@ -356,6 +358,19 @@ def synchronize(device: torch.device | None = None) -> None:
     """Wait for a device, when no thread captures."""
     with _capturing:
         torch.cuda.synchronize(device)
+
+
+@cache
+def _keep_off_captures() -> None:
+    """Let a user's `torch.cuda.synchronize()` wait until no thread captures, too."""
+    of_torch = torch.cuda.synchronize
+
+    @wraps(of_torch)
+    def wait(device: Any = None) -> None:
+        with _capturing:
+            of_torch(device)
+
+    torch.cuda.synchronize = wait
 
 
 class SpoiledCapture(RuntimeError):
