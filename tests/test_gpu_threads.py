@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import hotrow
+from test_abandoned import check_training_goes_on, ways_on
 from test_gpu_graphed import Model, batches
 from test_reading_threads import (
     Steps,
@@ -49,6 +50,18 @@ def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
 @pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
 def test_threads_read_beside_every_form_of_fill(fill: str) -> None:
     check_beside_training(lambda: collection("lookahead", "cuda", fill=fill), "cuda")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_goes_on_after_an_iterator_that_was_not_closed(strategy: str) -> None:
+    check_training_goes_on(lambda: collection(strategy, "cuda"), ways_on()["iterate"], "cuda")
+
+
+@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
+def test_training_goes_on_after_that_with_every_form_of_fill(fill: str) -> None:
+    check_training_goes_on(
+        lambda: collection("lookahead", "cuda", fill=fill), ways_on()["iterate"], "cuda"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "hybrid", "static-hybrid", "all-fast"])
