@@ -27,7 +27,7 @@ from hotrow.support.hashing import key_of
 DRAWS_AT_ONCE = 1 << 17  # threads spend their time outside Python, and arrays stay in the cache
 LARGEST_LOOKUP = 1 << 20  # permutations up to this size are kept as tables
 NUM_DENSE = 13
-DENSE_BATCHES = 16  # of other inputs than ids, which may repeat
+DENSE_BATCHES = 320  # of other inputs than ids; more than are held at once, as of a real loader
 
 
 class Trace:

@@ -13,6 +13,7 @@ from functools import cache
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hotrow
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.held_batches import Kept
 from hotrow.systems.fae.sample_copies import Copies, SetOptions
 
 ROWS, SIZE, STEPS = 60, 8, 24
@@ -785,3 +787,44 @@ def test_samples_that_a_function_takes_may_be_views() -> None:
         )
         found.append([each["label"] for each in copied.hot.batches()])
     assert all(map(torch.equal, *found))
+
+
+def test_of_parts_that_batches_share_only_those_are_copied() -> None:
+    given: list[dict[str, Tensor]] = []
+    offsets = torch.arange(5)
+
+    def loader() -> Iterator[dict[str, Tensor]]:
+        for number in range(200):
+            given.append({"ids": torch.full((4,), number), "offsets": offsets})
+            yield given[-1]
+
+    kept = Kept(loader())
+    held = [kept.read(8) for _ in range(200)]
+    assert held[0].is_copy
+    assert not held[-1].is_copy
+    assert held[-1].batch["ids"] is given[-1]["ids"]
+    assert held[-1].batch["offsets"] is not offsets
+    assert torch.equal(held[-1].batch["offsets"], offsets)
+    assert all(kept.check(each) is None for each in held)
+
+
+def test_a_shared_part_may_change_after_many_batches() -> None:
+    """Numpy writes have no version, so nothing but the copy keeps the values of held batches."""
+    label = np.zeros(3, dtype=np.float32)
+
+    def loader() -> Iterator[dict[str, Tensor]]:
+        for number in range(200):
+            label[:] = max(0, number - 100)
+            yield {"ids": torch.full((4,), number), "label": torch.from_numpy(label)}
+
+    kept = Kept(loader())
+    held = [kept.read(8) for _ in range(200)]
+    assert [float(each.batch["label"][0]) for each in held] == [max(0, n - 100) for n in range(200)]
+
+
+def test_overlapping_windows_of_one_tensor_are_right_and_bounded() -> None:
+    values = torch.arange(1000)
+    kept = Kept(values[start : start + 50] for start in range(0, 900, 3))
+    held = [kept.read(8).batch for _ in range(300)]
+    assert all(torch.equal(batch, values[3 * n : 3 * n + 50]) for n, batch in enumerate(held))
+    assert len(kept._given._spans) < 20

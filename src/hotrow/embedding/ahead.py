@@ -7,7 +7,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from hotrow.support.interrupts import Standing, uninterrupted
 from hotrow.support.messages import few, warn
 from hotrow.support.random_states import random_states, restore_random_states
 from hotrow.support.streams import Lanes, Mark, Name
+from hotrow.support.threads import may_wait
 
 Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
 
@@ -241,33 +242,38 @@ class Ahead:
         neither rows nor threads, nothing is done.
 
         Raises if a GPU has found that ids of a batch were changed after they were planned."""
-        if self._running is not None and os.getpid() == self._owner:
-            self._close()
+        if self._close():
             self._refuse_changed_ids(waits=True)
 
     def _refuse_changed_ids(self, *, waits: bool = False) -> None:
         for collection in self._collections.values():
             collection.refuse_changed_ids(waits=waits)
 
-    def _close(self) -> None:
+    def _close(self, *, waits: bool = True) -> bool:
+        """Return whether a pass was ended. Collections end it later where this must not wait."""
         if os.getpid() != self._owner:
-            return
+            return False
         running, self._running = self._running, None
         if running is None:
-            return
-        try:
-            running.close()
-        finally:
-            if self._reader is not None:
-                self._reader.end()
-            self._standing.take_down()
+            return False
+        # Also close() may be called by a finalizer, as that of a generator which wraps the loop.
+        waits = waits and may_wait()
+        with ExitStack() as last:  # every callback runs, even if one raises
+            last.callback(self._standing.take_down if waits else self._standing.let_go)
             for collection in self._collections.values():
-                collection.leave(self)
+                last.callback(collection.leave, self, waits=waits)
+            if self._reader is not None:
+                last.callback(self._reader.end)
+            running.close()
+        return waits
 
     def __del__(self) -> None:
         if getattr(self, "_running", None) is None or sys.is_finalizing():
             return
-        self._close()
+        # The thread that trains may be reading what other threads must not change then.
+        is_foreign = any(each.is_trained_elsewhere for each in self._collections.values())
+        if not self._close(waits=not is_foreign):
+            return
         try:
             self._refuse_changed_ids(waits=True)
         except RuntimeError as error:  # a loop was left, so there is no caller to raise it to

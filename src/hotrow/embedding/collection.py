@@ -53,7 +53,7 @@ from hotrow.store.snapshot import Snapshot
 from hotrow.store.traffic import TableTraffic, Traffic
 from hotrow.support.messages import few, setting, warn
 from hotrow.support.numbers import plain, whole
-from hotrow.support.streams import lanes_of, synchronize
+from hotrow.support.streams import capturing, lanes_of, synchronize
 from hotrow.support.threads import RowLock, TrainingThread
 from hotrow.support.units import parse_bytes, show_bytes, write_budget
 
@@ -318,7 +318,7 @@ class EmbeddingBagCollection(nn.Module):
         self._places: dict[Any, Tensor] = {}
         self._place_of_values: Tensor | None = None
         self._room = Room()
-        self._ahead: weakref.ref[Any] | None = None
+        self._ahead: Callable[[], Any] | None = None  # a weak reference to the iterator
         self._warned = False
         self._apart = False
         # The module whose `train()` or `eval()` has set the mode of this one.
@@ -388,6 +388,7 @@ class EmbeddingBagCollection(nn.Module):
         """Look up a batch; in training mode `backward()` will update its rows."""
         if not (self.training and torch.is_grad_enabled()):
             return self._evaluate(features)
+        self._finish_abandoned()
         self._thread.look_up()
         self._evaluated = 0
         arrival = self._find(features) or self._unplanned(features)
@@ -502,7 +503,7 @@ class EmbeddingBagCollection(nn.Module):
         for recent in islice(reversed(self._arrivals), _RECENT):
             if arrival.reads_like(recent):
                 return recent
-        running = self._ahead is not None and self._ahead() is not None
+        running = self._finish_abandoned() is not None
         if running and not self._warned:
             self._warned = True
             warn(
@@ -680,8 +681,10 @@ class EmbeddingBagCollection(nn.Module):
             self._arrivals.remove(arrival)
 
     def enter(self, stream: Any) -> None:
-        running = None if self._ahead is None else self._ahead()
-        if running is not None and running is not stream:
+        running = self._finish_abandoned()
+        if running is stream:  # its close() was interrupted
+            self.leave(stream)
+        elif running is not None:
             raise RuntimeError(
                 "another hotrow.ahead iterator is running on this collection; two would move "
                 "each other's rows. For validation inside its loop call the model directly, "
@@ -697,13 +700,53 @@ class EmbeddingBagCollection(nn.Module):
         """The current thread takes a batch; refused while another one trains."""
         self._thread.iterate()
 
-    def leave(self, stream: Any) -> None:
-        self._ahead = None
-        self._thread.end_iteration()
-        self._arrivals.clear()
-        with self.lock.writing(), self.lanes.on("plan"):
-            for group in self.groups:
-                group.forget_window()
+    def leave(self, stream: Any, *, waits: bool = True) -> None:
+        """End the pass of an iterator; nothing is done if another one has entered since.
+
+        Where the caller must not wait for the lock, the next call that trains ends it.
+        """
+        entered = self._ahead
+        if entered is None or entered() is not stream:
+            return
+        if waits:
+            self._end_pass(entered)
+        else:
+            self._ahead = _gone
+
+    def _finish_abandoned(self) -> Any:
+        """End the pass of an iterator that is gone; return the one that is running, if any.
+
+        A garbage collection takes an iterator away without `leave`. Until its pass is ended, rows
+        are found as while it was running.
+        """
+        entered = self._ahead
+        if entered is None:
+            return None
+        running = entered()
+        if running is None and not capturing():
+            self._end_pass(entered)
+            try:
+                self.refuse_changed_ids(waits=True)
+            except RuntimeError as error:  # about an earlier batch, not about this call
+                warn(str(error))
+        return running
+
+    def _end_pass(self, entered: Callable[[], Any]) -> None:
+        """Move the rows of planned batches, and forget those that were expected."""
+        with self.lock.writing():
+            if self._ahead is not entered:
+                return  # another thread was first
+            self._thread.end_iteration()
+            self._arrivals = deque(maxlen=self._most_recent)  # a thread may be reading the old one
+            self._ahead = None
+            if not sys.is_finalizing():  # else no step follows, and threads that move rows are gone
+                self.lanes.join()
+                for group in self.groups:
+                    group.finish_planned()
+                self.lanes.join()
+            with self.lanes.on("plan"):
+                for group in self.groups:
+                    group.forget_window()
         self.lanes.join()  # or whoever gets the memory of a collection that is gone meets this
 
     def move_in(self, stages: tuple[Stage, ...]) -> None:
@@ -929,8 +972,9 @@ class EmbeddingBagCollection(nn.Module):
         return [group for group in self._slot_groups if not group.everything]
 
     def _refuse_if_running(self, what: str) -> None:
+        running = self._finish_abandoned()
         self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
-        if self._ahead is not None and self._ahead() is not None:
+        if running is not None:
             raise RuntimeError(
                 f"{what} while hotrow.ahead is running: rows are on their way to where batches "
                 "were planned to find them. Finish its loop, or call its close()"
@@ -1053,7 +1097,13 @@ class EmbeddingBagCollection(nn.Module):
 
     def check_thread(self, what: str) -> None:
         """Refuse what the current thread is about to do if another one trains."""
+        self._finish_abandoned()
         self._thread.check(what)
+
+    @property
+    def is_trained_elsewhere(self) -> bool:
+        """Whether another thread trains, or has trained and is alive."""
+        return self._thread.is_elsewhere
 
     def settle(self) -> None:
         """`flush()`, and let the device come to rest: whoever reads `stored` need not ask it."""
@@ -1293,6 +1343,10 @@ class EmbeddingCollection(EmbeddingBagCollection):
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         unpooled = [replace(table, pooling="none") for table in _listed(tables)]
         super().__init__(unpooled, *args, **kwargs)
+
+
+def _gone() -> None:
+    """Stand in for the weak reference to an iterator that has left."""
 
 
 def _listed(tables: Any) -> tuple[EmbeddingBagConfig, ...]:

@@ -8,7 +8,7 @@ batches larger than the slots and late gradients take it, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from threading import Lock
 from typing import Any
@@ -356,6 +356,23 @@ class RowGroup:
         self.uncollected.remove(work)
         work.collected = True
         self.newest_collected = work.plan.number
+
+    def finish_planned(self) -> None:
+        """Move the rows of all planned batches, though these will not be trained.
+
+        The maps already say that they have moved. Errors of plans are dropped: they belong to
+        batches that will not be yielded.
+        """
+        with uninterrupted():
+            with self.lanes.on("rows"):
+                for work in list(self.in_transit):
+                    self.insert(work)
+            for work in list(self.uncollected):
+                with suppress(Exception):
+                    self.confirm(work)
+                if work.plan is not None and not work.collected:
+                    with self.lanes.on("rows"):
+                        self.fill(work)
 
     def slots_hold(self, work: Work) -> bool:
         """Whether a batch's rows are in the slots that were planned for it."""

@@ -6,7 +6,6 @@ cycle. Knows batches as tickets; what a stage does is not its business.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import count
@@ -14,7 +13,6 @@ from typing import Any
 
 from hotrow.engine.stages import FUSED, Stage, Work
 from hotrow.support.clock import Clock
-from hotrow.support.interrupts import uninterrupted
 from hotrow.support.streams import Lanes, Mark
 from hotrow.support.threads import writing
 
@@ -140,8 +138,9 @@ def run(
     train                           b0
     ```
     What became of a plan is asked when the next stage is due. If it failed, the batches behind it
-    are planned again, when it has been trained. However the caller leaves, planned batches are
-    finished up to training: the maps already count on it.
+    are planned again, when it has been trained. If the caller leaves before the end, it has to let
+    groups `finish_planned()`: their maps already count on it. It is not done here, because a
+    garbage collection may close a generator at any place.
     """
     line: deque[Ticket] = deque()
     again: deque[Ticket] = deque()
@@ -171,7 +170,7 @@ def run(
                             again.appendleft(line.pop())
                     if stage.trains:
                         if ticket.error is not None:
-                            raise ticket.error  # what was planned for it is finished below
+                            raise ticket.error
                         line.remove(ticket)
                         ticket.begin(lanes)
                         pace.begins(ticket, trained)
@@ -186,16 +185,6 @@ def run(
                             ticket.run(stage, lanes)
     finally:
         lanes.give_turn()
-        if not sys.is_finalizing():  # else nobody trains any more, and half of Python is gone
-            with uninterrupted():
-                lanes.join()
-                for ticket in (*line, *again):
-                    if any(work.plan is not None for work in ticket.works):
-                        ticket.confirm()
-                    for stage in stages[1:]:
-                        if not stage.trains:
-                            ticket.run(stage, lanes)
-                lanes.join()
 
 
 def at_once(works: Sequence[Work], lanes: Lanes) -> None:

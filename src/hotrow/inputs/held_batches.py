@@ -5,15 +5,18 @@ later one, labels included. So batches of such a loader are copied as they are r
 give new memory every time and should not pay for copies; which kind a loader is shows in its first
 batches, which are copied in any case:
 
-    read 0 .. 63      copies; memory that comes again, or changes while it is held: copy for good
-    read 64 ..        the loader's own batches, as long as their memory does not come again
+    read 0 .. 63      copies; if an original changes while its batch is held, copies for good
+    read 64 ..        the loader's own batches, but for parts in memory of a batch that is held
 
-Later on a change can only be noticed, not undone, so it is an error. Knows nothing of rows or ids.
+A part that all batches share, such as constant offsets, is therefore copied every time, and no
+other part is. A later change of other parts can only be noticed, not undone, so it is an error.
+Knows nothing of rows or ids.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -36,6 +39,7 @@ _FIRST = 64  # batches of a loader that are copied in any case
 _FIRST_OF_MANY = 256  # the same where it is not known how many batches are held
 _MOST_HELD = 512  # batches that may be held where that is not known
 _MARGIN = 4  # batches that count as held after their time: a GPU may still be reading them
+_MOST_OWNERS = 4  # of memory that many batches share, which are remembered
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +47,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Held:
     """A batch that was read. `batch` is the loader's own object, or a copy of it."""
 
-    __slots__ = ("_clones", "_origin", "_parts", "_versions", "batch")
+    __slots__ = ("_clones", "_origin", "_parts", "_versions", "batch", "is_copy")
 
     def __init__(
         self,
@@ -51,25 +55,20 @@ class Held:
         parts: Sequence[Part] | None = None,
         batch: Any = None,
         clones: Sequence[Part] | None = None,
+        *,
+        is_copy: bool = False,
     ) -> None:
-        """Without `parts` nothing is checked; with `clones` of them `batch` is a copy."""
+        """Without `parts` nothing is checked. With `clones`, `batch` has those instead of parts;
+        a part that was not copied is its own clone. `is_copy`: all parts were copied."""
         self.batch = origin if clones is None else batch
         self._origin, self._parts, self._clones = origin, parts, clones
         self._versions = [_version(part) for part in parts or ()]
-
-    @property
-    def is_copy(self) -> bool:
-        return self._clones is not None
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether this is the loader's own batch, and the loader might change it."""
-        return self._parts is not None and not self.is_copy
+        self.is_copy = is_copy
 
     def note_computed(self) -> None:
         """Note tensors that the batch itself has computed and kept since it was read, as TorchRec's
         jagged tensors and cached properties do when `ids=` asks for them."""
-        if self._parts is not None and not self.is_copy:
+        if self._parts is not None and self._clones is None:
             before = dict(zip(map(id, self._parts), self._versions, strict=True))
             self._parts = parts_in(self._origin)
             self._versions = [before.get(id(part), _version(part)) for part in self._parts]
@@ -77,8 +76,8 @@ class Held:
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
 
-        Where a copy was made, values in host memory are compared. Otherwise versions are, which do
-        not see writes by numpy or through `.data`.
+        Where all was copied, values in host memory are compared. Otherwise versions of what was not
+        copied are, which do not see writes by numpy or through `.data`.
         """
         if not self._parts:
             return None
@@ -87,11 +86,14 @@ class Held:
             one is not other for one, other in zip(now, self._parts, strict=True)
         ):
             return "the object that holds its tensors"
-        for number, part in enumerate(self._parts):
-            if self._clones is not None:
-                is_other = not _same_bits(part, self._clones[number])
+        clones = self._parts if self._clones is None else self._clones
+        for number, (part, clone) in enumerate(zip(self._parts, clones, strict=True)):
+            if self.is_copy:
+                is_other = not _same_bits(part, clone)
             else:
-                is_other = _version(part) != self._versions[number] and _is_whole(part)
+                is_other = (
+                    clone is part and _version(part) != self._versions[number] and _is_whole(part)
+                )
             if is_other:
                 return f"batch{_path(self._origin, part) or ''}"
         return None
@@ -169,21 +171,24 @@ class _Given:
         The last `held` batches before it are held; None: any of the last ones may be.
         """
         parts, habits = parts_in(batch), self.habits
+        shared: list[Part] = []
         habits.reads += 1
-        if not habits.reuses:
+        if habits.reuses:
+            self.forget()
+        else:
             while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
                     self._release(span)
-            habits.reuses = not self._note(parts, weakly=held is None)
+            shared = self._note(parts, weakly=held is None)
         # A window that grows by one per step reads two: overlaps show while it grows.
         habits.most_held = max(habits.most_held, held or 0)
         first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * habits.most_held + 8)
         if habits.reuses or habits.reads <= first:
-            return _copied(batch, parts)
-        return Held(batch, parts)
+            return _copied(batch, parts, parts)
+        return _copied(batch, parts, shared) if shared else Held(batch, parts)
 
-    def _note(self, parts: Sequence[Part], *, weakly: bool) -> bool:
-        """Remember a batch's memory; False if a batch that is still held has some of it.
+    def _note(self, parts: Sequence[Part], *, weakly: bool) -> list[Part]:
+        """Remember a batch's memory; return the parts in memory of a batch that is still held.
 
         Memory that was freed and is used again for another batch does not count. So what is held
         is kept alive here, or known by weak references.
@@ -192,19 +197,28 @@ class _Given:
         spans = [(*_extent(part), [refer(part)]) for part in parts]
         if len(spans) > 1:
             spans = _joined(sorted(spans, key=lambda span: span[0]))
+        noted: list[Span] = []
+        shared: list[tuple[int, int]] = []
         for start, end, owners in spans:
+            low, high = start, end
             place = bisect_right(self._starts, start)
             if place and self._spans[place - 1][1] > start:
                 place -= 1
             while place < len(self._starts) and self._starts[place] < end:
-                if any(_is_alive(owner) for owner in self._spans[place][2]):
-                    self.forget()
-                    return False
-                del self._starts[place], self._spans[place]  # freed, and given to another
-            self._starts.insert(place, start)
-            self._spans.insert(place, (start, end, owners))
-        self._recent.append(spans)
-        return True
+                first, last, others = self._spans[place]
+                del self._starts[place], self._spans[place]
+                if any(_is_alive(owner) for owner in others):  # else it was freed
+                    low, high = min(low, first), max(high, last)
+                    owners = [*owners, *others[:_MOST_OWNERS]]
+                    if not shared or shared[-1] != (start, end):
+                        shared.append((start, end))
+            self._starts.insert(place, low)
+            self._spans.insert(place, (low, high, owners))
+            noted.append((low, high, owners))
+        self._recent.append(noted)
+        if not shared:
+            return []
+        return [p for p in parts if any(low <= _extent(p)[0] < high for low, high in shared)]
 
     def _release(self, span: Span) -> None:
         place = bisect_left(self._starts, span[0])
@@ -298,13 +312,15 @@ def copy_of(batch: Any) -> Any:
 
     An object that cannot be copied is returned as it is.
     """
-    return _copied(batch, parts_in(batch)).batch
+    parts = parts_in(batch)
+    return _copied(batch, parts, parts).batch
 
 
-def _copied(batch: Any, parts: Sequence[Part]) -> Held:
+def _copied(batch: Any, parts: Sequence[Part], chosen: Sequence[Part]) -> Held:
+    """Copy the chosen parts of a batch."""
     if not parts:  # of a form that is not known
         return Held(batch, parts)
-    clones = {id(part): _clone(part) for part in parts}
+    clones = {id(part): part for part in parts} | {id(part): _clone(part) for part in chosen}
     try:
         made = _rebuilt(batch, clones, inside=False)
     except Exception:  # whatever a class does when it is copied
@@ -312,7 +328,7 @@ def _copied(batch: Any, parts: Sequence[Part]) -> Held:
     copies = parts_in(made)
     if [*map(id, copies)] != [id(clones[id(part)]) for part in parts]:
         return Held(batch, parts)  # a class that is copied in another way
-    return Held(batch, parts, made, copies)
+    return Held(batch, parts, made, copies, is_copy=len(chosen) == len(parts))
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
@@ -359,9 +375,13 @@ def _clone(part: Part) -> Part:
         return part.copy()
     if part.requires_grad:  # a copy would not get its gradient
         return part
-    if torch.cuda.is_initialized() and part.is_pinned():
-        return torch.empty_like(part, pin_memory=True).copy_(part)
-    return part.clone()
+    locked = torch.cuda.is_initialized() and part.is_pinned()
+    if part.device.type != "cpu" or not part.is_contiguous() or type(part) is not Tensor:
+        return torch.empty_like(part, pin_memory=True).copy_(part) if locked else part.clone()
+    # Not by torch, whose threads would then spin on the cores that others need.
+    made = torch.empty_like(part, pin_memory=locked)
+    ctypes.memmove(made.data_ptr(), part.data_ptr(), part.nbytes)
+    return made
 
 
 def _same_bits(one: Part, other: Part) -> bool:

@@ -22,7 +22,7 @@ class _Gate:
 
     def __init__(self) -> None:
         self.closed = 0
-        self.standing = 0
+        self.standing: set[Standing] = set()
         self.asked: list[tuple[int, FrameType | None]] = []
         self.handlers: dict[int, Any] = {}
 
@@ -91,18 +91,16 @@ class uninterrupted:
 class Standing:
     """While one of these is up, `uninterrupted` does not ask the system, and costs nothing."""
 
-    def __init__(self) -> None:
-        self._up = False
-
     def put_up(self) -> None:
-        if _in_main_thread() and not self._up:
-            self._up = True
-            _gate.standing += 1
+        if _in_main_thread():
+            _gate.standing.add(self)
             _gate.put_up()
 
     def take_down(self) -> None:
-        if self._up and _in_main_thread():
-            self._up = False
-            _gate.standing -= 1
-            if not _gate.standing and not _gate.closed:
-                _gate.take_down()
+        self.let_go()
+        if _in_main_thread() and not _gate.standing and not _gate.closed:
+            _gate.take_down()
+
+    def let_go(self) -> None:
+        """Let the end of the next block take the handlers down. For any thread, and finalizers."""
+        _gate.standing.discard(self)

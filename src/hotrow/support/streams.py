@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, Protocol
 
 import torch
@@ -264,6 +264,8 @@ def lanes_of(device: Any) -> Lanes:
     """The lanes of a device, shared by all that runs on it."""
     if device.type == "cuda" and device.index is None:
         return lanes_of(torch.device("cuda", torch.cuda.current_device()))
+    if device.type == "cuda":
+        _keep_off_captures()
     return Lanes(device)
 
 
@@ -320,6 +322,7 @@ class Recorder:
         except RuntimeError as error:
             if not is_spoiled(error):
                 raise
+            self._pool = None  # it may still be recording, if the capture was spoiled at its end
             return None
         self._pool = graph.pool()
         return graph
@@ -362,49 +365,62 @@ def synchronize(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
 
 
-def is_spoiled(error: BaseException) -> bool:
-    """Whether a capture failed by what another thread has asked of CUDA meanwhile.
+@cache
+def _keep_off_captures() -> None:
+    """Let a user's `torch.cuda.synchronize()` wait until no thread captures, too."""
+    of_torch = torch.cuda.synchronize
 
-    CUDA says the same when the end of a capture fails after an error of this thread's own, which is
-    then the error's context.
-    """
+    @wraps(of_torch)
+    def wait(device: Any = None) -> None:
+        with _capturing:
+            of_torch(device)
+
+    torch.cuda.synchronize = wait
+
+
+class SpoiledCapture(RuntimeError):
+    """Another thread has asked something of CUDA that ended a capture."""
+
+
+def is_spoiled(error: BaseException) -> bool:
+    """Return whether a capture failed by what another thread has asked of CUDA meanwhile."""
     while error.__context__ is not None:
         error = error.__context__
-    return "previous error during capture" in str(error)
+    return isinstance(error, SpoiledCapture) or "previous error during capture" in str(error)
 
 
-def _end_failed(pool: Any, device: int) -> None:
-    """End what torch leaves open when a capture fails.
+_INVALIDATED, _THREAD_LOCAL = 2, 1  # of CUDA's stream capture status and mode
 
-    Its allocator would go on recording into the pool, so that the next capture into it fails and
-    no memory that other streams have used is freed. Its generator of random numbers would wait for
-    the graph to end.
+
+def _mend_capture(stream: torch.cuda.Stream, node: Tensor) -> bool:
+    """Replace a spoiled capture of a stream by one of a single node; return whether it was spoiled.
+
+    torch raises where it ends a spoiled capture, and leaves open what it has begun: its allocators
+    go on recording into the pool, and its generator waits for the graph. There is no way to end
+    those but to end a capture that succeeds.
     """
-    try:
-        torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:
-        pass  # torch has ended the capture, and the graph gives its hold on the pool back
-    else:
-        torch._C._cuda_releasePool(device, pool)
-    generator = torch.cuda.default_generators[device]
-    state = generator.get_state()
-    try:
-        torch.zeros(1, device=f"cuda:{device}").uniform_()
-    except RuntimeError:
-        generator.graphsafe_set_state(generator.clone_state())
-    generator.set_state(state)
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(stream.cuda_stream)
+    status, graph = ctypes.c_int(), ctypes.c_void_p()
+    driver.cuStreamIsCapturing(handle, ctypes.byref(status))
+    if status.value != _INVALIDATED:
+        return False
+    driver.cuStreamEndCapture(handle, ctypes.byref(graph))
+    if driver.cuStreamBeginCapture_v2(handle, _THREAD_LOCAL) == 0:
+        node.zero_()  # torch warns of a graph without nodes
+    return True
 
 
 def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.CUDAGraph:
-    """What `launch` launches, as a graph, whose memory is in `pool`.
+    """Return what `launch` launches as a graph, whose memory is in `pool`.
 
     Its kernels have the priority of the stream they were captured on, wherever they are replayed.
+    Raises what `is_spoiled` recognises if another thread has ended the capture.
     """
     graph = torch.cuda.CUDAGraph()
-    # torch does not say which pool a failed capture had, so it is chosen here.
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     collects, stream = gc.isenabled(), torch.cuda.current_stream()
     side = _capture_stream(stream.device_index, priority)
+    node = torch.zeros(1, device=stream.device)
+    spoiled = False
     gc.disable()  # to free an older graph now would spoil this one
     try:
         # Other threads may allocate, or pin memory, meanwhile.
@@ -412,12 +428,14 @@ def capture(launch: Callable[[], None], pool: Any, priority: int) -> torch.cuda.
             _capturing,
             torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
         ):
-            launch()
-    except BaseException:
-        _end_failed(pool, stream.device_index)
-        raise
+            try:
+                launch()
+            finally:
+                spoiled = _mend_capture(side, node)
     finally:
         torch.cuda.set_stream(stream)  # where torch leaves its own after a failure
         if collects:
             gc.enable()
+    if spoiled:
+        raise SpoiledCapture("another thread has ended the capture of a CUDA graph")
     return graph

@@ -5,11 +5,13 @@ Knows locks and threads; not what rows are.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,18 +40,21 @@ class RowLock:
 
     A reader holds one of a few places, a writer holds all of them. A writer closes the door first,
     so that readers who come and go cannot keep it waiting. All locks are reentrant. A thread that
-    reads must not start to write: two of those would wait for each other.
+    reads must not start to write: two of those would wait for each other. Finalizers ask
+    `may_wait` first.
 
     With `shared=False` readers exclude each other, too.
     """
 
     _serials = itertools.count()
+    _every: ClassVar[weakref.WeakValueDictionary[int, RowLock]] = weakref.WeakValueDictionary()
 
     def __init__(self, *, shared: bool) -> None:
         self.serial, self._shared = next(self._serials), shared
         self._turn = threading.RLock()
         self._door = threading.RLock()
         self._places = [threading.RLock() for _ in range(_MOST_READERS if shared else 1)]
+        self._every[self.serial] = self
 
     def reading(self) -> AbstractContextManager[object]:
         """Inside, no other thread changes rows."""
@@ -93,6 +98,18 @@ class RowLock:
             place.release()
         self._door.release()
 
+    @property
+    def is_held_here(self) -> bool:
+        """Whether the current thread reads or writes, or is about to."""
+        locks: list[Any] = [self._door, *self._places]
+        return any(lock._is_owned() for lock in locks)
+
+    @classmethod
+    def is_any_held_here(cls) -> bool:
+        """Whether the current thread holds any lock of any collection."""
+        locks = [reference() for reference in cls._every.valuerefs()]
+        return any(lock is not None and lock.is_held_here for lock in locks)
+
 
 class writing:
     """Inside, no other thread reads or changes the rows of any of these locks."""
@@ -111,6 +128,27 @@ class writing:
         for lock in self._locks:
             lock.release()
         self._signals.__exit__()
+
+
+_collecting: int | None = None  # the thread that collects garbage now
+
+
+def _note_collection(phase: str, info: Mapping[str, int]) -> None:
+    global _collecting
+    _collecting = threading.get_ident() if phase == "start" else None
+
+
+gc.callbacks.append(_note_collection)
+
+
+def may_wait() -> bool:
+    """Return whether a finalizer may wait for a lock in the current thread.
+
+    A thread that holds a lock could wait for itself, and is perhaps in the midst of a change. A
+    garbage collection may come at any allocation, so a finalizer that it calls may be inside of
+    anything: a loop over what the finalizer would change, or the capture of a CUDA graph.
+    """
+    return _collecting != threading.get_ident() and not RowLock.is_any_held_here()
 
 
 class Call:
@@ -176,7 +214,9 @@ class TrainingThread:
         """Refuse what the current thread is about to do if another one trains."""
         if self.is_elsewhere and (self._iterates or len(self._open)):
             assert self._thread is not None
-            does = "iterates over hotrow.ahead" if self._iterates else "waits for its gradients"
+            does = "waits for its gradients"
+            if self._iterates:
+                does = "iterates over hotrow.ahead, until the loop ends or its close() is called"
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} {what}, but thread "
                 f"{self._thread.name!r} trains the same collection and {does}. Do it in the thread "

@@ -340,7 +340,7 @@ class CapturedStep:
             except RuntimeError as error:
                 if is_spoiled(error) and self._spoiled < _MOST_SPOILED:
                     self._spoiled += 1  # it is tried again with the next batch
-                    self._forget_graphs()  # whose random numbers come from another generator now
+                    self._pool = None  # it may still be recording
                     return None
                 self._refuse(
                     f"{_short(error)}. A step that reads values back (.item(), prints, branches "
