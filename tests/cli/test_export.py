@@ -73,8 +73,7 @@ def trained(kind: str = "dlrm", **options: Any) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "parquet", "npz"])
 def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained()
-    monkeypatch.setattr("hotrow.checkpoint.tables.PIECE_BYTES", 999)
-    monkeypatch.setattr("hotrow.checkpoint.loading.PIECE_BYTES", 999)
+    monkeypatch.setattr("hotrow.checkpoint.tensors.PIECE_BYTES", 999)
     newest = saved_in(Path("runs/small/checkpoints"))[-1]
     assert (json.loads((newest / "checkpoint.json").read_text())["parent"]) is not None
     assert command("export", str(newest), "--to", to, "--out", "tables").exit_code == 0

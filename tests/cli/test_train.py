@@ -486,17 +486,6 @@ def test_little_room_on_the_disk_is_told_before_the_run(
         assert re.search(r"the model will take \d+\.\d KiB, and runs/small has 0 B free", told[0])
 
 
-def test_without_safetensors_a_run_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    result = train("run.toml")
-    assert result.exit_code == 2
-    assert "pip install safetensors, or leave the model out: run.save=false" in result.stderr
-    assert not (folder / "runs").exists()
-    assert train("run.toml", "--set", "run.save=false").exit_code == 0
-
-
 def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     press_ctrl_c(monkeypatch, after_step=3)
     result = train("run.toml")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fuzzing import changed, fuzzed
 from hotrow.checkpoint.folder import latest_in
-from hotrow.checkpoint.manifest import _checksum
+from hotrow.checkpoint.manifest import checksum_of
 from hotrow.run.config import RunConfig
 from hotrow.run.files import RunWriter
 from hotrow.run.job import build, open_data
@@ -65,7 +65,7 @@ def other_extra(run: Path, change: Callable[[Any], Any]) -> Iterator[None]:
     del body["checksum"]
     try:
         state.write_bytes(text)
-        manifest.write_text(json.dumps(body | {"checksum": _checksum(body)}))
+        manifest.write_text(json.dumps(body | {"checksum": checksum_of(body)}))
         yield
     finally:
         state.write_bytes(whole)

@@ -15,7 +15,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from hotrow.checkpoint.manifest import MANIFEST, NAME, read_manifest
+from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME, read_manifest
 from hotrow.support.files import PARTIAL, Disk, make_durable
 from hotrow.support.messages import warn
 
@@ -54,7 +54,7 @@ def _unlock(handle: int, owner: int) -> None:
 
 def saved_in(root: Path) -> list[Path]:
     """Whole checkpoints of a folder, oldest first."""
-    return [path for path in named_in(root) if (path / MANIFEST).is_file()]
+    return [path for path in named_in(root) if (path / CHECKPOINT_FILE).is_file()]
 
 
 def named_in(root: Path) -> list[Path]:
@@ -89,9 +89,9 @@ def latest_in(root: Path) -> Path | None:
 def why_not_latest(root: Path) -> str | None:
     """What became of the one that `latest` names, where another is taken in its place."""
     named = named_latest(root)
-    if named is None or (root / named / MANIFEST).is_file():
+    if named is None or (root / named / CHECKPOINT_FILE).is_file():
         return None
-    what = f"has no {MANIFEST}" if (root / named).exists() else "is gone"
+    what = f"has no {CHECKPOINT_FILE}" if (root / named).exists() else "is gone"
     return f"{root / named}, which {LATEST!r} names, {what}: the newest of the others is taken"
 
 
@@ -106,7 +106,7 @@ def named_latest(root: Path) -> str | None:
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint's own folder, from that, from the folder of several, or from a run's."""
     path = Path(path)
-    if (path / MANIFEST).is_file():
+    if (path / CHECKPOINT_FILE).is_file():
         return path
     for root in (path, path / IN_RUN):
         if (found := latest_in(root)) is not None:

@@ -23,10 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint.folder import find_checkpoint
-from hotrow.checkpoint.format import DENSE, MANIFEST
 from hotrow.checkpoint.loading import Checkpoint
-from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
-from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
+from hotrow.checkpoint.manifest import DENSE, MODEL_FILE
+from hotrow.checkpoint.model import SavedModel
+from hotrow.checkpoint.parts import tables_of
+from hotrow.checkpoint.shards import table_parts
+from hotrow.checkpoint.tensors import (
+    packed,
+    pieces_of,
+    read_head,
+    read_rows,
+    row_not_finite,
+    rows_at_once,
+)
 from hotrow.support.files import Disk, FileRecord, checksum
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
@@ -66,7 +75,7 @@ def open_weights(path: str | Path) -> Weights:
     if _has_saved_its_end(path):
         path = path / MODEL
     for folder in (path, path / MODEL):
-        if (folder / MANIFEST).is_file() and not _has_checkpoint(path):
+        if (folder / MODEL_FILE).is_file() and not _has_checkpoint(path):
             model = SavedModel(folder)
             model.verify()
             return model
@@ -82,7 +91,7 @@ def _has_saved_its_end(run: Path) -> bool:
     with suppress(OSError, ValueError, LookupError, TypeError):
         record = read_json(run / RECORD)
         is_last = record["outcome"] == "finished" and record["settings"]["run"]["save"]
-        return bool(is_last) and (run / MODEL / MANIFEST).is_file()
+        return bool(is_last) and (run / MODEL / MODEL_FILE).is_file()
     return False
 
 
@@ -111,9 +120,10 @@ def dense_numbers(weights: Weights) -> Mapping[str, Tensor]:
 def row_numbers(weights: Weights, table: AnyTable) -> Pieces:
     """The rows of a table; an error at the first that is no number."""
     for first, rows in weights.weights(table.key):
-        if not bool(rows.isfinite().all()):
-            row = first + int((~rows.isfinite().all(1)).nonzero()[0])
-            raise ValueError(f"{weights.folder}: row {row:,} of {table.key} holds {_NO_NUMBERS}")
+        if (row := row_not_finite(rows)) is not None:
+            raise ValueError(
+                f"{weights.folder}: row {first + row:,} of {table.key} holds {_NO_NUMBERS}"
+            )
         yield first, rows
 
 
@@ -172,13 +182,11 @@ def _file_of(table: AnyTable, number: int) -> str:
 def _write_safetensors(
     folder: Path, tables: Sequence[AnyTable], pieces: Counted
 ) -> list[FileRecord]:
-    def parts(table: AnyTable) -> Iterator[bytes | memoryview]:
-        yield head({table.key: (torch.float32, [table.rows, table.dim])}, {})
-        for _, piece in pieces(table):
-            yield from pieces_of(piece)
-
     return [
-        Disk(folder).write(f"{_file_of(table, number)}.safetensors", parts(table))
+        Disk(folder).write(
+            f"{_file_of(table, number)}.safetensors",
+            table_parts(table.key, (table.rows, table.dim), (rows for _, rows in pieces(table))),
+        )
         for number, table in enumerate(tables)
     ]
 
@@ -259,16 +267,12 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
                     f"{path} has {list(shape)} as {name}, and the table is "
                     f"[{table.rows}, {table.dim}]"
                 )
-            _load(table, pieces)
+            for first, piece in pieces:
+                table.collection.load_weights(table.name, first, piece)
             found.append(key)
     if not found:
         raise ValueError(f"{source} has no table of this model: {few(mine)}")
     return found
-
-
-def _load(table: Table, pieces: Pieces) -> None:
-    for first, piece in pieces:
-        table.collection.load_weights(table.name, first, piece)
 
 
 Read = Iterator[tuple[str, Sequence[int], Pieces]]
@@ -291,21 +295,9 @@ def _readable(path: Path, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _read_safetensors(path: Path) -> Read:
-    with safetensors().safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            tensor = file.get_slice(name)
-            shape = tensor.get_shape()
-            yield name, shape, _slices(tensor, shape)
-
-
-def _slices(tensor: Any, shape: Sequence[int]) -> Pieces:
-    step = _rows_at_once(shape[1])
-    for first in range(0, shape[0], step):
-        yield first, tensor[first : first + step]
-
-
-def _rows_at_once(dim: int) -> int:
-    return max(1, PIECE_BYTES // (4 * max(1, dim)))
+    with path.open("rb", buffering=0) as file:
+        for name, section in read_head(file, path.stat().st_size)[1].items():
+            yield name, section.shape, read_rows(file, section)
 
 
 def _read_parquet(path: Path) -> Read:
@@ -322,7 +314,7 @@ def _table_of(path: Path, file: Any) -> tuple[str, Sequence[int], Pieces]:
         raise ValueError("it has no column row, or no weight that is a list of fixed size")
 
     def pieces() -> Pieces:
-        step, first = _rows_at_once(kind.list_size), 0
+        step, first = rows_at_once(kind.list_size), 0
         for batch in file.iter_batches(batch_size=step, columns=["row", "weight"]):
             rows = batch.column(0).to_numpy(zero_copy_only=False)
             if not np.array_equal(rows, np.arange(first, first + len(rows))):
@@ -356,7 +348,7 @@ def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _npy_pieces(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pieces:
-    step = _rows_at_once(shape[1])
+    step = rows_at_once(shape[1])
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
         data = file.read(count * shape[1] * dtype.itemsize)

@@ -15,7 +15,7 @@ import typer
 
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
-from hotrow.checkpoint.model import bytes_of, safetensors
+from hotrow.checkpoint.model import bytes_of
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._ranks import refuse_ranks
@@ -137,8 +137,6 @@ def train(
     refuse_ranks("train")
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
-    if config.run.save:
-        _check_saving()
     if config.run.tensorboard:
         check_board()
     show: Show = JsonLines(quiet) if as_json else Screen(quiet)
@@ -214,13 +212,6 @@ def _writer(
     if folder is None or before is None:
         return RunWriter(runs, name=config.run.name)
     return RunWriter.going_on(folder, after=before.step)
-
-
-def _check_saving() -> None:
-    try:
-        safetensors()
-    except ValueError as error:
-        raise ValueError(f"{error}, or leave the model out: run.save=false") from error
 
 
 def _board(config: RunConfig, folder: Path, done: int) -> Board:

@@ -14,7 +14,7 @@ import torch
 
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
-from hotrow.checkpoint.model import dense_state
+from hotrow.checkpoint.parts import dense_state
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job

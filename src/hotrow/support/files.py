@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from hotrow.support.manifests import Count
+
 PARTIAL = ".partial"
 _READ_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
@@ -27,7 +29,7 @@ class FileRecord:
     """A file of a folder, as it was written."""
 
     file: str  # relative to the folder
-    bytes: int
+    bytes: Count
     sha256: str
 
 

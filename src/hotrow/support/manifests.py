@@ -1,4 +1,4 @@
-"""Manifests: JSON that lies beside data and that anybody may have written.
+"""Manifests: JSON files that lie beside data. Anyone may have written them.
 
 Nothing in one is believed before it is checked: numbers size memory, and paths open files.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 _MOST_BYTES = 1 << 30
+_INSIDE = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # of bytes, rows, numbers in a row
+Schema = TypeVar("Schema")
 
 
 def read_json(path: Path) -> Any:
@@ -24,6 +30,45 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def converted(kind: type[Schema], found: Any, *, where: str, remedy: str) -> Schema:
+    """Return what was read as a dataclass; keys that it does not have are ignored.
+
+    A ValueError says `where` it was read, which key is missing or of another type, or what the
+    class itself has refused, and what the `remedy` is.
+    """
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}; the file is damaged: {remedy}") from None
+
+
+def check_format(
+    found: Any, newest: int, *, where: str, remedy: str, newer: type[ValueError] = ValueError
+) -> None:
+    """Refuse a manifest whose `format` this version cannot read; a later one raises `newer`."""
+    version = found.get("format") if isinstance(found, dict) else None
+    if type(version) is int and version > newest:
+        raise newer(
+            f"{where} was saved by a newer hotrow: its format is {version}, and this one reads "
+            f"{newest}; update hotrow"
+        )
+    if type(version) is not int or version < 1:
+        raise ValueError(
+            f"{where}: format must be a whole number from 1 to {newest}, not {version!r}; the "
+            f"file is damaged: {remedy}"
+        )
+
+
+def check_files(names: Iterable[str]) -> None:
+    """Refuse names of files that lead out of the manifest's folder, or occur twice."""
+    names = list(names)
+    for name in names:
+        if not _INSIDE.fullmatch(name) or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"file {name!r} is no file inside the folder")
+    if len(set(names)) != len(names):
+        raise ValueError("a file is named twice")
 
 
 class Reader:
@@ -59,6 +104,6 @@ class Reader:
     def path(self, found: Mapping[str, Any]) -> str:
         name = self.text(found, "file")
         parts = PurePosixPath(name).parts
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", name) or ".." in parts:
+        if not _INSIDE.fullmatch(name) or ".." in parts:
             raise self.wrong(f"file {name!r} is no file inside the folder")
         return name
