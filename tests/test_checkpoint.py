@@ -252,10 +252,10 @@ WRONG: Changes = {
     "less": (lambda m: m["tables"][0]["shards"].pop(), "has 2,500 rows, 1,250 of them in shards"),
     "negative": (
         lambda m: shard(m).update(bytes=-1),
-        "`int` >= 0 - at `$.tables[0].shards[0].bytes`",
+        "tables[0].shards[0].bytes: expected a whole number >= 0",
     ),
-    "no dense": (lambda m: m.pop("dense"), "missing required field `dense`"),
-    "no tables": (lambda m: m.pop("tables"), "missing required field `tables`"),
+    "no dense": (lambda m: m.pop("dense"), "it lacks dense"),
+    "no tables": (lambda m: m.pop("tables"), "it lacks tables"),
     "narrow": (lambda m: m["tables"][1].update(dim=2), "is saved as [30, 2], and the model's is"),
 }
 

@@ -18,7 +18,7 @@ from hotrow.cli import make_app
 from hotrow.run.board import TensorBoard
 from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
-from hotrow.run.pending_records import STEPS_BEHIND
+from hotrow.run.tally import STEPS_BEHIND
 from hotrow.training.trainer import Trainer
 
 SMALL = (

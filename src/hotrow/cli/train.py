@@ -27,14 +27,13 @@ from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
-from hotrow.run.limits import limit_of
-from hotrow.run.outcome import record_of, told_of
 from hotrow.run.resume import Resumed, find_run_to_resume, has_ended, settings_of
 from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.strategy_names import find_named
-from hotrow.run.tally import Tally
+from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
+from hotrow.run.training import record_of, told_of
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
 

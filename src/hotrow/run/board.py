@@ -12,7 +12,7 @@ from time import time
 from typing import Any, Protocol, Self
 
 from hotrow.run.config import RunConfig
-from hotrow.run.pending_records import Arriving
+from hotrow.run.tally import Arriving
 from hotrow.support.messages import warn
 from hotrow.support.records import EvalRecord, StepRecord
 

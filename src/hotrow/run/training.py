@@ -1,14 +1,16 @@
-"""Systems of a run, and what they train on. Knows no model."""
+"""Systems of a run: what they train on, and what became of them. Knows no model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
 
 from hotrow.engine.profile import Profile
 from hotrow.run.config import RunConfig
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import find_named
-from hotrow.support.messages import warn
+from hotrow.support.messages import many, warn
 from hotrow.systems.fae.fae import FAE
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
@@ -124,3 +126,38 @@ class Again:
         if self._count is None:
             raise TypeError("how many batches there are is not known")
         return self._count
+
+
+def record_of(system: System[AnyBatch] | None) -> dict[str, Any]:
+    """Its own record, and that of what leaves samples out; empty: there is no system."""
+    found: dict[str, Any] = {}
+    if isinstance(system, FAE | Hotline):
+        found["hotline" if isinstance(system, Hotline) else "fae"] = asdict(system.record)
+    skip = skip_of(system)
+    if skip is not None:
+        found["skip"] = asdict(skip.record)
+    return found
+
+
+def told_of(system: System[AnyBatch] | None) -> dict[str, str]:
+    """The same for people, by a word or two."""
+    found = {}
+    if isinstance(system, FAE):
+        found["hot and cold"] = system.described()
+    if isinstance(system, Hotline):
+        r = system.record
+        pinned, times = sum(r.pinned_rows.values()), len(r.learned)
+        found["popular samples"] = (
+            f"{r.popular_share:.1%} of {r.samples:,}; {r.split_batches:,} of {r.batches:,} batches "
+            f"trained in two parts; {pinned:,} rows pinned, chosen {many(times, 'time')}"
+            if r.samples
+            else f"none was looked for: all {r.batches:,} batches went by while rows were learned"
+        )
+    skip = skip_of(system)
+    if skip is not None:
+        s = skip.record
+        stale, hot = sum(s.stale_rows.values()), sum(s.hot_rows.values())
+        rows = f"; {stale:,} of {hot:,} hot rows are stale" if hot else ""
+        stopped = f"; {s.stopped}" if s.stopped else ""
+        found["left out"] = f"{s.dropped:,} of {s.offered:,} samples offered{rows}{stopped}"
+    return found

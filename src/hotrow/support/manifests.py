@@ -18,6 +18,10 @@ _INSIDE = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # of bytes, rows, numbers in a row
 Schema = TypeVar("Schema")
+_WORDS = {
+    "object": "a table", "array": "a list", "str": "text", "int": "a whole number",
+    "float": "a number", "bool": "true or false", "null": "nothing",
+}  # fmt: skip
 
 
 def read_json(path: Path) -> Any:
@@ -41,7 +45,19 @@ def converted(kind: type[Schema], found: Any, *, where: str, remedy: str) -> Sch
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}; the file is damaged: {remedy}") from None
+        raise ValueError(f"{where}: {in_words(error)}; the file is damaged: {remedy}") from None
+
+
+def in_words(error: msgspec.ValidationError) -> str:
+    """Return what msgspec says in plain words: `tables[0].rows: expected text, got a list`."""
+    what, _, place = str(error).partition(" - at `$")
+    what = what.replace("Object missing required field", "it lacks").replace("Expected", "expected")
+    what = re.sub(
+        r"`([\w |]+)`",
+        lambda types: " or ".join(_WORDS.get(name, name) for name in types[1].split(" | ")),
+        what,
+    )
+    return f"{place.strip('.`')}: {what}" if place else what
 
 
 def check_format(

@@ -58,10 +58,15 @@ def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:
     return shown if len(every) <= most else f"{shown} and {len(every) - most:,} more"
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like another one; None: none is."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Behind a name that is not known: the nearest one that is, if any is near."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def many(count: int, one: str, more: str | None = None) -> str:
