@@ -177,7 +177,7 @@ class SavedModel:
         """Compare names and shapes with a model's; a ValueError says what differs."""
         saved = {table.key: [table.rows, table.dim] for table in self.tables}
         with self._open(self._manifest.dense) as (_, sections):
-            saved |= {name: list(section.shape) for name, section in sections.items()}
+            saved |= {name: list(section.shape) for name, section in sorted(sections.items())}
         refuse_other(self.folder, saved, model)
 
     def load(self, model: nn.Module) -> None:
@@ -197,7 +197,8 @@ class SavedModel:
     @property
     def dense(self) -> dict[str, Tensor]:
         """Everything but rows."""
-        return read_tensors(inside(self.folder, self._manifest.dense.file), remedy=OTHER_MODEL)
+        path = inside(self.folder, self._manifest.dense.file)
+        return dict(sorted(read_tensors(path, remedy=OTHER_MODEL).items()))
 
     def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a table in pieces: (first row, [n, dim]). Only `verify()` finds shards

@@ -23,7 +23,7 @@ from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
 from hotrow.embedding.row_verifier import CorruptRows, Shadow
-from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
+from hotrow.run.board import Board, TensorBoard, check_board
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
@@ -32,7 +32,7 @@ from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally, limit_of
-from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
+from hotrow.run.tracing import ChromeTrace, Traced, Tracing, parse_traced
 from hotrow.run.training import record_of, told_of
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
@@ -214,11 +214,11 @@ def _writer(
 
 
 def _board(config: RunConfig, folder: Path, done: int) -> Board:
-    return TensorBoard(folder, config, done) if config.run.tensorboard else NoBoard()
+    return TensorBoard(folder, config, done) if config.run.tensorboard else Board()
 
 
 def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
-    return NoTracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
+    return Tracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
 
 
 def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:
