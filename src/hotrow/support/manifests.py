@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -36,19 +36,28 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def converted(kind: type[Schema], found: Any, *, where: str, remedy: str) -> Schema:
+def converted(
+    kind: type[Schema],
+    found: Any,
+    *,
+    where: str,
+    remedy: str,
+    check: Callable[[Schema], None] = lambda _: None,
+) -> Schema:
     """Return what was read as a dataclass; keys that it does not have are ignored.
 
     A ValueError says `where` it was read, which key is missing or of another type, or what the
-    class itself has refused, and what the `remedy` is.
+    class itself or `check` has refused, and what the `remedy` is.
     """
     try:
-        return msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+        record = msgspec.convert(found, kind)
+        check(record)
+    except (msgspec.ValidationError, ValueError) as error:
         raise ValueError(f"{where}: {in_words(error)}; the file is damaged: {remedy}") from None
+    return record
 
 
-def in_words(error: msgspec.ValidationError) -> str:
+def in_words(error: Exception) -> str:
     """Return what msgspec says in plain words: `tables[0].rows: expected text, got a list`."""
     what, _, place = str(error).partition(" - at `$")
     what = what.replace("Object missing required field", "it lacks").replace("Expected", "expected")
@@ -85,41 +94,3 @@ def check_files(names: Iterable[str]) -> None:
             raise ValueError(f"file {name!r} is no file inside the folder")
     if len(set(names)) != len(names):
         raise ValueError("a file is named twice")
-
-
-class Reader:
-    """Takes values out of a manifest; errors say `where` it is and what the `remedy` is."""
-
-    def __init__(self, where: str, *, remedy: str) -> None:
-        self._where, self._remedy = where, remedy
-
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"{self._where}: {what}; the file is damaged: {self._remedy}")
-
-    def table(self, found: Any, name: str) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            raise self.wrong(f"{name} is missing or no table")
-        return found
-
-    def items(self, found: Mapping[str, Any], key: str) -> list[Any]:
-        if not isinstance(found.get(key), list):
-            raise self.wrong(f"{key} is missing or no list")
-        return list(found[key])
-
-    def text(self, found: Mapping[str, Any], key: str) -> str:
-        if not isinstance(found.get(key), str):
-            raise self.wrong(f"{key} is missing or no text")
-        return str(found[key])
-
-    def number(self, found: Mapping[str, Any], key: str) -> int:
-        value = found.get(key)
-        if type(value) is not int or not 0 <= value < 2**62:
-            raise self.wrong(f"{key} must be a whole number of at least 0, not {value!r}")
-        return value
-
-    def path(self, found: Mapping[str, Any]) -> str:
-        name = self.text(found, "file")
-        parts = PurePosixPath(name).parts
-        if not _INSIDE.fullmatch(name) or ".." in parts:
-            raise self.wrong(f"file {name!r} is no file inside the folder")
-        return name
