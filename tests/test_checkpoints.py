@@ -556,7 +556,7 @@ def test_the_row_that_is_no_number_is_named_in_an_incremental_one(tmp_path: Path
     model.embedding.load_weights("item", 3, torch.zeros(1, 8))
     model.embedding.load_weights("item", 6, torch.full((1, 8), torch.nan))
     path = hotrow.save_checkpoint(tmp_path, model, step=2, full_every=2)
-    with pytest.raises(ValueError, match="row 6 holds values that are no numbers"):
+    with pytest.raises(ValueError, match="row 6 holds NaN or infinite values"):
         Checkpoint(path).verify()
 
 

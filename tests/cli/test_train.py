@@ -576,7 +576,7 @@ def test_a_loss_that_is_no_number_ends_a_run() -> None:
     assert not Path("runs/small/model").exists()
     told = CliRunner().invoke(make_app(), ["evaluate", "small"])
     assert told.exit_code == 2
-    assert "has no model: its loss or its weights became no numbers. Train it" in told.stderr
+    assert "has no model: its loss or its weights became NaN or infinite. Train it" in told.stderr
     told = CliRunner().invoke(make_app(), ["export", "small", "--to", "npz", "--out", "tables"])
     assert told.exit_code == 2
     assert "runs/small holds no checkpoint and no model; a run saves no model with" in told.stderr

@@ -131,7 +131,7 @@ class Save:
         atexit.unregister(self._at_exit)
 
     def tell(self) -> None:
-        """Warn of a failure that nobody was told."""
+        """Warn of a failure that was not raised or warned of yet."""
         atexit.unregister(self._at_exit)
         if self.error is not None and not self._is_told:
             self._is_told = True
@@ -196,7 +196,7 @@ class Save:
 
 
 def _give_way() -> None:
-    """Let whoever trains have the cores first: on two of them a step took 2.2 times as long beside
+    """Let training have the cores first: on two of them a step took 2.2 times as long beside
     a save, and 1.3 times if its thread gives way (benchmarks/LOG.md)."""
     if sys.platform == "linux":  # where a thread has a priority of its own
         with suppress(OSError):

@@ -24,10 +24,10 @@ IN_RUN = "checkpoints"  # the folder of a run's
 
 
 class Lock:
-    """Of a folder while somebody saves there: another process would take away what is not whole.
+    """Locks a folder during a save: another process would remove what is not whole.
 
     It is the folder's own, so that no file is left; with the process it goes in any case. Where a
-    file system has no such locks, nobody is refused.
+    file system has no such locks, no process is refused.
     """
 
     def __init__(self, root: Path) -> None:
@@ -58,7 +58,7 @@ def saved_in(root: Path) -> list[Path]:
 
 
 def named_in(root: Path) -> list[Path]:
-    """What has the name of a checkpoint, oldest first: it was whole, unless somebody took of it."""
+    """Return what has the name of a checkpoint, oldest first. It was whole once."""
     there = root.iterdir() if root.is_dir() else ()
     found = [path for path in there if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: number_of(path.name))
@@ -141,7 +141,7 @@ def go_back(root: Path, step: int) -> Path | None:
 def clean(root: Path, keep: int | None) -> None:
     """Remove what died while it was made, and all but the newest `keep` checkpoints.
 
-    The latest stays, and so do parents of those that stay. One whose manifest somebody took counts
+    The latest stays, and so do parents of those that stay. One whose manifest is gone counts
     as none, and goes when a whole one of its age would.
     """
     for path in root.glob(f"*{PARTIAL}"):

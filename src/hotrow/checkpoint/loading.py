@@ -214,7 +214,7 @@ class Checkpoint:
         """Read everything: checksums, shapes, row numbers, and whether all numbers are numbers."""
         for key, each in self.dense.items():
             if each.is_floating_point() and not bool(each.isfinite().all()):
-                raise ValueError(f"{self.folder}: {key} holds values that are no numbers")
+                raise ValueError(f"{self.folder}: {key} holds NaN or infinite values")
 
         def check(link: _Link, table: CheckpointTable, shard: Shard) -> None:
             with link.open(table, shard) as reader:
@@ -222,8 +222,7 @@ class Checkpoint:
                     if (row := row_not_finite(rows)) is not None:
                         at = where.start + row if isinstance(where, slice) else int(where[row])
                         raise ValueError(
-                            f"{link.folder / shard.file}: row {at:,} holds values that are no "
-                            "numbers"
+                            f"{link.folder / shard.file}: row {at:,} holds NaN or infinite values"
                         )
 
         for link in self._chain[:-1]:

@@ -159,7 +159,7 @@ def table_records(
 def open_shard(
     path: Path, table: CheckpointTable, shard: Shard, *, whole: bool
 ) -> Iterator[ShardReader]:
-    """Open a shard of a checkpoint. `whole`: it holds all rows of its span, and no numbers."""
+    """Open a shard of a checkpoint. `whole`: it holds all rows of its span, and so no ids."""
     with path.open("rb", buffering=0) as file:
         yield ShardReader(path, file, table, shard, whole=whole)
 

@@ -82,7 +82,7 @@ def open_weights(path: str | Path) -> Weights:
     if not _has_checkpoint(path):
         raise ValueError(
             f"{path} holds no checkpoint and no model; a run saves no model with run.save = false, "
-            "or where its loss becomes no number"
+            "or where its loss becomes NaN"
         )
     return Checkpoint(find_checkpoint(path))
 
@@ -104,7 +104,7 @@ def _has_checkpoint(path: Path) -> bool:
 # -- out -------------------------------------------------------------------------------
 
 _NO_NUMBERS = (
-    "values that are no numbers, as training that diverges leaves them; nothing was exported. Take "
+    "NaN or infinite values, as training that diverges leaves them; nothing was exported. Take "
     "an earlier checkpoint, or train again with lower learning rates"
 )
 
@@ -118,7 +118,7 @@ def dense_numbers(weights: Weights) -> Mapping[str, Tensor]:
 
 
 def row_numbers(weights: Weights, table: AnyTable) -> Pieces:
-    """The rows of a table; an error at the first that is no number."""
+    """Yield the rows of a table; a ValueError names the first that is not finite."""
     for first, rows in weights.weights(table.key):
         if (row := row_not_finite(rows)) is not None:
             raise ValueError(
@@ -131,7 +131,7 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
     """Write the tables of a checkpoint, model or run as files that need no hotrow.
 
     `to` is "safetensors", "parquet" or "npz". The folder must be empty or new; a failure leaves
-    nothing in it, and so do weights that are no numbers. Of a run that has finished its model is
+    nothing in it, and so do weights that are not finite. Of a run that has finished its model is
     taken, of others the newest checkpoint, or else the model.
     """
     if to not in _WRITERS:

@@ -331,7 +331,7 @@ class TrainingSection:
     eval_every: int | None = None
     patience: int | None = None  # evaluations without a better AUC that end the run
     clip_norm: float | None = None  # the most that the dense gradients may be long together
-    verify_every: int | None = None  # steps after which rows nobody has written are compared
+    verify_every: int | None = None  # steps after which rows that were never written are compared
     check_equality: bool = False
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
@@ -437,7 +437,7 @@ def read_settings(path: str | Path | None, overrides: Iterable[str] = ()) -> dic
         toml.override(RunConfig, found, text)
     if path is None and found.get("model", {}).get("kind") in SEQUENCE_MODELS:
         given = found.get("data", {})
-        # Names and shape are those of the rows, so whoever gives rows gives all.
+        # Names and shape are those of the rows, so a file that gives rows gives all.
         if not {"rows", "kind"} & given.keys():
             found["data"] = BUILT_IN_SEQUENCES | given
     if _is_built_in(path, found):

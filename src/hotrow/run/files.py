@@ -171,7 +171,7 @@ class RunWriter:
         try:
             self.close()
         except RuntimeError:
-            if error is None:  # else the device failed, and somebody has said so
+            if error is None:  # else the device failed, which was reported
                 raise
 
 

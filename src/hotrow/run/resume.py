@@ -195,7 +195,7 @@ def _about(found: Checkpoint) -> dict[str, Any]:
         or not isinstance(about["settings"], dict)
     ):
         raise ValueError(
-            f"{found.folder} was not saved by `hotrow train`, but by a loop of somebody's own; "
+            f"{found.folder} was not saved by `hotrow train`, but by another training loop; "
             "hotrow.load_checkpoint reads it there"
         )
     return about

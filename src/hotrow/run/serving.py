@@ -36,7 +36,7 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
     try:
         _export(config, weights, samples, folder)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # half a model serves nobody
+        shutil.rmtree(folder, ignore_errors=True)  # half a model cannot serve
         raise
 
 

@@ -140,7 +140,7 @@ class Tally:
 # Beside a GPU the host has to be busy with one thing for half of the time before that can be what
 # holds the GPU up; how long training waits for rows is measured there.
 _PART_OF_HOST, _WAITED = 0.5, 0.15
-_CHUNKS = 0.1  # of a step: few batches pass so, and nobody need care, if they take less
+_CHUNKS = 0.1  # of a step: less than this is not worth advice
 
 _ADVICE = {
     "loader": "Data that hotrow prepare has written are read fastest",

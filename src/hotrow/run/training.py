@@ -23,8 +23,8 @@ def make_system(
     """What the run's strategy names beside where rows are; None: batches come as they are."""
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
     if named.system is None and named.skip is None:
-        return None  # whoever evaluates need not have a whole batch to train on
-    # Of what was trained before its end was told nothing is left, and nobody asks for any.
+        return None  # evaluation alone need not have a whole batch to train on
+    # At least one: a run may have been trained to its end before its record was written.
     steps, test = max(1, total_steps()), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
@@ -47,7 +47,7 @@ def make_system(
 
 
 def _held_back(samples: Samples) -> Iterable[AnyBatch] | None:
-    """What is evaluated while samples are chosen; None, and somebody says so: there is nothing."""
+    """Return what is evaluated while samples are chosen; None, with a warning: there is nothing."""
     try:
         samples.split("validation")
     except ValueError as error:
@@ -79,7 +79,7 @@ def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
 
 
 def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
-    """FAE tells the samples of one epoch apart, and goes through them as often as it is told."""
+    """Return the batches to train on. FAE sorts the samples of one epoch, and repeats them."""
     epoch = min(steps, samples.batches_per_epoch)
     if isinstance(system, FAE):
         if _knows_numbers(samples, steps):

@@ -121,7 +121,7 @@ class Disk:
 
 
 def begin_flush(file: IO[bytes], first: int, last: int) -> None:
-    """Let the disk begin with some bytes, while others are on their way. Nobody waits."""
+    """Let the disk begin with some bytes while others are on their way, without waiting."""
     with suppress(OSError, AttributeError, ValueError):  # only a hint, and not for every file
         os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 

@@ -36,7 +36,7 @@ _written: Callable[[str, str], str] = _as_argument
 
 
 def setting(name: str, value: str) -> str:
-    """A collection's argument as whoever asked would write it: in Python, if nobody says else."""
+    """Return a collection's argument as the user writes it: in Python, unless set otherwise."""
     return _written(name, value)
 
 
