@@ -75,10 +75,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ModelTable:
+class SavedTable:
     key: str  # of its weights in the model's state dict
     rows: Count
     dim: Count
+
+
+@dataclass(frozen=True)
+class ModelTable(SavedTable):
     shards: tuple[ModelShard, ...]
 
     @property
@@ -87,10 +91,7 @@ class ModelTable:
 
 
 @dataclass(frozen=True)
-class CheckpointTable:
-    key: str  # of its weights in the model's state dict
-    rows: Count
-    dim: Count
+class CheckpointTable(SavedTable):
     state: dict[str, Count]  # numbers of each piece of state that follow a row's weights
     shards: tuple[Shard, ...]
 

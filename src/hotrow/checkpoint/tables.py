@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hotrow.checkpoint.folder import find_checkpoint
 from hotrow.checkpoint.loading import Checkpoint
-from hotrow.checkpoint.manifest import DENSE, MODEL_FILE
+from hotrow.checkpoint.manifest import DENSE, MODEL_FILE, SavedTable
 from hotrow.checkpoint.model import SavedModel
 from hotrow.checkpoint.parts import tables_of
 from hotrow.checkpoint.shards import table_parts
@@ -45,27 +45,7 @@ TABLES = "tables.npz"
 MODEL, RECORD = "model", "run.json"  # a run's
 _HEADER_BYTES = 1 << 16  # of an array, more than any has
 Pieces = Iterator[tuple[int, Tensor]]  # (first row, [n, dim])
-
-
-class AnyTable(Protocol):
-    @property
-    def key(self) -> str: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def dim(self) -> int: ...
-
-
-class Weights(Protocol):
-    """A checkpoint or a saved model."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def tables(self) -> Sequence[AnyTable]: ...
-    @property
-    def dense(self) -> Mapping[str, Tensor]: ...
-    def weights(self, key: str) -> Pieces: ...
+Weights = SavedModel | Checkpoint
 
 
 def open_weights(path: str | Path) -> Weights:
@@ -117,7 +97,7 @@ def dense_numbers(weights: Weights) -> Mapping[str, Tensor]:
     return weights.dense
 
 
-def row_numbers(weights: Weights, table: AnyTable) -> Pieces:
+def row_numbers(weights: Weights, table: SavedTable) -> Pieces:
     """Yield the rows of a table; a ValueError names the first that is not finite."""
     for first, rows in weights.weights(table.key):
         if (row := row_not_finite(rows)) is not None:
@@ -156,7 +136,7 @@ def _export(weights: Weights, folder: Path, to: str) -> None:
 
     with bytes_bar("exporting") as advance:
 
-        def counted(table: AnyTable) -> Pieces:
+        def counted(table: SavedTable) -> Pieces:
             nonlocal done
             for first, piece in row_numbers(weights, table):
                 yield first, piece
@@ -172,15 +152,15 @@ def _export(weights: Weights, folder: Path, to: str) -> None:
     exported.write_export(folder, exported.TABLES, tables, files.values())
 
 
-Counted = Callable[[AnyTable], Pieces]
+Counted = Callable[[SavedTable], Pieces]
 
 
-def _file_of(table: AnyTable, number: int) -> str:
+def _file_of(table: SavedTable, number: int) -> str:
     return f"{number:03}-" + re.sub(r"[^A-Za-z0-9_.-]", "_", table.key)[:100]
 
 
 def _write_safetensors(
-    folder: Path, tables: Sequence[AnyTable], pieces: Counted
+    folder: Path, tables: Sequence[SavedTable], pieces: Counted
 ) -> list[FileRecord]:
     return [
         Disk(folder).write(
@@ -191,7 +171,7 @@ def _write_safetensors(
     ]
 
 
-def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
+def _write_parquet(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> list[FileRecord]:
     arrow, parquet = _arrow()
     written = []
     for number, table in enumerate(tables):
@@ -212,7 +192,7 @@ def _record_of(path: Path) -> FileRecord:
     return FileRecord(path.name, path.stat().st_size, checksum(path))
 
 
-def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
+def _write_npz(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> list[FileRecord]:
     with zipfile.ZipFile(folder / TABLES, "w", zipfile.ZIP_STORED) as archive:
         for table in tables:
             with archive.open(f"{table.key}.npy", "w", force_zip64=True) as file:
