@@ -6,12 +6,19 @@ benchmarks/fuzz.py has them try for long, with other seeds.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
+
+from hotrow.checkpoint.manifest import checksum_of
+from hotrow.support.files import BlockSums
 
 EXAMPLES = int(os.environ.get("HOTROW_FUZZ_EXAMPLES", "40"))
 SEED = os.environ.get("HOTROW_FUZZ_SEED")  # None: the same examples every time
@@ -91,3 +98,39 @@ def damaged(whole: bytes, data: st.DataObject) -> bytes:
         else:
             del part[at:]
     return bytes(part)
+
+
+@contextmanager
+def replaced(path: Path, contents: bytes) -> Iterator[None]:
+    """Inside, a file holds something else."""
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(contents)
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def sealed(body: Any) -> bytes:
+    """A manifest with the checksum that belongs to it, which an attacker can compute, too."""
+    return json.dumps(
+        {**body, "checksum": checksum_of(body)} if isinstance(body, dict) else body
+    ).encode()
+
+
+@contextmanager
+def forged(checkpoint: Path, file: str, contents: bytes) -> Iterator[None]:
+    """Inside, a file of a checkpoint holds something else, and all checksums fit."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    small = [manifest[key] for key in ("dense", "state", "state_tensors")]
+    shards = [shard for table in manifest["tables"] for shard in table["shards"]]
+    record = next(record for record in small + shards if record["file"] == file)
+    kind = "sums" if "sums" in record else "sha256"
+    digest = BlockSums() if kind == "sums" else hashlib.sha256()
+    digest.update(contents)
+    record |= {"bytes": len(contents), kind: digest.hexdigest()}
+    with (
+        replaced(checkpoint / file, contents),
+        replaced(checkpoint / "checkpoint.json", sealed(manifest)),
+    ):
+        yield

@@ -19,6 +19,7 @@ import torch
 
 import hotrow
 import hotrow.checkpoint.saving as saving
+import hotrow.checkpoint.shards as shards
 import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint, Save
@@ -87,9 +88,8 @@ class _SlowFile:
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several shards to a table, and several pieces to a shard."""
     monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
-    monkeypatch.setattr(saving, "SHARD_BYTES", 15_000)
-    for module in (tensors, saving):
-        monkeypatch.setattr(module, "PIECE_BYTES", 500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 15_000)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 500)
     monkeypatch.setattr(saving, "Disk", Slow)
     monkeypatch.setattr(Slow, "permits", threading.Semaphore(0))
     monkeypatch.setattr(Slow, "seconds", 0.0)

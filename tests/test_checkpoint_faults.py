@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.checkpoint.saving as saving
+import hotrow.checkpoint.shards as shards
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.run.job import same_bits
@@ -76,7 +76,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Training]:
     """A whole checkpoint, and one with the rows that have changed since, of several shards."""
     monkeypatch.setattr("os.fsync", lambda file: None)
-    monkeypatch.setattr(saving, "SHARD_BYTES", 5_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
     training = Training()
     for step in (1, 2):
         training.step()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.checkpoint.saving as saving
+import hotrow.checkpoint.shards as shards
 import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint
@@ -139,9 +140,8 @@ def same(left: Loop, right: dict[str, Any]) -> bool:
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several shards to a table, and several pieces to a shard."""
     monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
-    monkeypatch.setattr(saving, "SHARD_BYTES", 20_000)
-    for module in (tensors, saving, hotrow.checkpoint.loading):
-        monkeypatch.setattr(module, "PIECE_BYTES", 3_000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 3_000)
 
 
 @pytest.mark.parametrize(("rule", "dense"), [*zip(RULES, DENSE, strict=True)])
@@ -556,7 +556,7 @@ def test_the_row_that_is_no_number_is_named_in_an_incremental_one(tmp_path: Path
     model.embedding.load_weights("item", 3, torch.zeros(1, 8))
     model.embedding.load_weights("item", 6, torch.full((1, 8), torch.nan))
     path = hotrow.save_checkpoint(tmp_path, model, step=2, full_every=2)
-    with pytest.raises(ValueError, match="row 6 holds values that are no numbers"):
+    with pytest.raises(ValueError, match="row 6 holds NaN or infinite values"):
         Checkpoint(path).verify()
 
 

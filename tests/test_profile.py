@@ -236,7 +236,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
     counts.write_bytes(whole)
     for old, new, message in (
         ('"entries": 4', '"entries": 5', "5 counts are not 64 bytes"),
-        ('"entries": 4', '"entries": -4', "entries must be a whole number"),
+        ('"entries": 4', '"entries": -4', "entries: expected a whole number"),
         ('"format": 1', '"format": 9', "not a profile of format 1"),
         ("counts.bin", "../counts.bin", "is no file inside the folder"),
     ):

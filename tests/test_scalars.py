@@ -21,9 +21,9 @@ from hotrow.run.config import (
     RowOptimizerSection,
     RunConfig,
     RunSection,
+    ScheduleSection,
     TrainingSection,
 )
-from hotrow.run.rates import ScheduleSection
 from hotrow.support.numbers import plain
 
 KINDS = [np.int64, np.int32, np.uint64, torch.tensor]

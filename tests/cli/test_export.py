@@ -73,8 +73,7 @@ def trained(kind: str = "dlrm", **options: Any) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "parquet", "npz"])
 def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained()
-    monkeypatch.setattr("hotrow.checkpoint.tables.PIECE_BYTES", 999)
-    monkeypatch.setattr("hotrow.checkpoint.loading.PIECE_BYTES", 999)
+    monkeypatch.setattr("hotrow.checkpoint.tensors.PIECE_BYTES", 999)
     newest = saved_in(Path("runs/small/checkpoints"))[-1]
     assert (json.loads((newest / "checkpoint.json").read_text())["parent"]) is not None
     assert command("export", str(newest), "--to", to, "--out", "tables").exit_code == 0
@@ -155,7 +154,7 @@ def test_weights_that_are_no_numbers_are_not_exported(spoilt: str) -> None:
     for where in (("--to", "npz", "--out", "out"), ("--serve", "out")):
         result = command("export", "small", *where)
         assert result.exit_code == 2, result.output
-        assert f"runs/small/model: {told} holds values that are no numbers" in result.stderr
+        assert f"runs/small/model: {told} holds NaN or infinite values" in result.stderr
         assert "Take an earlier checkpoint" in result.stderr
         assert not any(Path("out").rglob("*"))
 
@@ -357,7 +356,7 @@ def test_verify_finds_what_is_no_number(folder: Path) -> None:
     model.load_weights("item", 7, torch.full((1, 4), torch.nan))
     hotrow.save_checkpoint(folder / "c", model, step=1)
     hotrow.save_model(folder / "m", model)
-    assert "row 7 holds values that are no numbers" in command("verify", "c").stderr
+    assert "row 7 holds NaN or infinite values" in command("verify", "c").stderr
     assert "row 7 of embedding_bags.item.weight holds" in command("verify", "m").stderr
 
 

@@ -148,7 +148,7 @@ def test_a_run_that_did_not_end_tells_what_it_began_with(trained: Path, tmp_path
     (tmp_path / "killed" / "start.json").write_text('{"format": 1, "settings": []}')
     result = invoke("report", str(tmp_path / "killed"), "--json")
     assert result.exit_code == 2
-    assert "start.json is damaged: settings is no table" in result.stderr
+    assert "start.json is damaged: settings: expected a table, got a list" in result.stderr
 
 
 def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:

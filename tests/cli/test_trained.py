@@ -254,9 +254,9 @@ def test_a_run_that_was_killed_is_told_how_to_go_on() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("data", "all", "run.json is damaged: data is no table"),
+        ("data", "all", "run.json is damaged: data: expected a table, got text"),
         ("data", {"dense": []}, "what it says of its data lacks something (KeyError 'tables')"),
-        ("settings", [], "run.json is damaged: settings is no table"),
+        ("settings", [], "run.json is damaged: settings: expected a table, got a list"),
     ],
 )
 def test_a_damaged_record_is_told(tmp_path: Path, name: str, value: object, message: str) -> None:
@@ -335,12 +335,10 @@ def test_a_file_is_replaced_only_when_told_to() -> None:
 
 
 def test_what_stops_halfway_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotrow.run.predictions import ParquetScores
-
-    def fail(self: ParquetScores, *_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError("the disk is full of water")
 
-    monkeypatch.setattr(ParquetScores, "_write", fail)
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter.write_table", fail)
     before = sorted(Path().iterdir())
     assert "full of water" in refused("predict", "dlrm", "--out", "half.parquet")
     assert sorted(Path().iterdir()) == before

@@ -125,15 +125,24 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "path": (lambda m: m["splits"]["train"][0].update(file="../secret"), "no file inside"),
     "absolute": (lambda m: m["splits"]["train"][0].update(file="/etc/passwd"), "no file inside"),
     "huge": (lambda m: m["splits"]["train"][0].update(samples=10**15), "samples need"),
-    "negative": (lambda m: m["splits"]["train"][0].update(samples=-1), "at least 0"),
-    "boolean": (lambda m: m["splits"]["train"][0].update(samples=True), "at least 0"),
-    "text": (lambda m: m["splits"]["train"][0].update(bytes="many"), "at least 0"),
+    "negative": (
+        lambda m: m["splits"]["train"][0].update(samples=-1),
+        "samples: expected a whole number >= 0",
+    ),
+    "boolean": (
+        lambda m: m["splits"]["train"][0].update(samples=True),
+        "samples: expected a whole number",
+    ),
+    "text": (
+        lambda m: m["splits"]["train"][0].update(bytes="many"),
+        "bytes: expected a whole number",
+    ),
     "rows": (lambda m: m["tables"][0].update(rows=10**12), "bytes of counts"),
     "dtype": (lambda m: m["schema"].update(id_dtype="object"), "id_dtype is 'object'"),
     "table": (lambda m: m["tables"].pop(), "features read the tables"),
     "twice": (lambda m: m["splits"]["test"].append(m["splits"]["test"][0]), "named twice"),
-    "no schema": (lambda m: m.pop("schema"), "schema is missing"),
-    "splits": (lambda m: m.update(splits=[]), "splits is missing or no table"),
+    "no schema": (lambda m: m.pop("schema"), "it lacks schema"),
+    "splits": (lambda m: m.update(splits=[]), "splits: expected a table"),
 }
 
 

@@ -335,10 +335,10 @@ NOTHING = {"file": "x", "bytes": 8, "sha256": ""}
         ("cold.numbers", Path.unlink, "cold.numbers is missing"),
         ("sets.json", cut, "is not valid JSON"),
         ("sets.json", set_key(format=9), "is of format 9, not 1"),
-        ("sets.json", set_key(files={}), "a file is missing or no table"),
+        ("sets.json", set_key(files={}), "files: it lacks hot"),
         (
             "sets.json",
-            set_key(files=dict.fromkeys(("hot", "cold"), NOTHING)),
+            set_key(files={"hot": NOTHING, "cold": NOTHING | {"file": "y"}}),
             "8 and 8 bytes are not 75 numbers",
         ),
     ],

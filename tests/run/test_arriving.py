@@ -9,8 +9,7 @@ from test_files import STEP
 
 from hotrow.cli._show import JsonLines, Screen, _facts
 from hotrow.run.files import RunWriter, read_steps
-from hotrow.run.pending_records import STEPS_BEHIND, Arriving
-from hotrow.run.tally import Tally
+from hotrow.run.tally import STEPS_BEHIND, Arriving, Tally
 from hotrow.support.records import LateStepRecord, StepRecord
 
 

@@ -18,7 +18,7 @@ from hotrow.cli import make_app
 from hotrow.run.board import TensorBoard
 from hotrow.run.config import load
 from hotrow.run.files import read_run, read_steps
-from hotrow.run.pending_records import STEPS_BEHIND
+from hotrow.run.tally import STEPS_BEHIND
 from hotrow.training.trainer import Trainer
 
 SMALL = (
@@ -136,7 +136,7 @@ def test_a_board_on_a_full_disk_costs_no_training(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(EventFileWriter, "add_event", full)
     result = train()
     assert result.exit_code == 0, result.output
-    assert result.stderr.count("TensorBoard is told no more: ") == 1
+    assert result.stderr.count("TensorBoard shows no more of this run: ") == 1
     assert "No space left on device. Training goes on" in result.stderr
     assert read_run("runs/default").outcome == "finished"
     assert Path("runs/default/model").is_dir()

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hotrow.run.files import (
-    EvalRecord,
-    RunRecord,
-    RunWriter,
-    StartRecord,
-    StepRecord,
-    Summary,
-    environment,
-    read_run,
-    read_start,
-    read_steps,
-)
+from hotrow.run.files import RunWriter, environment, read_run, read_start, read_steps
+from hotrow.support.records import EvalRecord, RunRecord, StartRecord, StepRecord, Summary
 
 STEP = StepRecord(
     step=1,

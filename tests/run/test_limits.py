@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hotrow.run.limits import limit_of
+from hotrow.run.tally import limit_of
 from hotrow.support.records import Times
 
 

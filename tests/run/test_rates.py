@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrow.run.rates import ScheduleSection
+from hotrow.run.config import ScheduleSection
 
 
 def reference(step: int, warmup: int, start: int, steps: int) -> float:
@@ -46,9 +46,9 @@ def test_a_constant_rate_needs_no_schedule() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"warmup_steps": -1}, "warmup_steps must be a number of at least 0, got -1"),
         ({"decay_start": 5}, "decay_start and decay_steps belong together"),
-        ({"decay_start": 5, "decay_steps": 0}, "decay_steps must be at least 1, got 0"),
+        ({"decay_start": 5, "decay_steps": 0}, "decay_steps must be a number of at least 1, got 0"),
         (
             {"warmup_steps": 9, "decay_start": 5, "decay_steps": 3},
             "decay_start is step 5, before the end of warm-up, step 9",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzzing import changed, fuzzed
+from fuzzing import changed, forged, fuzzed
 from hotrow.checkpoint.folder import latest_in
-from hotrow.checkpoint.manifest import _checksum
 from hotrow.run.config import RunConfig
 from hotrow.run.files import RunWriter
 from hotrow.run.job import build, open_data
@@ -54,22 +52,11 @@ def other_extra(run: Path, change: Callable[[Any], Any]) -> Iterator[None]:
     """What the checkpoint says of its run is another, with checksums that fit."""
     folder = latest_in(run / "checkpoints")
     assert folder is not None
-    state, manifest = folder / "state.json", folder / "checkpoint.json"
-    whole, listed = state.read_bytes(), manifest.read_bytes()
-    tree = json.loads(whole)
+    tree = json.loads((folder / "state.json").read_text())
     extra = next(each for each in tree["table"] if each[0] == "extra")
     extra[1] = change(extra[1])
-    text = json.dumps(tree).encode()
-    body = json.loads(listed)
-    body["state"] |= {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
-    del body["checksum"]
-    try:
-        state.write_bytes(text)
-        manifest.write_text(json.dumps(body | {"checksum": _checksum(body)}))
+    with forged(folder, "state.json", json.dumps(tree).encode()):
         yield
-    finally:
-        state.write_bytes(whole)
-        manifest.write_bytes(listed)
 
 
 @fuzzed

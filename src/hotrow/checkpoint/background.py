@@ -7,30 +7,27 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hotrow.checkpoint.manifest import Shard, TableRecord
-from hotrow.checkpoint.model import collections_of, tables_of
-from hotrow.checkpoint.saving import (
-    Piece,
-    Prepared,
-    being_saved,
-    end_save_before,
-    end_save_in,
-    pieces_in,
-    prepare,
-    records_of,
-    rows_at_once,
+from hotrow.checkpoint.manifest import CheckpointTable
+from hotrow.checkpoint.parts import collections_of, tables_of
+from hotrow.checkpoint.saving import Prepared, being_saved, end_save_before, end_save_in, prepare
+from hotrow.checkpoint.shards import (
+    RowSource,
+    RowWriter,
+    ShardRows,
+    Where,
+    cut_tables,
+    table_records,
 )
-from hotrow.checkpoint.tensors import pieces_of
-from hotrow.store.snapshot import Waits
+from hotrow.checkpoint.tensors import rows_at_once
+from hotrow.store.snapshot import Snapshot, Waits
 from hotrow.support.files import Disk
 from hotrow.support.messages import warn
 from hotrow.support.units import parse_bytes
@@ -134,7 +131,7 @@ class Save:
         atexit.unregister(self._at_exit)
 
     def tell(self) -> None:
-        """Warn of a failure that nobody was told."""
+        """Warn of a failure that was not raised or warned of yet."""
         atexit.unregister(self._at_exit)
         if self.error is not None and not self._is_told:
             self._is_told = True
@@ -184,59 +181,42 @@ class Save:
         for each in self._prepared.collections:
             each.end_snapshots()
 
-    def _write_rows(self, disk: Disk) -> tuple[TableRecord, ...]:
+    def _write_rows(self, disk: Disk) -> tuple[CheckpointTable, ...]:
         assert self._prepared is not None
         tables = tables_of(self._prepared.model)
+        writer = RowWriter(disk, _source, self._stop, why_stopped="it was abandoned")
         # Tables of one width have one snapshot, which is read in the order of its ids.
-        pieces = sorted(pieces_in(tables), key=lambda each: _snapshot(each)[1] + each.first)
-        written = [(piece, self._write(disk, piece)) for piece in pieces]
+        pieces = sorted(
+            cut_tables(tables, with_state=True),
+            key=lambda piece: _snapshot(piece)[1] + piece.first,
+        )
+        written = [(piece, writer.write(piece)) for piece in pieces]
         self._end_snapshots()
-        return records_of(tables, written)
-
-    def _write(self, disk: Disk, piece: Piece) -> Shard | None:
-        snapshot, base = _snapshot(piece)
-        first = base + piece.first
-        if snapshot.only is None:
-            return piece.put(disk, self._watched(_all(piece)), piece.span)
-        ids = snapshot.only.between(first, first + piece.span)
-        if not len(ids):
-            return None
-        return piece.put(disk, self._watched(_some(piece, ids)), len(ids))
-
-    def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for part in parts:
-            if self._stop.is_set():
-                raise InterruptedError("it was abandoned")
-            yield part
+        return table_records(tables, written)
 
 
 def _give_way() -> None:
-    """Let whoever trains have the cores first: on two of them a step took 2.2 times as long beside
+    """Let training have the cores first: on two of them a step took 2.2 times as long beside
     a save, and 1.3 times if its thread gives way (benchmarks/LOG.md)."""
     if sys.platform == "linux":  # where a thread has a priority of its own
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _snapshot(piece: Piece) -> Any:
+def _snapshot(piece: ShardRows) -> tuple[Snapshot, int]:
     return piece.table.collection.snapshot(piece.table.name)
 
 
-def _all(piece: Piece) -> Iterator[bytes | memoryview]:
-    (snapshot, base), width = _snapshot(piece), piece.table.stored.shape[1]
-    yield piece.head(width)
-    first, last = base + piece.first, base + piece.first + piece.span
-    most = _PIECES_AT_ONCE * rows_at_once(piece.table.stored)
-    out = torch.empty(min(most, piece.span), width)
-    for begin in range(first, last, most):
-        yield from pieces_of(snapshot.read(slice(begin, min(begin + most, last)), out))
+def _source(piece: ShardRows) -> RowSource:
+    snapshot, base = _snapshot(piece)
+    ids, most = None, _PIECES_AT_ONCE * rows_at_once(piece.width)
+    if snapshot.only is not None:
+        ids = snapshot.only.between(base + piece.first, base + piece.last) - base
+    out = torch.empty(min(most, piece.span if ids is None else len(ids)), piece.width)
 
+    def read(where: Where) -> Tensor:
+        if isinstance(where, slice):
+            return snapshot.read(slice(base + where.start, base + where.stop), out)
+        return snapshot.read(where + base, out)
 
-def _some(piece: Piece, ids: torch.Tensor) -> Iterator[bytes | memoryview]:
-    (snapshot, base), width = _snapshot(piece), piece.table.stored.shape[1]
-    yield piece.head(width, ids)
-    yield from pieces_of(ids - base)
-    most = _PIECES_AT_ONCE * rows_at_once(piece.table.stored)
-    out = torch.empty(min(most, len(ids)), width)
-    for part in ids.split(most):
-        yield from pieces_of(snapshot.read(part, out))
+    return ids, read, most

@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from hotrow.checkpoint.format import DENSE, file_of
+from hotrow.checkpoint.manifest import DENSE
 from hotrow.checkpoint.tables import TABLE_FILES, read_tables
-from hotrow.checkpoint.tensors import read_tensors
+from hotrow.checkpoint.tensors import read_tensors, row_not_finite
 from hotrow.support.files import Disk, FileRecord, inside, why_wrong
-from hotrow.support.manifests import Reader, read_json
+from hotrow.support.manifests import Count, check_files, check_format, converted, read_json
+from hotrow.support.version import __version__
 
 EXPORT = "export.json"
 TABLES, SERVED = "exported tables", "model to serve"
@@ -36,8 +36,45 @@ _NO_RECORD = (
 class ExportedTable:
     key: str  # its name in the file
     file: str
-    rows: int
-    dim: int
+    rows: Count
+    dim: Count
+
+
+@dataclass(frozen=True)
+class Export:
+    """What export.json holds, beside the number of its format."""
+
+    kind: str
+    tables: tuple[ExportedTable, ...]
+    files: tuple[FileRecord, ...]
+    made_by: str = f"hotrow {__version__}"
+
+    def __post_init__(self) -> None:
+        check_files(file.file for file in self.files)
+        _check_tables({table.file for table in self.tables})
+
+
+@dataclass(frozen=True)
+class _ServedTable:
+    file: str
+    embedding_dim: Count
+
+
+@dataclass(frozen=True)
+class _ServedModel:
+    """What model.json holds that is needed here."""
+
+    tables: tuple[_ServedTable, ...]
+
+    def __post_init__(self) -> None:
+        _check_tables({table.file for table in self.tables})
+
+
+def _check_tables(files: set[str]) -> None:
+    check_files(files)
+    for name in files:
+        if Path(name).suffix not in TABLE_FILES:
+            raise ValueError(f"{name} is no file of tables")
 
 
 @dataclass(frozen=True)
@@ -52,16 +89,9 @@ def write_export(
     folder: Path, kind: str, tables: Sequence[ExportedTable], files: Iterable[FileRecord]
 ) -> None:
     """Write the record of an export whose files are all in place."""
-    from hotrow.support.version import __version__  # here, because the package imports this
-
-    found = {
-        "format": _FORMAT,
-        "kind": kind,
-        "tables": [asdict(table) for table in tables],
-        "files": [asdict(file) for file in files],
-        "made_by": f"hotrow {__version__}",
-    }
-    Disk(folder).write(EXPORT, [json.dumps(found, indent=1).encode()])
+    export = Export(kind, tuple(tables), tuple(files))
+    record = {"format": _FORMAT, **asdict(export)}
+    Disk(folder).write(EXPORT, [json.dumps(record, indent=1).encode()])
 
 
 def is_export(folder: Path) -> bool:
@@ -84,31 +114,15 @@ def verify_export(folder: Path) -> VerifiedExport:
     """Compare an export with its record; a ValueError names what has changed."""
     if not (folder / EXPORT).is_file():
         return _verify_values(folder)
-    read = Reader(str(folder / EXPORT), remedy=_REMEDY)
-    top = read.table(read_json(folder / EXPORT), "the record")
-    if (version := read.number(top, "format")) != _FORMAT:
-        raise ValueError(
-            f"{folder / EXPORT} has format {version}, and this hotrow reads {_FORMAT}; update "
-            "hotrow"
-        )
-    files = [file_of(read, each) for each in read.items(top, "files")]
-    for file in files:
+    where, record = str(folder / EXPORT), read_json(folder / EXPORT)
+    check_format(record, _FORMAT, where=where, remedy=_REMEDY)
+    export = converted(Export, record, where=where, remedy=_REMEDY)
+    for file in export.files:
         if wrong := why_wrong(folder, file, contents=True):
             raise ValueError(f"{wrong}; {_REMEDY}")
-    for each in read.items(top, "tables"):
-        table = _table(read, each)
+    for table in export.tables:
         _check_shape(inside(folder, table.file), table)
-    size = sum(file.bytes for file in files)
-    return VerifiedExport(read.text(top, "kind"), len(files), size)
-
-
-def _table(read: Reader, found: Any) -> ExportedTable:
-    found = read.table(found, "a table")
-    rows, dim = read.number(found, "rows"), read.number(found, "dim")
-    table = ExportedTable(read.text(found, "key"), read.path(found), rows, dim)
-    if Path(table.file).suffix not in TABLE_FILES:
-        raise read.wrong(f"{table.file} is no file of tables")
-    return table
+    return VerifiedExport(export.kind, len(export.files), sum(file.bytes for file in export.files))
 
 
 def _check_shape(path: Path, table: ExportedTable) -> None:
@@ -127,18 +141,14 @@ def _verify_values(folder: Path) -> VerifiedExport:
             rows = 0
             for first, piece in pieces:
                 rows += len(piece)
-                if not bool(piece.isfinite().all()):
-                    row = first + int((~piece.isfinite().all(1)).nonzero()[0])
-                    raise ValueError(f"{path}: row {row:,} of {name} is not finite; {_REMEDY}")
+                if (row := row_not_finite(piece)) is not None:
+                    raise ValueError(
+                        f"{path}: row {first + row:,} of {name} is not finite; {_REMEDY}"
+                    )
             if rows != shape[0]:
                 raise ValueError(f"{path} has {rows:,} of {shape[0]:,} rows of {name}; {_REMEDY}")
     dense = folder / DENSE
-    with dense.open("rb") as file:
-        try:
-            tensors = read_tensors(file, dense.stat().st_size)
-        except ValueError as error:
-            raise ValueError(f"{dense} cannot be read: {error}; {_REMEDY}") from None
-    for name, tensor in tensors.items():
+    for name, tensor in read_tensors(dense, remedy=_REMEDY).items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ValueError(f"{dense}: {name} holds NaN; {_REMEDY}")
     size = sum(path.stat().st_size for path in (*paths, dense))
@@ -147,16 +157,14 @@ def _verify_values(folder: Path) -> VerifiedExport:
 
 
 def _tables_of_served(folder: Path) -> list[Path]:
-    read = Reader(str(folder / _MODEL), remedy=_REMEDY)
-    top = read.table(read_json(folder / _MODEL), "the model")
+    where, found = str(folder / _MODEL), read_json(folder / _MODEL)
     paths = []
-    for each in read.items(top, "tables"):
-        about = read.table(each, "a table")
-        path, dim = inside(folder, read.path(about)), read.number(about, "embedding_dim")
-        if not path.is_file() or path.suffix not in TABLE_FILES:
-            raise ValueError(f"{path} is missing or no file of tables; {_REMEDY}")
+    for table in converted(_ServedModel, found, where=where, remedy=_REMEDY).tables:
+        path = inside(folder, table.file)
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {_REMEDY}")
         shapes = [shape for name, shape, _ in read_tables(path) if name == "weight"]
-        if [math.prod(shape[1:]) for shape in shapes] != [dim]:
-            raise ValueError(f"{path} holds no rows of {dim} numbers; {_REMEDY}")
+        if [math.prod(shape[1:]) for shape in shapes] != [table.embedding_dim]:
+            raise ValueError(f"{path} holds no rows of {table.embedding_dim} numbers; {_REMEDY}")
         paths.append(path)
     return paths

@@ -15,7 +15,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from hotrow.checkpoint.manifest import MANIFEST, NAME, read_manifest
+from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME, read_manifest
 from hotrow.support.files import PARTIAL, Disk, make_durable
 from hotrow.support.messages import warn
 
@@ -24,10 +24,10 @@ IN_RUN = "checkpoints"  # the folder of a run's
 
 
 class Lock:
-    """Of a folder while somebody saves there: another process would take away what is not whole.
+    """Locks a folder during a save: another process would remove what is not whole.
 
     It is the folder's own, so that no file is left; with the process it goes in any case. Where a
-    file system has no such locks, nobody is refused.
+    file system has no such locks, no process is refused.
     """
 
     def __init__(self, root: Path) -> None:
@@ -54,11 +54,11 @@ def _unlock(handle: int, owner: int) -> None:
 
 def saved_in(root: Path) -> list[Path]:
     """Whole checkpoints of a folder, oldest first."""
-    return [path for path in named_in(root) if (path / MANIFEST).is_file()]
+    return [path for path in named_in(root) if (path / CHECKPOINT_FILE).is_file()]
 
 
 def named_in(root: Path) -> list[Path]:
-    """What has the name of a checkpoint, oldest first: it was whole, unless somebody took of it."""
+    """Return what has the name of a checkpoint, oldest first. It was whole once."""
     there = root.iterdir() if root.is_dir() else ()
     found = [path for path in there if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: number_of(path.name))
@@ -89,9 +89,9 @@ def latest_in(root: Path) -> Path | None:
 def why_not_latest(root: Path) -> str | None:
     """What became of the one that `latest` names, where another is taken in its place."""
     named = named_latest(root)
-    if named is None or (root / named / MANIFEST).is_file():
+    if named is None or (root / named / CHECKPOINT_FILE).is_file():
         return None
-    what = f"has no {MANIFEST}" if (root / named).exists() else "is gone"
+    what = f"has no {CHECKPOINT_FILE}" if (root / named).exists() else "is gone"
     return f"{root / named}, which {LATEST!r} names, {what}: the newest of the others is taken"
 
 
@@ -106,7 +106,7 @@ def named_latest(root: Path) -> str | None:
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint's own folder, from that, from the folder of several, or from a run's."""
     path = Path(path)
-    if (path / MANIFEST).is_file():
+    if (path / CHECKPOINT_FILE).is_file():
         return path
     for root in (path, path / IN_RUN):
         if (found := latest_in(root)) is not None:
@@ -141,7 +141,7 @@ def go_back(root: Path, step: int) -> Path | None:
 def clean(root: Path, keep: int | None) -> None:
     """Remove what died while it was made, and all but the newest `keep` checkpoints.
 
-    The latest stays, and so do parents of those that stay. One whose manifest somebody took counts
+    The latest stays, and so do parents of those that stay. One whose manifest is gone counts
     as none, and goes when a whole one of its age would.
     """
     for path in root.glob(f"*{PARTIAL}"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,36 +15,24 @@ from torch import Tensor, nn
 
 from hotrow.checkpoint.folder import find_checkpoint
 from hotrow.checkpoint.manifest import (
-    IDS,
-    ROWS,
-    Manifest,
+    OTHER_COPY,
+    CheckpointManifest,
+    CheckpointTable,
     Shard,
-    TableRecord,
     read_manifest,
 )
-from hotrow.checkpoint.model import collections_of, dense_state, refuse_other, rows_apart, tables_of
-from hotrow.checkpoint.parts import load_part
+from hotrow.checkpoint.parts import collections_of, load_part, refuse_other, rows_apart, tables_of
 from hotrow.checkpoint.saving import end_save_in
-from hotrow.checkpoint.tensors import (
-    PIECE_BYTES,
-    Section,
-    bytes_of,
-    read_head,
-    read_into,
-    read_tensors,
-)
+from hotrow.checkpoint.shards import ShardReader, open_shard
+from hotrow.checkpoint.tensors import read_tensors, row_not_finite
 from hotrow.checkpoint.tree import unpack
-from hotrow.support.files import BlockSums, FileRecord, inside, why_wrong
+from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
 from hotrow.support.progress import bytes_bar
 from hotrow.support.random_states import restore_random_states
 
 _READERS = 4
-_REMEDY = "take a copy that is whole, or another checkpoint"
-
-Take = Callable[[int, Tensor], object]  # rows from a number on
-TakeSome = Callable[[Tensor, Tensor], object]  # row numbers, and those rows
 
 
 class RowsReplaced(ValueError):
@@ -106,7 +93,7 @@ class Checkpoint:
         newest.check_tables(self._chain)
 
     @property
-    def tables(self) -> tuple[TableRecord, ...]:
+    def tables(self) -> tuple[CheckpointTable, ...]:
         return self.manifest.tables
 
     @property
@@ -114,12 +101,7 @@ class Checkpoint:
         return sum(shard.bytes for link in self._chain for shard in link.manifest.shards)
 
     def _tensors(self, file: FileRecord) -> dict[str, Tensor]:
-        path = inside(self.folder, file.file)
-        try:
-            with path.open("rb", buffering=0) as opened:
-                return read_tensors(opened, file.bytes)
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}; {_REMEDY}") from None
+        return read_tensors(inside(self.folder, file.file), remedy=OTHER_COPY)
 
     def _state(self) -> dict[str, Any]:
         path = inside(self.folder, self.manifest.state.file)
@@ -133,16 +115,16 @@ class Checkpoint:
             if not all(isinstance(key, str) for key in (*found["rows"], *found["parts"])):
                 raise ValueError("a part of it has no name")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; {_REMEDY}") from None
+            raise ValueError(f"{path} cannot be read: {error}; {OTHER_COPY}") from None
         return found
 
     # -- loading -----------------------------------------------------------------------
 
     def check(self, model: nn.Module, parts: Mapping[str, Any]) -> None:
         """Compare names, shapes and optimizers with those here; a ValueError says what differs."""
-        here, saved = _shapes(model), {each.key: [each.rows, each.dim] for each in self.tables}
-        saved |= {key: list(each.shape) for key, each in self.dense.items()}
-        refuse_other(self.folder, saved, here)
+        saved = {table.key: [table.rows, table.dim] for table in self.tables}
+        saved |= {key: list(tensor.shape) for key, tensor in self.dense.items()}
+        refuse_other(self.folder, saved, model)
         with self._fitting():
             rules = {key: each["rule"] for key, each in self.state["rows"].items()}
         for name, each in collections_of(model).items():
@@ -191,25 +173,26 @@ class Checkpoint:
             for each in collections_of(model).values():
                 stack.enter_context(each.replacing())
 
-            def load(link: _Link, table: TableRecord, shard: Shard) -> None:
+            def load(link: _Link, table: CheckpointTable, shard: Shard) -> None:
                 into = tables[table.key].stored
-                if link.manifest.parent is None and into.device.type == "cpu":
-                    link.read_rows_to(table, shard, into)
-                    return
-                link.read_rows(
-                    table, shard,
-                    take=lambda first, rows: into[first : first + len(rows)].copy_(rows),
-                    take_some=lambda ids, rows: into.index_copy_(
-                        0, ids.to(into.device), rows.to(into.device)
-                    ),
-                )  # fmt: skip
+                with link.open(table, shard) as reader:
+                    if link.is_whole and into.device.type == "cpu":
+                        reader.read_to(into[shard.first : shard.first + shard.span])
+                        return
+                    for where, rows in reader.pieces():
+                        if isinstance(where, slice):
+                            into[where].copy_(rows)
+                        else:
+                            into.index_copy_(0, where.to(into.device), rows.to(into.device))
 
             try:
                 self._each_shard("loading a checkpoint", load)
             except ValueError as error:
                 raise RowsReplaced(error) from None
 
-    def _each_shard(self, title: str, work: Callable[[_Link, TableRecord, Shard], None]) -> None:
+    def _each_shard(
+        self, title: str, work: Callable[[_Link, CheckpointTable, Shard], None]
+    ) -> None:
         """In threads; those of a parent before those of its children."""
         done = 0
         with bytes_bar(title) as advance, ThreadPoolExecutor(_READERS) as pool:
@@ -231,20 +214,16 @@ class Checkpoint:
         """Read everything: checksums, shapes, row numbers, and whether all numbers are numbers."""
         for key, each in self.dense.items():
             if each.is_floating_point() and not bool(each.isfinite().all()):
-                raise ValueError(f"{self.folder}: {key} holds values that are no numbers")
+                raise ValueError(f"{self.folder}: {key} holds NaN or infinite values")
 
-        def check(link: _Link, table: TableRecord, shard: Shard) -> None:
-            def finite(ids: Tensor | range, rows: Tensor) -> None:
-                if not bool(rows.isfinite().all()):
-                    at = int(ids[int((~rows.isfinite().all(1)).nonzero()[0])])
-                    raise ValueError(
-                        f"{link.folder / shard.file}: row {at:,} holds values that are no numbers"
-                    )
-
-            link.read_rows(
-                table, shard, take_some=finite,
-                take=lambda first, rows: finite(range(first, first + len(rows)), rows),
-            )  # fmt: skip
+        def check(link: _Link, table: CheckpointTable, shard: Shard) -> None:
+            with link.open(table, shard) as reader:
+                for where, rows in reader.pieces():
+                    if (row := row_not_finite(rows)) is not None:
+                        at = where.start + row if isinstance(where, slice) else int(where[row])
+                        raise ValueError(
+                            f"{link.folder / shard.file}: row {at:,} holds NaN or infinite values"
+                        )
 
         for link in self._chain[:-1]:
             for file in link.manifest.small_files:
@@ -259,14 +238,20 @@ class Checkpoint:
 
     def rows(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """All rows of a table with their state, in pieces: (first row, [n, dim + state])."""
-        table = next(each for each in self.tables if each.key == key)
-        whole, *changes = self._chain
-        later = [link.changes(key) for link in changes]
-        for shard in whole.table(key).shards:
-            for first, rows in whole.pieces(table, shard):
-                for change in later:
-                    change.put_on(first, rows)
-                yield first, rows
+        whole, *children = self._chain
+        changes = [change for link in children for change in link.changes(key)]
+        table = whole.table(key)
+        for shard in table.shards:
+            with whole.open(table, shard) as reader:
+                for where, rows in reader.pieces():
+                    assert isinstance(where, slice)
+                    for ids, changed in changes:  # later ones replace those before
+                        ends = torch.tensor([where.start, where.stop])
+                        low, high = torch.searchsorted(ids, ends).tolist()
+                        if low < high:
+                            newer = torch.from_numpy(np.array(changed[low:high]))
+                            rows[ids[low:high] - where.start] = newer
+                    yield where.start, rows
 
 
 @dataclass(frozen=True)
@@ -274,10 +259,14 @@ class _Link:
     """One checkpoint of a chain."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
-    def table(self, key: str) -> TableRecord:
-        return next(each for each in self.manifest.tables if each.key == key)
+    @property
+    def is_whole(self) -> bool:
+        return self.manifest.parent is None
+
+    def table(self, key: str) -> CheckpointTable:
+        return next(table for table in self.manifest.tables if table.key == key)
 
     def check_tables(self, chain: list[_Link]) -> None:
         mine = [(each.key, each.rows, each.width) for each in self.manifest.tables]
@@ -285,141 +274,19 @@ class _Link:
             if [(each.key, each.rows, each.width) for each in link.manifest.tables] != mine:
                 raise ValueError(f"{self.folder} and its parent {link.folder} have other tables")
 
-    def read_rows(
-        self, table: TableRecord, shard: Shard, *, take: Take, take_some: TakeSome
-    ) -> None:
-        """Hands rows on in pieces; says at the end if they were not those that were written."""
-        with self._open(table, shard) as reader:
-            ids = reader.ids()
-            for first, rows in reader.pieces():
-                if ids is None:
-                    take(shard.first + first, rows)
-                else:
-                    take_some(ids[first : first + len(rows)], rows)
-            reader.finish()
+    def open(self, table: CheckpointTable, shard: Shard) -> AbstractContextManager[ShardReader]:
+        return open_shard(inside(self.folder, shard.file), table, shard, whole=self.is_whole)
 
-    def read_rows_to(self, table: TableRecord, shard: Shard, into: Tensor) -> None:
-        """The same for all rows of a span, straight into their places."""
-        with self._open(table, shard) as reader:
-            memory = bytes_of(into[shard.first : shard.first + shard.span])
-            for first in range(0, len(memory), PIECE_BYTES):
-                reader.fill(memory[first : first + PIECE_BYTES])
-            reader.finish()
-
-    def pieces(self, table: TableRecord, shard: Shard) -> Iterator[tuple[int, Tensor]]:
-        with self._open(table, shard) as reader:
-            reader.ids()
-            for first, rows in reader.pieces():
-                yield shard.first + first, rows.clone()
-            reader.finish()
-
-    def changes(self, key: str) -> _Changes:
-        table, found = self.table(key), []
+    def changes(self, key: str) -> Iterator[tuple[Tensor, Any]]:
+        """Yield the rows that this one has beside its parent's: their numbers, and the rows."""
+        table = self.table(key)
         for shard in table.shards:
-            with self._open(table, shard) as reader:
-                ids = reader.ids()
-                assert ids is not None
-                for _ in reader.pieces():
-                    pass
-                reader.finish()
-                where = reader.place_of_rows
-            shape, path = (shard.rows, table.width), inside(self.folder, shard.file)
-            rows = np.memmap(path, np.float32, "r", where, shape)
-            found.append((ids, rows))
-        return _Changes(found)
-
-    def _open(self, table: TableRecord, shard: Shard) -> _ShardReader:
-        return _ShardReader(self, table, shard)
-
-
-class _Changes:
-    """The rows of a table that a checkpoint has beside its parent's."""
-
-    def __init__(self, found: list[tuple[Tensor, Any]]) -> None:
-        self._found = found
-
-    def put_on(self, first: int, rows: Tensor) -> None:
-        last = first + len(rows)
-        for ids, changed in self._found:
-            low, high = torch.searchsorted(ids, torch.tensor([first, last])).tolist()
-            if low < high:
-                rows[ids[low:high] - first] = torch.from_numpy(np.array(changed[low:high]))
-
-
-class _ShardReader:
-    """One pass over a shard, from its first byte to its last."""
-
-    def __init__(self, link: _Link, table: TableRecord, shard: Shard) -> None:
-        self._path, self._shard, self._width = inside(link.folder, shard.file), shard, table.width
-        self._digest = BlockSums()
-        self._has_ids = link.manifest.parent is not None
-
-    def __enter__(self) -> _ShardReader:
-        self._file: IO[bytes] = self._path.open("rb", buffering=0)
-        try:
-            size = os.fstat(self._file.fileno()).st_size
-            begin, sections = read_head(self._file, size)
-            self._digest.update(begin)
-            self._check(sections)
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, ValueError):
-                raise self._wrong(str(error)) from None
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _check(self, sections: dict[str, Section]) -> None:
-        count = self._shard.rows
-        expected: dict[str, Any] = {ROWS: ("F32", (count, self._width))}
-        if self._has_ids:
-            expected = {IDS: ("I64", (count,)), **expected}
-        found = {name: (each.dtype, each.shape) for name, each in sections.items()}
-        if found != expected:
-            raise ValueError(f"it holds {found}, and by the manifest {expected}")
-        in_order = sorted(sections, key=lambda name: sections[name].first)
-        if in_order != list(expected):
-            raise ValueError("its row numbers do not come first")
-        self.place_of_rows = sections[ROWS].first
-
-    def _wrong(self, what: str) -> ValueError:
-        return ValueError(f"{self._path} is damaged: {what}; {_REMEDY}")
-
-    def fill(self, memory: memoryview) -> None:
-        try:
-            read_into(self._file, memory)
-        except ValueError as error:
-            raise self._wrong(str(error)) from None
-        self._digest.update(memory)
-
-    def ids(self) -> Tensor | None:
-        """The row numbers, which come before the rows; None: there are none, as rows are all."""
-        if not self._has_ids:
-            return None
-        ids, shard = torch.empty(self._shard.rows, dtype=torch.int64), self._shard
-        self.fill(bytes_of(ids))
-        if len(ids) and (
-            not bool((ids[1:] > ids[:-1]).all())
-            or int(ids[0]) < shard.first
-            or int(ids[-1]) >= shard.first + shard.span
-        ):
-            raise self._wrong("its row numbers are not those of the manifest, in order")
-        return ids
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Rows in memory that is used again: (first, [n, width])."""
-        most = max(1, PIECE_BYTES // (4 * self._width))
-        room = torch.empty(min(most, self._shard.rows), self._width)
-        for first in range(0, self._shard.rows, most):
-            rows = room[: min(most, self._shard.rows - first)]
-            self.fill(bytes_of(rows))
-            yield first, rows
-
-    def finish(self) -> None:
-        if self._file.read(1) or self._digest.hexdigest() != self._shard.sums:
-            raise self._wrong("it has changed since it was written: its checksum is another")
+            with self.open(table, shard) as reader:
+                ids = [where for where, _ in reader.pieces() if isinstance(where, Tensor)]
+                place = reader.section.first
+            if ids:
+                path, shape = inside(self.folder, shard.file), (shard.rows, table.width)
+                yield torch.cat(ids), np.memmap(path, np.float32, "r", place, shape)
 
 
 def _chain(folder: Path) -> Iterator[_Link]:
@@ -441,11 +308,6 @@ def _chain(folder: Path) -> Iterator[_Link]:
     return reversed(found)
 
 
-def _shapes(model: nn.Module) -> dict[str, list[int]]:
-    here = {key: [table.rows, table.dim] for key, table in tables_of(model).items()}
-    return here | {key: list(each.shape) for key, each in dense_state(model).items()}
-
-
 def _refuse(wrong: str | None) -> None:
     if wrong:
-        raise ValueError(f"{wrong}; {_REMEDY}")
+        raise ValueError(f"{wrong}; {OTHER_COPY}")

@@ -1,17 +1,102 @@
-"""Optimizers, and whatever else has a state of its own, loaded on the device that is here."""
+"""The parts of a model that are saved: tables of its collections, and all that is no row."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hotrow.embedding.collection import EmbeddingBagCollection
+
+_NAMED = 3  # differences in a message
 # How an optimizer computes: that is for the device here to say.
 _FORMS = ("fused", "foreach", "capturable", "differentiable")
 
 
+@dataclass(frozen=True)
+class TableRows:
+    """A table of one of the model's collections."""
+
+    collection: EmbeddingBagCollection
+    name: str
+    rows: int
+    dim: int
+
+    @property
+    def stored(self) -> Tensor:
+        """All of its rows where they lie, with their state."""
+        return self.collection.stored(self.name)
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Numbers of each piece of state behind the weights of a row."""
+        return self.collection.state_widths(self.name)
+
+
+def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Return all collections of a model by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+    }
+
+
+def tables_of(model: nn.Module) -> dict[str, TableRows]:
+    """Return all tables by the names that their weights have in a state dict."""
+    return {
+        f"{name}.{collection.key_of(table.name)}".lstrip("."): TableRows(
+            collection, table.name, table.num_embeddings, table.embedding_dim
+        )
+        for name, collection in collections_of(model).items()
+        for table in collection.tables
+    }
+
+
+def dense_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict without rows, which would not fit one."""
+    with rows_apart(model):
+        state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}, and only tensors are saved; take it out of "
+                "the module's extra state"
+            )
+    return dict(state)
+
+
+def rows_apart(model: nn.Module) -> ExitStack:
+    """Inside, the model's state dict is the dense part's."""
+    stack = ExitStack()
+    for collection in collections_of(model).values():
+        stack.enter_context(collection.rows_apart())
+    return stack
+
+
+def refuse_other(folder: Path, saved: Mapping[str, list[int]], model: nn.Module) -> None:
+    """Compare names and shapes with a model's; a ValueError says what differs."""
+    here = {key: [table.rows, table.dim] for key, table in tables_of(model).items()}
+    here |= {key: list(tensor.shape) for key, tensor in dense_state(model).items()}
+    unlike = [f"{key} {shape} is saved alone" for key, shape in saved.items() if key not in here]
+    unlike += [f"{key} {shape} is not saved" for key, shape in here.items() if key not in saved]
+    unlike += [
+        f"{key} is saved as {saved[key]}, and the model's is {here[key]}"
+        for key in saved
+        if key in here and saved[key] != here[key]
+    ]
+    if unlike:
+        more = f"; {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""
+        raise ValueError(f"{folder} is of another model: {'; '.join(unlike[:_NAMED])}{more}")
+
+
 def load_part(part: Any, state: Any) -> None:
+    """Load the state of an optimizer, or of whatever else has one, on the device that is here."""
     if isinstance(part, torch.optim.Optimizer):
         _load_optimizer(part, state)
     else:
@@ -35,7 +120,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 
 def _as_here(value: Any, now: Any) -> Any:
-    """A setting in the form it has here: a captured step reads a tensor at one place."""
+    """Return a setting in the form it has here: a captured step reads a tensor at one place."""
     if isinstance(now, Tensor) and isinstance(value, Tensor | float | int):
         return now.copy_(torch.as_tensor(value))
     if isinstance(now, float) and isinstance(value, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,30 +13,40 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hotrow.checkpoint import manifest as records
 from hotrow.checkpoint.folder import Lock, clean, next_name, number_of, put_in_place, saved_in
-from hotrow.checkpoint.manifest import Manifest, Parent, Shard, TableRecord, read_manifest
-from hotrow.checkpoint.model import Table, collections_of, dense_state, tables_of
-from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
+from hotrow.checkpoint.manifest import (
+    CHECKPOINT_FILE,
+    DENSE,
+    STATE,
+    STATE_TENSORS,
+    CheckpointManifest,
+    CheckpointTable,
+    Parent,
+    read_manifest,
+    to_json,
+    with_checksum,
+)
+from hotrow.checkpoint.parts import collections_of, dense_state, tables_of
+from hotrow.checkpoint.shards import (
+    RowSource,
+    RowWriter,
+    ShardRows,
+    Where,
+    cut_tables,
+    put,
+    table_records,
+)
+from hotrow.checkpoint.tensors import packed, rows_at_once
 from hotrow.checkpoint.tree import pack
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.support.files import (
-    PARTIAL,
-    BlockSums,
-    Digest,
-    Disk,
-    FileRecord,
-    make_durable,
-    make_folder,
-)
+from hotrow.support.files import PARTIAL, Disk, make_durable, make_folder
 from hotrow.support.numbers import whole
 from hotrow.support.progress import bytes_bar
 from hotrow.support.random_states import random_states
+from hotrow.support.version import __version__
 
-SHARD_BYTES = 256 << 20
 _WRITERS = 4  # also where cores are fewer: some wait for the disk
 
 being_saved: dict[Path, Any] = {}  # by folder: the last one that was begun in the background
@@ -106,14 +116,14 @@ class Prepared:
                 each.changed_since = None
                 each.note_changes()
 
-    def write(self, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Path:
+    def write(self, rows: Callable[[Disk], tuple[CheckpointTable, ...]]) -> Path:
         """All files, and then the folder's name; `rows` writes those of tables."""
         try:
             return self._write_folder(rows)
         finally:
             self.lock.release()
 
-    def _write_folder(self, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Path:
+    def _write_folder(self, rows: Callable[[Disk], tuple[CheckpointTable, ...]]) -> Path:
         disk, path = Disk(self.root / (self.name + PARTIAL)), self.root / self.name
         try:
             manifest = self._write(disk, rows)
@@ -130,30 +140,57 @@ class Prepared:
         clean(self.root, self.keep)
         return path
 
-    def _write(self, disk: Disk, rows: Callable[[Disk], tuple[TableRecord, ...]]) -> Manifest:
+    def _write(
+        self, disk: Disk, rows: Callable[[Disk], tuple[CheckpointTable, ...]]
+    ) -> CheckpointManifest:
         """All files, the manifest last."""
-        from hotrow.support.version import __version__  # here, because the package imports this
-
         (disk.folder / "rows").mkdir(parents=True)
         tables = rows(disk)  # first: training need not keep old rows any more
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=self.step,
-            dense=put(disk, records.DENSE, packed(self.dense)),
-            state=put(disk, records.STATE, [self.state]),
-            state_tensors=put(disk, records.STATE_TENSORS, packed(self.state_tensors)),
+            dense=put(disk, DENSE, packed(self.dense)),
+            state=put(disk, STATE, [self.state]),
+            state_tensors=put(disk, STATE_TENSORS, packed(self.state_tensors)),
             tables=tables,
             parent=self.since,
             made_by=f"hotrow {__version__}",
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        manifest = records.with_checksum(manifest)
+        manifest = with_checksum(manifest)
         make_durable(disk.folder / "rows")
-        disk.write(records.MANIFEST, [records.to_json(manifest).encode()])
+        disk.write(CHECKPOINT_FILE, [to_json(manifest)])
         return manifest
 
-    def write_rows(self, disk: Disk) -> tuple[TableRecord, ...]:
-        """From where they lie, by several threads, while nobody trains."""
-        return _write_rows(disk, tables_of(self.model), only_changed=self.since is not None)
+    def write_rows(self, disk: Disk) -> tuple[CheckpointTable, ...]:
+        """Write rows from where they lie, in several threads, while training stands still."""
+        tables = tables_of(self.model)
+        total, done = sum(4 * table.stored.numel() for table in tables.values()), 0
+        written, stop = [], threading.Event()
+        writer = RowWriter(
+            disk, self._stored, stop, why_stopped="another part of the checkpoint was not written"
+        )
+        pieces = list(cut_tables(tables, with_state=True))
+        with bytes_bar("saving a checkpoint") as advance, ThreadPoolExecutor(_WRITERS) as pool:
+            try:
+                for piece, shard in zip(pieces, pool.map(writer.write, pieces), strict=True):
+                    written.append((piece, shard))
+                    done += 0 if shard is None else shard.bytes
+                    advance(min(done, total), total)
+            except BaseException:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return table_records(tables, written)
+
+    def _stored(self, piece: ShardRows) -> RowSource:
+        table, rows, ids = piece.table, piece.table.stored, None
+        if self.since is not None:
+            ids = table.collection.changed_rows(table.name, piece.first, piece.last)
+
+        def read(where: Where) -> Tensor:
+            return rows[where if isinstance(where, slice) else where.to(rows.device)]
+
+        return ids, read, rows_at_once(piece.width)
 
 
 def prepare(
@@ -246,15 +283,6 @@ def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent 
     return None
 
 
-def put(
-    disk: Disk, name: str, parts: Iterable[bytes | memoryview], digest: Digest | None = None
-) -> FileRecord:
-    """A file that is on the disk; its name in the folder is when the folder is."""
-    found = disk.write(name, parts, durable=False, digest=digest)
-    make_durable(disk.folder / name)
-    return found
-
-
 def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any]:
     for name, part in parts.items():
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
@@ -269,116 +297,3 @@ def _state(model: nn.Module, parts: dict[str, Any], extra: Any) -> dict[str, Any
         "random": random_states(),
         "extra": extra,
     }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows that go into one shard."""
-
-    number: int  # of their table
-    place: int  # of the shard
-    table: Table
-    key: str
-    first: int
-    span: int
-
-    @property
-    def file(self) -> str:
-        return f"rows/{self.number:03}-{self.place:05}.safetensors"
-
-    def put(self, disk: Disk, parts: Iterable[bytes | memoryview], count: int) -> Shard:
-        file = put(disk, self.file, parts, digest=BlockSums())
-        return Shard(file.file, file.bytes, file.sha256, self.first, self.span, count)
-
-    def head(self, width: int, ids: Tensor | None = None) -> bytes:
-        """What its file begins with; `ids`: the rows that it holds, None: all."""
-        count = self.span if ids is None else len(ids)
-        rows = {records.ROWS: (torch.float32, [count, width])}
-        tensors = rows if ids is None else {records.IDS: (torch.int64, [count]), **rows}
-        return head(tensors, {"table": self.key, "first": str(self.first)})
-
-
-def _write_rows(
-    disk: Disk, tables: dict[str, Table], *, only_changed: bool
-) -> tuple[TableRecord, ...]:
-    total, done = sum(4 * table.stored.numel() for table in tables.values()), 0
-    written = []
-    with bytes_bar("saving a checkpoint") as advance:
-        for piece, shard in _Writer(disk, only_changed).write_all(list(pieces_in(tables))):
-            written.append((piece, shard))
-            done += 0 if shard is None else shard.bytes
-            advance(min(done, total), total)
-    return records_of(tables, written)
-
-
-def records_of(
-    tables: dict[str, Table], written: Iterable[tuple[Piece, Shard | None]]
-) -> tuple[TableRecord, ...]:
-    """What became of all pieces, those of a table in their order; None: no row of it."""
-    shards: dict[str, list[Shard]] = {key: [] for key in tables}
-    for piece, shard in written:
-        if shard is not None:
-            shards[piece.key].append(shard)
-    return tuple(
-        TableRecord(key, table.rows, table.dim, table.state, tuple(shards[key]))
-        for key, table in tables.items()
-    )
-
-
-def pieces_in(tables: dict[str, Table]) -> Iterator[Piece]:
-    for number, (key, table) in enumerate(tables.items()):
-        most = max(1, SHARD_BYTES // (4 * table.stored.shape[1]))
-        for place, first in enumerate(range(0, table.rows, most)):
-            yield Piece(number, place, table, key, first, min(most, table.rows - first))
-
-
-class _Writer:
-    def __init__(self, disk: Disk, only_changed: bool) -> None:
-        self._disk, self._only_changed = disk, only_changed
-        self._stop = threading.Event()
-
-    def write_all(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Shard | None]]:
-        """What becomes of all pieces, in their order. Whoever waits can be interrupted."""
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            try:
-                yield from zip(pieces, pool.map(self._write, pieces), strict=True)
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _write(self, piece: Piece) -> Shard | None:
-        """In a thread; None: no row of it has changed."""
-        rows = piece.table.stored[piece.first : piece.first + piece.span]
-        if not self._only_changed:
-            parts, count = _all(rows, piece), piece.span
-        else:
-            table = piece.table
-            ids = table.collection.changed_rows(table.name, piece.first, piece.first + piece.span)
-            if not len(ids):
-                return None
-            parts, count = _some(rows, ids, piece), len(ids)
-        return piece.put(self._disk, self._watched(parts), count)
-
-    def _watched(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for part in parts:
-            if self._stop.is_set():
-                raise InterruptedError("another part of the checkpoint was not written")
-            yield part
-
-
-def _all(rows: Tensor, piece: Piece) -> Iterator[bytes | memoryview]:
-    yield piece.head(rows.shape[1])
-    for part in rows.split(rows_at_once(rows)):
-        yield from pieces_of(part)
-
-
-def _some(rows: Tensor, ids: Tensor, piece: Piece) -> Iterator[bytes | memoryview]:
-    yield piece.head(rows.shape[1], ids)
-    yield from pieces_of(ids)
-    for part in ids.split(rows_at_once(rows)):
-        yield from pieces_of(rows[(part - piece.first).to(rows.device)])
-
-
-def rows_at_once(rows: Tensor) -> int:
-    return max(1, PIECE_BYTES // (4 * rows.shape[1]))

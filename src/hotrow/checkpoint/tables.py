@@ -16,17 +16,26 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hotrow.checkpoint.folder import find_checkpoint
-from hotrow.checkpoint.format import DENSE, MANIFEST
 from hotrow.checkpoint.loading import Checkpoint
-from hotrow.checkpoint.model import SavedModel, Table, safetensors, tables_of
-from hotrow.checkpoint.tensors import PIECE_BYTES, head, packed, pieces_of
+from hotrow.checkpoint.manifest import DENSE, MODEL_FILE, SavedTable
+from hotrow.checkpoint.model import SavedModel
+from hotrow.checkpoint.parts import tables_of
+from hotrow.checkpoint.shards import table_parts
+from hotrow.checkpoint.tensors import (
+    packed,
+    pieces_of,
+    read_head,
+    read_rows,
+    row_not_finite,
+    rows_at_once,
+)
 from hotrow.support.files import Disk, FileRecord, checksum
 from hotrow.support.manifests import read_json
 from hotrow.support.messages import few
@@ -36,27 +45,7 @@ TABLES = "tables.npz"
 MODEL, RECORD = "model", "run.json"  # a run's
 _HEADER_BYTES = 1 << 16  # of an array, more than any has
 Pieces = Iterator[tuple[int, Tensor]]  # (first row, [n, dim])
-
-
-class AnyTable(Protocol):
-    @property
-    def key(self) -> str: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def dim(self) -> int: ...
-
-
-class Weights(Protocol):
-    """A checkpoint or a saved model."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def tables(self) -> Sequence[AnyTable]: ...
-    @property
-    def dense(self) -> Mapping[str, Tensor]: ...
-    def weights(self, key: str) -> Pieces: ...
+Weights = SavedModel | Checkpoint
 
 
 def open_weights(path: str | Path) -> Weights:
@@ -66,14 +55,14 @@ def open_weights(path: str | Path) -> Weights:
     if _has_saved_its_end(path):
         path = path / MODEL
     for folder in (path, path / MODEL):
-        if (folder / MANIFEST).is_file() and not _has_checkpoint(path):
+        if (folder / MODEL_FILE).is_file() and not _has_checkpoint(path):
             model = SavedModel(folder)
             model.verify()
             return model
     if not _has_checkpoint(path):
         raise ValueError(
             f"{path} holds no checkpoint and no model; a run saves no model with run.save = false, "
-            "or where its loss becomes no number"
+            "or where its loss becomes NaN"
         )
     return Checkpoint(find_checkpoint(path))
 
@@ -82,7 +71,7 @@ def _has_saved_its_end(run: Path) -> bool:
     with suppress(OSError, ValueError, LookupError, TypeError):
         record = read_json(run / RECORD)
         is_last = record["outcome"] == "finished" and record["settings"]["run"]["save"]
-        return bool(is_last) and (run / MODEL / MANIFEST).is_file()
+        return bool(is_last) and (run / MODEL / MODEL_FILE).is_file()
     return False
 
 
@@ -95,7 +84,7 @@ def _has_checkpoint(path: Path) -> bool:
 # -- out -------------------------------------------------------------------------------
 
 _NO_NUMBERS = (
-    "values that are no numbers, as training that diverges leaves them; nothing was exported. Take "
+    "NaN or infinite values, as training that diverges leaves them; nothing was exported. Take "
     "an earlier checkpoint, or train again with lower learning rates"
 )
 
@@ -108,12 +97,13 @@ def dense_numbers(weights: Weights) -> Mapping[str, Tensor]:
     return weights.dense
 
 
-def row_numbers(weights: Weights, table: AnyTable) -> Pieces:
-    """The rows of a table; an error at the first that is no number."""
+def row_numbers(weights: Weights, table: SavedTable) -> Pieces:
+    """Yield the rows of a table; a ValueError names the first that is not finite."""
     for first, rows in weights.weights(table.key):
-        if not bool(rows.isfinite().all()):
-            row = first + int((~rows.isfinite().all(1)).nonzero()[0])
-            raise ValueError(f"{weights.folder}: row {row:,} of {table.key} holds {_NO_NUMBERS}")
+        if (row := row_not_finite(rows)) is not None:
+            raise ValueError(
+                f"{weights.folder}: row {first + row:,} of {table.key} holds {_NO_NUMBERS}"
+            )
         yield first, rows
 
 
@@ -121,7 +111,7 @@ def export_tables(source: str | Path, folder: str | Path, *, to: str = "safetens
     """Write the tables of a checkpoint, model or run as files that need no hotrow.
 
     `to` is "safetensors", "parquet" or "npz". The folder must be empty or new; a failure leaves
-    nothing in it, and so do weights that are no numbers. Of a run that has finished its model is
+    nothing in it, and so do weights that are not finite. Of a run that has finished its model is
     taken, of others the newest checkpoint, or else the model.
     """
     if to not in _WRITERS:
@@ -146,7 +136,7 @@ def _export(weights: Weights, folder: Path, to: str) -> None:
 
     with bytes_bar("exporting") as advance:
 
-        def counted(table: AnyTable) -> Pieces:
+        def counted(table: SavedTable) -> Pieces:
             nonlocal done
             for first, piece in row_numbers(weights, table):
                 yield first, piece
@@ -162,28 +152,26 @@ def _export(weights: Weights, folder: Path, to: str) -> None:
     exported.write_export(folder, exported.TABLES, tables, files.values())
 
 
-Counted = Callable[[AnyTable], Pieces]
+Counted = Callable[[SavedTable], Pieces]
 
 
-def _file_of(table: AnyTable, number: int) -> str:
+def _file_of(table: SavedTable, number: int) -> str:
     return f"{number:03}-" + re.sub(r"[^A-Za-z0-9_.-]", "_", table.key)[:100]
 
 
 def _write_safetensors(
-    folder: Path, tables: Sequence[AnyTable], pieces: Counted
+    folder: Path, tables: Sequence[SavedTable], pieces: Counted
 ) -> list[FileRecord]:
-    def parts(table: AnyTable) -> Iterator[bytes | memoryview]:
-        yield head({table.key: (torch.float32, [table.rows, table.dim])}, {})
-        for _, piece in pieces(table):
-            yield from pieces_of(piece)
-
     return [
-        Disk(folder).write(f"{_file_of(table, number)}.safetensors", parts(table))
+        Disk(folder).write(
+            f"{_file_of(table, number)}.safetensors",
+            table_parts(table.key, (table.rows, table.dim), (rows for _, rows in pieces(table))),
+        )
         for number, table in enumerate(tables)
     ]
 
 
-def _write_parquet(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
+def _write_parquet(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> list[FileRecord]:
     arrow, parquet = _arrow()
     written = []
     for number, table in enumerate(tables):
@@ -204,7 +192,7 @@ def _record_of(path: Path) -> FileRecord:
     return FileRecord(path.name, path.stat().st_size, checksum(path))
 
 
-def _write_npz(folder: Path, tables: Sequence[AnyTable], pieces: Counted) -> list[FileRecord]:
+def _write_npz(folder: Path, tables: Sequence[SavedTable], pieces: Counted) -> list[FileRecord]:
     with zipfile.ZipFile(folder / TABLES, "w", zipfile.ZIP_STORED) as archive:
         for table in tables:
             with archive.open(f"{table.key}.npy", "w", force_zip64=True) as file:
@@ -259,16 +247,12 @@ def import_tables(source: str | Path, model: nn.Module) -> list[str]:
                     f"{path} has {list(shape)} as {name}, and the table is "
                     f"[{table.rows}, {table.dim}]"
                 )
-            _load(table, pieces)
+            for first, piece in pieces:
+                table.collection.load_weights(table.name, first, piece)
             found.append(key)
     if not found:
         raise ValueError(f"{source} has no table of this model: {few(mine)}")
     return found
-
-
-def _load(table: Table, pieces: Pieces) -> None:
-    for first, piece in pieces:
-        table.collection.load_weights(table.name, first, piece)
 
 
 Read = Iterator[tuple[str, Sequence[int], Pieces]]
@@ -291,21 +275,9 @@ def _readable(path: Path, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _read_safetensors(path: Path) -> Read:
-    with safetensors().safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            tensor = file.get_slice(name)
-            shape = tensor.get_shape()
-            yield name, shape, _slices(tensor, shape)
-
-
-def _slices(tensor: Any, shape: Sequence[int]) -> Pieces:
-    step = _rows_at_once(shape[1])
-    for first in range(0, shape[0], step):
-        yield first, tensor[first : first + step]
-
-
-def _rows_at_once(dim: int) -> int:
-    return max(1, PIECE_BYTES // (4 * max(1, dim)))
+    with path.open("rb", buffering=0) as file:
+        for name, section in read_head(file, path.stat().st_size)[1].items():
+            yield name, section.shape, read_rows(file, section)
 
 
 def _read_parquet(path: Path) -> Read:
@@ -322,7 +294,7 @@ def _table_of(path: Path, file: Any) -> tuple[str, Sequence[int], Pieces]:
         raise ValueError("it has no column row, or no weight that is a list of fixed size")
 
     def pieces() -> Pieces:
-        step, first = _rows_at_once(kind.list_size), 0
+        step, first = rows_at_once(kind.list_size), 0
         for batch in file.iter_batches(batch_size=step, columns=["row", "weight"]):
             rows = batch.column(0).to_numpy(zero_copy_only=False)
             if not np.array_equal(rows, np.arange(first, first + len(rows))):
@@ -356,7 +328,7 @@ def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def _npy_pieces(file: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Pieces:
-    step = _rows_at_once(shape[1])
+    step = rows_at_once(shape[1])
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
         data = file.read(count * shape[1] * dtype.itemsize)

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -53,6 +57,10 @@ class Section:
     first: int  # byte of the file
     bytes: int
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES_BY_NAME[self.dtype]
+
 
 def head(
     tensors: Mapping[str, tuple[torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
@@ -82,10 +90,13 @@ def packed(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Its bytes; a tensor of the host that lies in one piece is not copied."""
-    flat = bytes_of(tensor.detach().cpu().contiguous())
-    for first in range(0, len(flat), PIECE_BYTES):
-        yield flat[first : first + PIECE_BYTES]
+    """Yield a tensor's bytes. One that is contiguous on the host is not copied."""
+    yield from memory_pieces(bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def memory_pieces(memory: memoryview) -> Iterator[memoryview]:
+    for first in range(0, len(memory), PIECE_BYTES):
+        yield memory[first : first + PIECE_BYTES]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -138,17 +149,52 @@ def _section(name: str, entry: Any, base: int) -> Section:
     return Section(dtype, tuple(shape), base + first, size)
 
 
-def read_tensors(file: IO[bytes], size: int) -> dict[str, Tensor]:
-    """All tensors of a file of `size` bytes."""
-    _, sections = read_head(file, size)
+@contextmanager
+def open_tensors(path: Path, *, remedy: str) -> Iterator[tuple[IO[bytes], dict[str, Section]]]:
+    """Open a file; gives it and the places of its tensors."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            _, sections = read_head(file, os.fstat(file.fileno()).st_size)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}; {remedy}") from None
+        yield file, sections
+
+
+def read_tensors(path: Path, *, remedy: str) -> dict[str, Tensor]:
+    """Return all tensors of a file."""
     found = {}
-    for name, section in sections.items():
-        file.seek(section.first)
-        tensor = torch.empty(section.shape, dtype=_DTYPES_BY_NAME[section.dtype])
-        if section.bytes:
-            read_into(file, bytes_of(tensor))
-        found[name] = tensor
+    with open_tensors(path, remedy=remedy) as (file, sections):
+        for name, section in sections.items():
+            file.seek(section.first)
+            found[name] = torch.empty(section.shape, dtype=section.torch_dtype)
+            if section.bytes:
+                read_into(file, bytes_of(found[name]))
     return found
+
+
+def read_rows(file: IO[bytes], section: Section) -> Iterator[tuple[int, Tensor]]:
+    """Yield the rows of a tensor in pieces: (first row, rows)."""
+    file.seek(section.first)
+    yield from row_pieces(section, partial(read_into, file))
+
+
+def rows_at_once(width: int) -> int:
+    """Return how many rows of so many numbers make a piece."""
+    return max(1, PIECE_BYTES // (4 * max(1, width)))
+
+
+def row_pieces(
+    section: Section, fill: Callable[[memoryview], None]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield a tensor's rows in pieces (first row, rows); `fill` reads the bytes that come next."""
+    if not section.bytes:
+        return  # of such rows any number takes no room
+    rows, *shape = section.shape
+    step = rows_at_once(math.prod(shape))
+    for first in range(0, rows, step):
+        piece = torch.empty((min(step, rows - first), *shape), dtype=section.torch_dtype)
+        fill(bytes_of(piece))
+        yield first, piece
 
 
 def read_into(file: IO[bytes], memory: memoryview) -> None:
@@ -159,3 +205,10 @@ def read_into(file: IO[bytes], memory: memoryview) -> None:
         if not count:
             raise ValueError("it is shorter than it was")
         done += count
+
+
+def row_not_finite(rows: Tensor) -> int | None:
+    """Return the first row that holds NaN or infinity; None: there is none."""
+    if bool(rows.isfinite().all()):
+        return None
+    return int((~rows.isfinite().all(1)).nonzero()[0])

@@ -1,6 +1,6 @@
 """States of any shape as JSON beside named tensors, and back. Nothing is pickled.
 
-JSON has no tuples, no keys but text and no numbers that are none: such values are tables with one
+JSON has no tuples, no keys but text, no NaN and no infinity: such values are tables with one
 entry that says what they are, and so is a table itself.
 """
 

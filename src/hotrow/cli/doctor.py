@@ -22,7 +22,7 @@ from hotrow.run.files import environment, package_version, to_json
 from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes
 
-PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "safetensors", "rich", "typer")
+PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "msgspec", "rich", "typer")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),

@@ -15,7 +15,7 @@ import typer
 
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
-from hotrow.checkpoint.model import bytes_of, safetensors
+from hotrow.checkpoint.model import bytes_of
 from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
 from hotrow.cli._exits import DIVERGED, INTERRUPTED, UNEQUAL
 from hotrow.cli._ranks import refuse_ranks
@@ -23,18 +23,17 @@ from hotrow.cli._show import JsonLines, Screen, Show, one_line_warnings
 from hotrow.cli._stop import StopAfterStep
 from hotrow.cli._threads import use_threads
 from hotrow.embedding.row_verifier import CorruptRows, Shadow
-from hotrow.run.board import Board, NoBoard, TensorBoard, check_board
+from hotrow.run.board import Board, TensorBoard, check_board
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
 from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
-from hotrow.run.limits import limit_of
-from hotrow.run.outcome import record_of, told_of
 from hotrow.run.resume import Resumed, find_run_to_resume, has_ended, settings_of
 from hotrow.run.resume import resume as go_on
 from hotrow.run.saving import Saved, Saving, not_finite
 from hotrow.run.strategy_names import find_named
-from hotrow.run.tally import Tally
-from hotrow.run.tracing import ChromeTrace, NoTracing, Traced, Tracing, parse_traced
+from hotrow.run.tally import Tally, limit_of
+from hotrow.run.tracing import ChromeTrace, Traced, Tracing, parse_traced
+from hotrow.run.training import record_of, told_of
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
 
@@ -137,8 +136,6 @@ def train(
     refuse_ranks("train")
     config, folder = _what_to_train(file, settings or (), runs, resume=resume)
     traced = None if trace is None else parse_traced(trace)
-    if config.run.save:
-        _check_saving()
     if config.run.tensorboard:
         check_board()
     show: Show = JsonLines(quiet) if as_json else Screen(quiet)
@@ -216,19 +213,12 @@ def _writer(
     return RunWriter.going_on(folder, after=before.step)
 
 
-def _check_saving() -> None:
-    try:
-        safetensors()
-    except ValueError as error:
-        raise ValueError(f"{error}, or leave the model out: run.save=false") from error
-
-
 def _board(config: RunConfig, folder: Path, done: int) -> Board:
-    return TensorBoard(folder, config, done) if config.run.tensorboard else NoBoard()
+    return TensorBoard(folder, config, done) if config.run.tensorboard else Board()
 
 
 def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
-    return NoTracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
+    return Tracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
 
 
 def _warn_of_little_room(job: Job, folder: Path, show: Show) -> None:

@@ -12,8 +12,7 @@ import typer
 from hotrow.checkpoint import Checkpoint, SavedModel
 from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
-from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
-from hotrow.checkpoint.manifest import NAME
+from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME
 from hotrow.cli._declared import JsonFlag, Runs
 from hotrow.cli._exits import USER_ERROR
 from hotrow.data.prepared import Prepared
@@ -94,7 +93,7 @@ class _Verified:
 
 def _parts(path: Path) -> Iterator[Path]:
     """What is in a folder that can be verified."""
-    if (path / CHECKPOINT).is_file() or (path / MANIFEST).is_file():
+    if (path / CHECKPOINT_FILE).is_file() or (path / MANIFEST).is_file():
         yield path
         return
     if path.is_dir() and is_export(path):
@@ -116,7 +115,7 @@ def _parts_below(path: Path) -> list[Path]:
 
 def _verify(folder: Path) -> _Verified:
     """Says what it is, if nothing is wrong with it."""
-    if (folder / CHECKPOINT).is_file() or NAME.fullmatch(folder.name):
+    if (folder / CHECKPOINT_FILE).is_file() or NAME.fullmatch(folder.name):
         Checkpoint(folder).verify()
         return _counted("checkpoint", folder)
     if not (folder / MANIFEST).is_file() and is_export(folder):

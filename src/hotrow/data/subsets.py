@@ -14,14 +14,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.sources import Samples, Source, chosen
 from hotrow.support.files import Disk, FileRecord, why_wrong
-from hotrow.support.manifests import Reader, read_json
+from hotrow.support.manifests import check_files, converted, read_json
 from hotrow.support.messages import warn
 
 FORMAT = 1
@@ -54,6 +53,23 @@ class SubsetSource:
         starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
         places = numbers + np.repeat(starts, self.sizes[blocks])
         return chosen(self._source.read(theirs), places)
+
+
+@dataclass(frozen=True)
+class _Files:
+    hot: FileRecord
+    cold: FileRecord
+
+    def __post_init__(self) -> None:
+        check_files([self.hot.file, self.cold.file])
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: int
+    data: str  # identity of the samples
+    hot: str  # key of the hot rows
+    files: _Files
 
 
 @dataclass(frozen=True)
@@ -103,26 +119,21 @@ class SampleSets:
     def _read(self, folder: Path, names: dict[str, str], samples: int) -> Sets:
         """A ValueError says why there is nothing to be used."""
         path = folder / MANIFEST
-        read = Reader(str(path), remedy="it is not used")
-        manifest = read.table(read_json(path), "the manifest")
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"{path} is of format {manifest.get('format')!r}, not {FORMAT}")
-        for name, what in (("data", "samples"), ("hot", "hot rows")):
-            if read.text(manifest, name) != names[name]:
-                raise ValueError(f"{folder} has the sets of other {what}")
-        files = read.table(manifest.get("files"), "files")
-        hot, cold = (_record(read, files.get(kind)) for kind in ("hot", "cold"))
+        manifest = converted(_Manifest, read_json(path), where=str(path), remedy="it is not used")
+        if manifest.format != FORMAT:
+            raise ValueError(f"{path} is of format {manifest.format}, not {FORMAT}")
+        if manifest.data != names["data"] or manifest.hot != names["hot"]:
+            what = "samples" if manifest.data != names["data"] else "hot rows"
+            raise ValueError(f"{folder} has the sets of other {what}")
+        hot, cold = manifest.files.hot, manifest.files.cold
         if hot.bytes + cold.bytes != 8 * samples or hot.bytes % 8:
-            raise read.wrong(f"{hot.bytes} and {cold.bytes} bytes are not {samples} numbers")
+            raise ValueError(
+                f"{path}: {hot.bytes} and {cold.bytes} bytes are not {samples} numbers"
+            )
         for record in (hot, cold):
             if wrong := why_wrong(folder, record, contents=True):
                 raise ValueError(wrong)
         return Sets(_mapped(folder, hot), _mapped(folder, cold), reused=True)
-
-
-def _record(read: Reader, found: Any) -> FileRecord:
-    found = read.table(found, "a file")
-    return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
 
 
 def _others(hot: Numbers, samples: int) -> Iterator[Numbers]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from hotrow.inputs.tables import EmbeddingBagConfig, WidthGroup
 from hotrow.support.files import Disk, FileRecord, why_wrong
-from hotrow.support.manifests import Reader, read_json
+from hotrow.support.manifests import Count, check_files, converted, read_json
 from hotrow.support.messages import few
 
 # Accesses per row of a table: a count for every row, or (row numbers, their counts).
@@ -27,7 +28,26 @@ Profile = Mapping[str, Counts]
 FORMAT = 1
 PROFILE_FILE = "profile.json"
 _COUNTS_FILE = "counts.bin"  # of each table the rows that were read, int64, and counts, float64
+_REMEDY = "profile the data again"
 _GUESSED_SKEW = 1.05  # Zipf exponent consistent with published skew of the Criteo data
+
+
+@dataclass(frozen=True)
+class _CountedTable:
+    name: str
+    entries: Count
+
+
+@dataclass(frozen=True)
+class _SavedProfile:
+    counts: FileRecord
+    tables: tuple[_CountedTable, ...]
+
+    def __post_init__(self) -> None:
+        check_files([self.counts.file])
+        entries = sum(table.entries for table in self.tables)
+        if 16 * entries != self.counts.bytes:
+            raise ValueError(f"{entries:,} counts are not {self.counts.bytes:,} bytes")
 
 
 def check_profile(profile: Profile, tables: Sequence[EmbeddingBagConfig]) -> None:
@@ -105,22 +125,15 @@ def load_profile(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not a profile of format {FORMAT}")
-    reader = Reader(str(path), remedy="profile the data again")
-    about = reader.table(found.get("counts"), "counts")
-    size, name = reader.number(about, "bytes"), reader.path(about)
-    if wrong := why_wrong(
-        Path(folder), FileRecord(name, size, reader.text(about, "sha256")), contents=True
-    ):
-        raise ValueError(f"{wrong}; profile the data again")
-    tables = [reader.table(each, "tables") for each in reader.items(found, "tables")]
-    entries = [reader.number(each, "entries") for each in tables]
-    if 16 * sum(entries) != size:
-        raise reader.wrong(f"{sum(entries):,} counts are not {size:,} bytes")
+    saved = converted(_SavedProfile, found, where=str(path), remedy=_REMEDY)
+    if wrong := why_wrong(Path(folder), saved.counts, contents=True):
+        raise ValueError(f"{wrong}; {_REMEDY}")
     loaded, at = {}, 0
-    data = np.fromfile(Path(folder) / name, dtype=np.uint8)
-    for table, many in zip(tables, entries, strict=True):
+    data = np.fromfile(Path(folder) / saved.counts.file, dtype=np.uint8)
+    for table in saved.tables:
+        many = table.entries
         rows, uses = data[at : at + 8 * many], data[at + 8 * many : at + 16 * many]
-        loaded[reader.text(table, "name")] = (
+        loaded[table.name] = (
             torch.from_numpy(rows.view("<i8").astype(np.int64)),
             torch.from_numpy(uses.view("<f8").astype(np.float64)),
         )

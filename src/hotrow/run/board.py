@@ -1,6 +1,6 @@
 """A run's numbers for TensorBoard, as event files in its folder. Needs tensorboard.
 
-Values are written as they arrive: on a GPU a few steps late, and nobody waits for them.
+Values are written as they arrive: on a GPU a few steps late, without waiting for them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,16 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from time import time
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hotrow.run.config import RunConfig
-from hotrow.run.pending_records import Arriving
+from hotrow.run.tally import Arriving
 from hotrow.support.messages import warn
 from hotrow.support.records import EvalRecord, StepRecord
 
 
-class Board(Protocol):
-    """What is told of a run while it is under way."""
-
-    def step(self, record: StepRecord) -> None: ...
-    def evaluation(self, record: EvalRecord) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-
-class NoBoard:
-    """Nobody looks."""
+class Board:
+    """What sees a run's records while it is under way. This one shows them nowhere."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -44,7 +35,7 @@ def check_board() -> None:
     _events()
 
 
-class TensorBoard:
+class TensorBoard(Board):
     """Event files that `tensorboard --logdir runs` shows under the run's name."""
 
     def __init__(self, folder: Path, config: RunConfig, done: int = 0) -> None:
@@ -101,16 +92,13 @@ class TensorBoard:
             write()
         except OSError as error:
             self._writes = False
-            warn(f"TensorBoard is told no more: {error}. Training goes on")
-
-    def __enter__(self) -> Self:
-        return self
+            warn(f"TensorBoard shows no more of this run: {error}. Training goes on")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             self._arriving.finish()
         except RuntimeError:
-            if error is None:  # else the device failed, and somebody has said so
+            if error is None:  # else the device failed, which was reported
                 raise
         finally:
             self._try(self._writer.close)

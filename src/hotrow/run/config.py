@@ -7,7 +7,6 @@ Every mistake is a ValueError that names the file, the section and the key, in t
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable
@@ -17,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from hotrow.data import SyntheticConfig
 from hotrow.embedding.collection import FILLS
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
-from hotrow.run.rates import ScheduleSection
 from hotrow.run.strategy_names import SystemSection, find_named
 from hotrow.sizing.budgets import AUTO
 from hotrow.support import toml
+from hotrow.support.messages import nearest
 from hotrow.support.numbers import plain_fields
 from hotrow.support.units import parse_bytes
 
@@ -274,6 +274,55 @@ class DenseOptimizerSection:
 
 
 @dataclass(frozen=True)
+class ScheduleSection:
+    """`[training.schedule]`: as in the DLRM reference code, which MLPerf trains with.
+
+    The rate grows evenly over the first `warmup_steps`. From step `decay_start` on it falls with
+    the square of the steps that are left of `decay_steps`, and stays where it is after them. It is
+    for rows and dense layers alike.
+    """
+
+    warmup_steps: int = 0
+    decay_start: int | None = None
+    decay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        _at_least(0, warmup_steps=self.warmup_steps, decay_start=self.decay_start)
+        _at_least(1, decay_steps=self.decay_steps)
+        if (self.decay_start is None) != (self.decay_steps is None):
+            raise ValueError("decay_start and decay_steps belong together: give both or neither")
+        if self.decay_start is not None and self.decay_start < self.warmup_steps:
+            raise ValueError(
+                f"decay_start is step {self.decay_start}, before the end of warm-up, step "
+                f"{self.warmup_steps}"
+            )
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.warmup_steps and self.decay_steps is None
+
+    def scale(self, step: int) -> float:
+        """What the rate is multiplied by at a step, the first being 1."""
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.decay_start is None or self.decay_steps is None or step < self.decay_start:
+            return 1.0
+        left = self.decay_steps - min(step - self.decay_start, self.decay_steps - 1)
+        return (left / self.decay_steps) ** 2
+
+    def drive(self, optimizers: Iterable[torch.optim.Optimizer], taken: int = 0) -> list[LambdaLR]:
+        """Schedules to be stepped after each training step, of which some were taken before; none
+        for a constant rate."""
+        if self.is_constant:
+            return []
+        return [
+            LambdaLR(each, lambda taken: self.scale(taken + 1), last_epoch=taken - 1)
+            for each in optimizers
+        ]
+
+
+@dataclass(frozen=True)
 class TrainingSection:
     """`[training]`: how long, how often to evaluate, and whether to prove equality at the end."""
 
@@ -282,7 +331,7 @@ class TrainingSection:
     eval_every: int | None = None
     patience: int | None = None  # evaluations without a better AUC that end the run
     clip_norm: float | None = None  # the most that the dense gradients may be long together
-    verify_every: int | None = None  # steps after which rows nobody has written are compared
+    verify_every: int | None = None  # steps after which rows that were never written are compared
     check_equality: bool = False
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
@@ -388,7 +437,7 @@ def read_settings(path: str | Path | None, overrides: Iterable[str] = ()) -> dic
         toml.override(RunConfig, found, text)
     if path is None and found.get("model", {}).get("kind") in SEQUENCE_MODELS:
         given = found.get("data", {})
-        # Names and shape are those of the rows, so whoever gives rows gives all.
+        # Names and shape are those of the rows, so a file that gives rows gives all.
         if not {"rows", "kind"} & given.keys():
             found["data"] = BUILT_IN_SEQUENCES | given
     if _is_built_in(path, found):
@@ -404,8 +453,8 @@ def _one_of(names: Iterable[str], **values: str) -> None:
     names = list(names)
     for key, value in values.items():
         if value not in names:
-            near = difflib.get_close_matches(value, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = nearest(value, names)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise ValueError(f"{key} must be one of {', '.join(names)}, not {value!r}{hint}")
 
 

@@ -21,33 +21,24 @@ import math
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from types import TracebackType, UnionType
+from typing import Any, Self, TypeVar, get_args, get_type_hints
 
+import msgspec
 import numpy as np
 import torch
 
-from hotrow.run.pending_records import Arriving
+from hotrow.run.tally import Arriving
 from hotrow.support.files import Disk, make_durable, make_folder
-from hotrow.support.manifests import read_json
+from hotrow.support.manifests import in_words, read_json
 from hotrow.support.messages import many, warn
-from hotrow.support.records import (
-    ComparisonRecord,
-    EvalRecord,
-    Limit,
-    RunRecord,
-    StartRecord,
-    StepRecord,
-    Summary,
-    TableRecord,
-    Times,
-)
+from hotrow.support.records import ComparisonRecord, RunRecord, StartRecord, StepRecord
 from hotrow.support.version import __version__
 
 FORMAT = 1
@@ -119,9 +110,8 @@ class RunWriter:
 
     def start(self, record: StartRecord) -> None:
         """Also of a run that goes on, maybe elsewhere and with other settings."""
-        text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
         try:
-            Disk(self.folder).write(START_FILE, [text.encode()])
+            _write_record(self.folder, START_FILE, record)
         except OSError as error:  # costs no training, as with steps
             warn(f"{error}; until the run has ended, reports lack its settings")
 
@@ -158,8 +148,7 @@ class RunWriter:
 
     def finish(self, record: RunRecord) -> Path:
         """Puts the record in place whole: a reader sees all of it or none."""
-        text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
-        Disk(self.folder).write(RUN_FILE, [text.encode()])
+        _write_record(self.folder, RUN_FILE, record)
         return self.folder / RUN_FILE
 
     def close(self) -> None:
@@ -182,15 +171,19 @@ class RunWriter:
         try:
             self.close()
         except RuntimeError:
-            if error is None:  # else the device failed, and somebody has said so
+            if error is None:  # else the device failed, which was reported
                 raise
 
 
 def write_comparison(folder: Path, record: ComparisonRecord, page: str) -> None:
     """Puts both files in place whole, instead of those that are there."""
-    text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
-    Disk(folder).write(COMPARISON_FILE, [text.encode()])
+    _write_record(folder, COMPARISON_FILE, record)
     Disk(folder).write(COMPARISON_PAGE, [page.encode()])
+
+
+def _write_record(folder: Path, name: str, record: Any) -> None:
+    text = to_json({"format": FORMAT, **to_dict(record)}, indent=2) + "\n"
+    Disk(folder).write(name, [text.encode()])
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -198,41 +191,24 @@ def read_run(folder: str | Path) -> RunRecord:
     path = Path(folder) / RUN_FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {RUN_FILE}: it is not a run, or the run has not ended")
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a run record of format {FORMAT}")
-    for name in ("settings", "data"):
-        if not isinstance(found.get(name, {}), dict):
-            raise ValueError(f"{path} is damaged: {name} is no table")
-    try:
-        found["summary"] = _from_dict(Summary, found["summary"])
-        found["evaluations"] = tuple(_from_dict(EvalRecord, each) for each in found["evaluations"])
-        found["resumed_after"] = tuple(found.get("resumed_after", ()))
-        tables = found.get("tables", {}).items()  # which earlier versions left out, as what follows
-        found["tables"] = {name: _from_dict(TableRecord, each) for name, each in tables}
-        for name, kind in (("times", Times), ("limit", Limit)):
-            if found.get(name) is not None:
-                found[name] = _from_dict(kind, found[name])
-        return _from_dict(RunRecord, found)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+    return _read_record(RunRecord, path, "a run record")
 
 
 def read_start(folder: str | Path) -> StartRecord | None:
     """What the run in `folder` began with; None: an earlier version did not write it."""
     path = Path(folder) / START_FILE
-    if not path.is_file():
-        return None
+    return _read_record(StartRecord, path, "the start of a run") if path.is_file() else None
+
+
+def _read_record(kind: type[Record], path: Path, what: str) -> Record:
+    """Read a record; keys that a newer version has added are ignored."""
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the start of a run of format {FORMAT}")
-    for name in ("settings", "environment", "memory"):
-        if not isinstance(found.get(name), dict):
-            raise ValueError(f"{path} is damaged: {name} is no table")
+        raise ValueError(f"{path} is not {what} of format {FORMAT}")
     try:
-        return _from_dict(StartRecord, found)
-    except TypeError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        return msgspec.convert(_with_nan(kind, found), kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path} is damaged: {in_words(error)}") from None
 
 
 def _end_of(file: Any, step: int) -> int:
@@ -257,8 +233,8 @@ def read_steps(folder: str | Path) -> Iterator[StepRecord]:
             if not line.endswith("\n"):  # a killed run may leave half a line behind
                 return
             try:
-                step = _from_dict(StepRecord, json.loads(line))
-            except (ValueError, TypeError, AttributeError, KeyError):
+                step = msgspec.convert(_with_nan(StepRecord, json.loads(line)), StepRecord)
+            except (ValueError, msgspec.ValidationError):
                 raise ValueError(f"{path} is damaged: line {number:,} is no step") from None
             yield step
 
@@ -338,16 +314,26 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _from_dict(kind: type[Record], found: Mapping[str, Any]) -> Record:
-    """Builds a record; keys a newer version has added are left out."""
-    known = _types_of(kind)  # type: ignore[arg-type]
-    values = {key: value for key, value in found.items() if key in known}
-    for key, value in values.items():
-        if value is None and known[key] == "float":
-            values[key] = math.nan
-    return kind(**values)
+def _with_nan(kind: Any, found: Any) -> Any:
+    """Return what was read with NaN where a number was written as null, which JSON can say."""
+    if kind is float and found is None:
+        return math.nan
+    if is_dataclass(kind) and isinstance(found, dict):
+        kinds: Any = _kinds_in(kind)  # type: ignore[arg-type]
+        return {key: _with_nan(kinds.get(key), value) for key, value in found.items()}
+    parts = get_args(kind)
+    if isinstance(found, dict) and len(parts) == 2:
+        return {key: _with_nan(parts[1], value) for key, value in found.items()}
+    if isinstance(found, list) and parts:
+        return [_with_nan(parts[0], value) for value in found]
+    return found
 
 
 @cache  # a run may have a million steps
-def _types_of(kind: type[Any]) -> dict[str, Any]:
-    return {each.name: each.type for each in fields(kind)}
+def _kinds_in(kind: Any) -> dict[str, Any]:
+    """Return the types of a record's fields, without None where that is allowed."""
+    hints = get_type_hints(kind)
+    return {
+        name: get_args(hint)[0] if isinstance(hint, UnionType) else hint
+        for name, hint in hints.items()
+    }

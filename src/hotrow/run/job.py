@@ -157,7 +157,7 @@ def build(
         clip_norm=config.training.clip_norm,
         system=make_system(config, samples, profile, left),
     )
-    # What is told of its memory before the first batch is to be what it will be.
+    # Reserve now, so that memory shown before the first batch is what it will be.
     if samples.lookups is not None:
         embedding.reserve(config.data.batch_size, samples.lookups)
     trainer.step = done

@@ -58,7 +58,7 @@ def find_run(run: str | Path, runs: str | Path) -> Path:
             if (folder / file).is_file():
                 return folder
     if Path(run).is_dir():
-        return Path(run)  # what it lacks is told by who reads it
+        return Path(run)  # readers say what it lacks
     known = [path.name for path in runs_in(Path(runs))]
     there = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
     raise ValueError(f"there is no run {run}{there}")
@@ -105,8 +105,8 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
     place, has_diverged = folder / MODEL_FOLDER, record.outcome == "diverged"
     if not place.is_dir() and has_diverged:
         raise ValueError(
-            f"{folder} has no model: its loss or its weights became no numbers. Train it again "
-            "with lower learning rates, training.schedule.warmup_steps or training.clip_norm"
+            f"{folder} has no model: its loss or its weights became NaN or infinite. Train it "
+            "again with lower learning rates, training.schedule.warmup_steps or training.clip_norm"
         )
     if not place.is_dir():
         raise ValueError(
@@ -123,7 +123,7 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
 
 def _why_not_saved(record: RunRecord) -> str:
     if record.outcome == "diverged":
-        return "its loss or its weights became no numbers"
+        return "its loss or its weights became NaN or infinite"
     if not record.settings.get("run", {}).get("save", True):
         return "run.save was false then"
     return "it failed, was stopped at once, or could not save it"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,78 +18,45 @@ from hotrow.support.files import PARTIAL, make_durable
 _GROUP = 1 << 20  # samples of a row group, which are kept until it is written
 
 
-def write_scores(job: Job, batches: Iterable[AnyBatch], out: Path) -> int:
-    """Writes the probability of a click for every sample, and says how many there were."""
-    done = 0
-    with ParquetScores(out) as file:
-        for batch in batches:
-            # In double precision, as evaluation ranks them.
-            file.add(job.trainer.predict(batch).double().sigmoid(), batch.label)
-            done += len(batch)
-    return done
-
-
 def check_arrow() -> Any:
-    """Arrow and its Parquet; refuses, in a sentence, where the package is missing."""
+    """Return Arrow and its Parquet; a ValueError says what to install where it is missing."""
     what = "scores are written"
     return pyarrow(what=what), pyarrow("parquet", what=what)
 
 
-class ParquetScores:
-    """A file that is there when it is whole: written beside, and renamed."""
+def write_scores(job: Job, batches: Iterable[AnyBatch], out: Path) -> int:
+    """Write the probability of a click for every sample; return how many there were.
 
-    def __init__(self, out: Path) -> None:
-        self._arrow, self._parquet = check_arrow()
-        self._out, self._beside = out, out.with_name(out.name + PARTIAL)
-        self._next = self._waiting = 0
-        self._scores: list[Tensor] = []
-        self._labels: list[Tensor] = []
+    The file has its name when it is whole: it is written beside, and renamed.
+    """
+    arrow, parquet = check_arrow()
+    kinds = {"row": arrow.int64(), "score": arrow.float64(), "label": arrow.int8()}
+    beside, done = out.with_name(out.name + PARTIAL), 0
+    try:
+        with parquet.ParquetWriter(beside, arrow.schema(list(kinds.items()))) as writer:
+            for scores, labels in _groups(job, batches):
+                rows = torch.arange(done, done + len(scores))
+                columns = (each.numpy() for each in (rows, scores, labels))
+                writer.write_table(arrow.table(dict(zip(kinds, columns, strict=True))))
+                done += len(scores)
+        make_durable(beside)
+        os.replace(beside, out)
+        make_durable(out.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+    return done
 
-    def __enter__(self) -> Self:
-        kinds = {"row": "int64", "score": "float64", "label": "int8"}
-        schema = self._arrow.schema(
-            [(name, getattr(self._arrow, k)()) for name, k in kinds.items()]
-        )
-        try:
-            self._writer = self._parquet.ParquetWriter(self._beside, schema)
-        except BaseException:
-            self._beside.unlink(missing_ok=True)
-            raise
-        return self
 
-    def add(self, scores: Tensor, labels: Tensor) -> None:
-        self._scores.append(scores.cpu())
-        self._labels.append(labels.cpu().to(torch.int8))
-        self._waiting += len(scores)
-        if self._waiting >= _GROUP:
-            self._write()
-
-    def _write(self) -> None:
-        if not self._scores:
-            return
-        scores, labels = torch.cat(self._scores), torch.cat(self._labels)
-        rows = torch.arange(self._next, self._next + len(scores))
-        columns = {"row": rows, "score": scores, "label": labels}
-        self._writer.write_table(
-            self._arrow.table({name: each.numpy() for name, each in columns.items()})
-        )
-        self._next += len(scores)
-        self._waiting = 0
-        self._scores, self._labels = [], []
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                self._write()
-            self._writer.close()
-            if error is None:
-                make_durable(self._beside)
-                os.replace(self._beside, self._out)
-                make_durable(self._out.parent)
-        finally:
-            self._beside.unlink(missing_ok=True)
+def _groups(job: Job, batches: Iterable[AnyBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scores and labels, as many as make a row group."""
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in batches:
+        # In double precision, as evaluation ranks them.
+        scores.append(job.trainer.predict(batch).double().sigmoid().cpu())
+        labels.append(batch.label.cpu().to(torch.int8))
+        if sum(map(len, scores)) >= _GROUP:
+            yield torch.cat(scores), torch.cat(labels)
+            scores, labels = [], []
+    if scores:
+        yield torch.cat(scores), torch.cat(labels)

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in, why_not_latest
-from hotrow.checkpoint.format import MANIFEST
 from hotrow.checkpoint.loading import RowsReplaced
-from hotrow.checkpoint.manifest import MANIFEST as CHECKPOINT
-from hotrow.checkpoint.manifest import NewerFormat
+from hotrow.checkpoint.manifest import CHECKPOINT_FILE, MODEL_FILE, NewerFormat
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
@@ -73,7 +71,7 @@ def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
         return False
     if record.outcome != "finished":
         return False
-    if config.run.save and not (run / MODEL_FOLDER / MANIFEST).is_file():
+    if config.run.save and not (run / MODEL_FOLDER / MODEL_FILE).is_file():
         return False  # there was no room for it
     then, now = record.settings.get("training", {}), config.training
     # It may have settled, or have left samples out, and so have taken fewer; or have begun an epoch
@@ -103,7 +101,7 @@ def _settings_in(run: Path) -> tuple[dict[str, Any], Path]:
             errors.append(str(error))
     if errors:
         raise _none_is_whole(run / IN_RUN, errors)
-    if saved_in(run) or (run / CHECKPOINT).is_file():
+    if saved_in(run) or (run / CHECKPOINT_FILE).is_file():
         raise ValueError(
             f"{run} is no run: give the folder of the run that it belongs to. Of its checkpoints "
             f"the one is taken that the file {LATEST!r} beside them names"
@@ -197,7 +195,7 @@ def _about(found: Checkpoint) -> dict[str, Any]:
         or not isinstance(about["settings"], dict)
     ):
         raise ValueError(
-            f"{found.folder} was not saved by `hotrow train`, but by a loop of somebody's own; "
+            f"{found.folder} was not saved by `hotrow train`, but by another training loop; "
             "hotrow.load_checkpoint reads it there"
         )
     return about

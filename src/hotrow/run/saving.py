@@ -14,7 +14,7 @@ import torch
 
 from hotrow.checkpoint import Save, begin_checkpoint, save_checkpoint
 from hotrow.checkpoint.folder import IN_RUN
-from hotrow.checkpoint.model import dense_state
+from hotrow.checkpoint.parts import dense_state
 from hotrow.run.config import CheckpointSection
 from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
@@ -84,7 +84,7 @@ class Saving:
             link.symlink_to(self.root.resolve())
 
     def after_step(self, step: int) -> None:
-        """Save if it is time. What fails is told, and training goes on, unless it shall stop."""
+        """Save if it is time. A failure warns, or raises if `on_error` is "stop"."""
         if self._under_way is not None and self._under_way.done:
             self._finish()
         if not self._is_due(step):
@@ -104,12 +104,12 @@ class Saving:
         return seconds is not None and is_over and monotonic() - self._saved_at >= seconds
 
     def save(self, step: int) -> None:
-        """Now, if this step is not saved yet, and not if the loss is no number."""
+        """Save now, unless this step is saved already or the loss is NaN."""
         self.end()
         self._save(step, background=False)
 
     def end(self) -> None:
-        """Wait for what is under way; if it fails, that is told, and no more."""
+        """Wait for what is under way; a failure only warns."""
         if self._under_way is not None:
             self._finish(may_stop=False)
 
@@ -134,8 +134,8 @@ class Saving:
             return
         if (name := not_finite(self._job)) is not None:  # the loss of the next step will tell
             self._warn(
-                f"the checkpoint of step {step:,} was not saved: {name} holds values that are no "
-                f"numbers; {self._kept()}"
+                f"the checkpoint of step {step:,} was not saved: {name} holds NaN or infinite "
+                f"values; {self._kept()}"
             )
             return
         self._position = position
@@ -185,7 +185,7 @@ class Saving:
         save = self._under_way
         assert save is not None
         save.join()
-        self._under_way = None  # not before: whoever presses Ctrl-C meanwhile abandons it
+        self._under_way = None  # not before: Ctrl-C in the meantime abandons it
         try:
             folder = save.wait()
         except OSError as error:
@@ -249,7 +249,8 @@ class Saving:
 
 
 def not_finite(job: Job) -> str | None:
-    """A dense weight that is no number. The loss of a step is that of weights before it."""
+    """Return the name of a dense weight that is not finite; None: all are. The loss of a step is
+    that of the weights before it."""
     for name, each in dense_state(job.model).items():
         if each.is_floating_point() and not bool(each.isfinite().all()):
             return name

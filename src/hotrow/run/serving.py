@@ -13,15 +13,13 @@ import ast
 import inspect
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotrow.checkpoint.exported import SERVED, ExportedTable, write_export
+from hotrow.checkpoint.shards import table_parts
 from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
-from hotrow.checkpoint.tensors import head, packed, pieces_of
+from hotrow.checkpoint.tensors import packed
 from hotrow.models import MODELS, layers
 from hotrow.run import serve_template as _served
 from hotrow.run.config import RunConfig
@@ -38,7 +36,7 @@ def export_for_serving(config: RunConfig, source: str | Path, folder: str | Path
     try:
         _export(config, weights, samples, folder)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # half a model serves nobody
+        shutil.rmtree(folder, ignore_errors=True)  # half a model cannot serve
         raise
 
 
@@ -49,7 +47,8 @@ def _export(config: RunConfig, weights: Weights, samples: Samples, folder: Path)
         zip(tables_of(config, samples), weights.tables, strict=True)
     ):
         file = f"tables/{number:03}.safetensors"
-        files.append(disk.write(file, _table(weights, saved)))
+        rows = (piece for _, piece in row_numbers(weights, saved))
+        files.append(disk.write(file, table_parts("weight", (saved.rows, saved.dim), rows)))
         exported.append(ExportedTable("weight", file, saved.rows, saved.dim))
         about = {key: getattr(table, key) for key in ("name", "embedding_dim", "pooling")}
         about |= {"feature_names": list(table.feature_names), "padding_idx": table.padding_idx}
@@ -64,12 +63,6 @@ def _export(config: RunConfig, weights: Weights, samples: Samples, folder: Path)
     files.append(disk.write("model.json", [json.dumps(facts, indent=1).encode()]))
     files.append(disk.write("serve.py", [_source(model).encode()]))
     write_export(folder, SERVED, exported, files)
-
-
-def _table(weights: Weights, table: Any) -> Iterator[bytes | memoryview]:
-    yield head({"weight": (torch.float32, [table.rows, table.dim])}, {})
-    for _, piece in row_numbers(weights, table):
-        yield from pieces_of(piece)
 
 
 def _source(model: type) -> str:

@@ -11,7 +11,7 @@ import os
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,20 +50,11 @@ def parse_traced(text: str) -> Traced:
     return Traced(int(found["steps"]), int(found["from"]) if "from" in found else None)
 
 
-class Tracing(Protocol):
-    """What looks at a run's steps."""
+class Tracing:
+    """What looks at a run's steps. This one does not."""
 
     def step(self, done: int) -> None:
-        """So many steps have been taken."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-
-class NoTracing:
-    """Nobody looks."""
-
-    def step(self, done: int) -> None: ...
+        """Note that so many steps have been taken."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +62,7 @@ class NoTracing:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
 
 
-class ChromeTrace:
+class ChromeTrace(Tracing):
     """Writes the trace into `folder` when its steps have been taken, or when the run ends."""
 
     def __init__(self, folder: Path, traced: Traced, *, device: str) -> None:

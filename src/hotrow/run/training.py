@@ -1,14 +1,16 @@
-"""Systems of a run, and what they train on. Knows no model."""
+"""Systems of a run: what they train on, and what became of them. Knows no model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
 
 from hotrow.engine.profile import Profile
 from hotrow.run.config import RunConfig
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import find_named
-from hotrow.support.messages import warn
+from hotrow.support.messages import many, warn
 from hotrow.systems.fae.fae import FAE
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
@@ -21,8 +23,8 @@ def make_system(
     """What the run's strategy names beside where rows are; None: batches come as they are."""
     named, budget = find_named(config.embedding.strategy), config.system.hot_budget
     if named.system is None and named.skip is None:
-        return None  # whoever evaluates need not have a whole batch to train on
-    # Of what was trained before its end was told nothing is left, and nobody asks for any.
+        return None  # evaluation alone need not have a whole batch to train on
+    # At least one: a run may have been trained to its end before its record was written.
     steps, test = max(1, total_steps()), _held_back(samples)
     epoch = min(steps, samples.batches_per_epoch)
     if named.system is None:
@@ -45,7 +47,7 @@ def make_system(
 
 
 def _held_back(samples: Samples) -> Iterable[AnyBatch] | None:
-    """What is evaluated while samples are chosen; None, and somebody says so: there is nothing."""
+    """Return what is evaluated while samples are chosen; None, with a warning: there is nothing."""
     try:
         samples.split("validation")
     except ValueError as error:
@@ -77,7 +79,7 @@ def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
 
 
 def training_batches(samples: Samples, steps: int, system: System[AnyBatch]) -> Iterable[AnyBatch]:
-    """FAE tells the samples of one epoch apart, and goes through them as often as it is told."""
+    """Return the batches to train on. FAE sorts the samples of one epoch, and repeats them."""
     epoch = min(steps, samples.batches_per_epoch)
     if isinstance(system, FAE):
         if _knows_numbers(samples, steps):
@@ -124,3 +126,38 @@ class Again:
         if self._count is None:
             raise TypeError("how many batches there are is not known")
         return self._count
+
+
+def record_of(system: System[AnyBatch] | None) -> dict[str, Any]:
+    """Its own record, and that of what leaves samples out; empty: there is no system."""
+    found: dict[str, Any] = {}
+    if isinstance(system, FAE | Hotline):
+        found["hotline" if isinstance(system, Hotline) else "fae"] = asdict(system.record)
+    skip = skip_of(system)
+    if skip is not None:
+        found["skip"] = asdict(skip.record)
+    return found
+
+
+def told_of(system: System[AnyBatch] | None) -> dict[str, str]:
+    """The same for people, by a word or two."""
+    found = {}
+    if isinstance(system, FAE):
+        found["hot and cold"] = system.described()
+    if isinstance(system, Hotline):
+        r = system.record
+        pinned, times = sum(r.pinned_rows.values()), len(r.learned)
+        found["popular samples"] = (
+            f"{r.popular_share:.1%} of {r.samples:,}; {r.split_batches:,} of {r.batches:,} batches "
+            f"trained in two parts; {pinned:,} rows pinned, chosen {many(times, 'time')}"
+            if r.samples
+            else f"none was looked for: all {r.batches:,} batches went by while rows were learned"
+        )
+    skip = skip_of(system)
+    if skip is not None:
+        s = skip.record
+        stale, hot = sum(s.stale_rows.values()), sum(s.hot_rows.values())
+        rows = f"; {stale:,} of {hot:,} hot rows are stale" if hot else ""
+        stopped = f"; {s.stopped}" if s.stopped else ""
+        found["left out"] = f"{s.dropped:,} of {s.offered:,} samples offered{rows}{stopped}"
+    return found

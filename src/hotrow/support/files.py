@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from hotrow.support.manifests import Count
+
 PARTIAL = ".partial"
 _READ_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
@@ -27,7 +29,7 @@ class FileRecord:
     """A file of a folder, as it was written."""
 
     file: str  # relative to the folder
-    bytes: int
+    bytes: Count
     sha256: str
 
 
@@ -119,7 +121,7 @@ class Disk:
 
 
 def begin_flush(file: IO[bytes], first: int, last: int) -> None:
-    """Let the disk begin with some bytes, while others are on their way. Nobody waits."""
+    """Let the disk begin with some bytes while others are on their way, without waiting."""
     with suppress(OSError, AttributeError, ValueError):  # only a hint, and not for every file
         os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_DONTNEED)
 

@@ -1,4 +1,4 @@
-"""Manifests: JSON that lies beside data and that anybody may have written.
+"""Manifests: JSON files that lie beside data. Anyone may have written them.
 
 Nothing in one is believed before it is checked: numbers size memory, and paths open files.
 """
@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 _MOST_BYTES = 1 << 30
+_INSIDE = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # of bytes, rows, numbers in a row
+Schema = TypeVar("Schema")
+_WORDS = {
+    "object": "a table", "array": "a list", "str": "text", "int": "a whole number",
+    "float": "a number", "bool": "true or false", "null": "nothing",
+}  # fmt: skip
 
 
 def read_json(path: Path) -> Any:
@@ -26,39 +36,61 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-class Reader:
-    """Takes values out of a manifest; errors say `where` it is and what the `remedy` is."""
+def converted(
+    kind: type[Schema],
+    found: Any,
+    *,
+    where: str,
+    remedy: str,
+    check: Callable[[Schema], None] = lambda _: None,
+) -> Schema:
+    """Return what was read as a dataclass; keys that it does not have are ignored.
 
-    def __init__(self, where: str, *, remedy: str) -> None:
-        self._where, self._remedy = where, remedy
+    A ValueError says `where` it was read, which key is missing or of another type, or what the
+    class itself or `check` has refused, and what the `remedy` is.
+    """
+    try:
+        record = msgspec.convert(found, kind)
+        check(record)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"{where}: {in_words(error)}; the file is damaged: {remedy}") from None
+    return record
 
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"{self._where}: {what}; the file is damaged: {self._remedy}")
 
-    def table(self, found: Any, name: str) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            raise self.wrong(f"{name} is missing or no table")
-        return found
+def in_words(error: Exception) -> str:
+    """Return what msgspec says in plain words: `tables[0].rows: expected text, got a list`."""
+    what, _, place = str(error).partition(" - at `$")
+    what = what.replace("Object missing required field", "it lacks").replace("Expected", "expected")
+    what = re.sub(
+        r"`([\w |]+)`",
+        lambda types: " or ".join(_WORDS.get(name, name) for name in types[1].split(" | ")),
+        what,
+    )
+    return f"{place.strip('.`')}: {what}" if place else what
 
-    def items(self, found: Mapping[str, Any], key: str) -> list[Any]:
-        if not isinstance(found.get(key), list):
-            raise self.wrong(f"{key} is missing or no list")
-        return list(found[key])
 
-    def text(self, found: Mapping[str, Any], key: str) -> str:
-        if not isinstance(found.get(key), str):
-            raise self.wrong(f"{key} is missing or no text")
-        return str(found[key])
+def check_format(
+    found: Any, newest: int, *, where: str, remedy: str, newer: type[ValueError] = ValueError
+) -> None:
+    """Refuse a manifest whose `format` this version cannot read; a later one raises `newer`."""
+    version = found.get("format") if isinstance(found, dict) else None
+    if type(version) is int and version > newest:
+        raise newer(
+            f"{where} was saved by a newer hotrow: its format is {version}, and this one reads "
+            f"{newest}; update hotrow"
+        )
+    if type(version) is not int or version < 1:
+        raise ValueError(
+            f"{where}: format must be a whole number from 1 to {newest}, not {version!r}; the "
+            f"file is damaged: {remedy}"
+        )
 
-    def number(self, found: Mapping[str, Any], key: str) -> int:
-        value = found.get(key)
-        if type(value) is not int or not 0 <= value < 2**62:
-            raise self.wrong(f"{key} must be a whole number of at least 0, not {value!r}")
-        return value
 
-    def path(self, found: Mapping[str, Any]) -> str:
-        name = self.text(found, "file")
-        parts = PurePosixPath(name).parts
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", name) or ".." in parts:
-            raise self.wrong(f"file {name!r} is no file inside the folder")
-        return name
+def check_files(names: Iterable[str]) -> None:
+    """Refuse names of files that lead out of the manifest's folder, or occur twice."""
+    names = list(names)
+    for name in names:
+        if not _INSIDE.fullmatch(name) or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"file {name!r} is no file inside the folder")
+    if len(set(names)) != len(names):
+        raise ValueError("a file is named twice")

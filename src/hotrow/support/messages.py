@@ -36,7 +36,7 @@ _written: Callable[[str, str], str] = _as_argument
 
 
 def setting(name: str, value: str) -> str:
-    """A collection's argument as whoever asked would write it: in Python, if nobody says else."""
+    """Return a collection's argument as the user writes it: in Python, unless set otherwise."""
     return _written(name, value)
 
 
@@ -58,10 +58,15 @@ def few(names: Iterable[str], *, most: int = 8, between: str = ", ") -> str:
     return shown if len(every) <= most else f"{shown} and {len(every) - most:,} more"
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like another one; None: none is."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Behind a name that is not known: the nearest one that is, if any is near."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def many(count: int, one: str, more: str | None = None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step. Its rows and bytes moved since the step before, perhaps for later batches; its
-    seconds have passed since then, but for those of whoever asks for steps."""
+    seconds have passed since then, without those that the caller of `run()` took between steps."""
 
     step: int
     loss: float
@@ -63,7 +63,7 @@ WORSE_THAN_CONSTANT = "worse than always predicting the share of clicks"
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     """Quality on held-out samples. NaN where all labels are alike: `auc`, and the normalised
-    entropy, which is the log-loss over that of whoever knows the share of clicks alone."""
+    entropy, which is the log-loss over that of always predicting the share of clicks."""
 
     step: int
     samples: int
@@ -170,7 +170,7 @@ class RunRecord:
 
     name: str
     started: str
-    outcome: str  # "finished", "diverged" (the loss is no number), "interrupted" or "failed"
+    outcome: str  # "finished", "diverged" (the loss is NaN), "interrupted" or "failed"
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
     memory: Mapping[str, int]  # bytes of fast memory by part
@@ -200,10 +200,10 @@ class Figures:
     strategy: str
     summary: str
     contract: str
-    # "finished", "diverged" (the loss is no number), "failed", "unfinished" or "not run"
+    # "finished", "diverged" (the loss is NaN), "failed", "unfinished" or "not run"
     outcome: str
     message: str = ""  # why it failed
-    traceback: str = ""  # where, if nobody expected it to
+    traceback: str = ""  # where, if the failure was unexpected
     repetitions: int = 0
     timed_steps: int = 0
     samples_per_second: float = math.nan  # p50
@@ -224,7 +224,7 @@ class Figures:
     equal_note: str = ""  # how far apart, or why not compared
     repeatable: bool | None = None  # all repetitions ended in the same bits; None: there was one
     repeat_note: str = ""  # what differs between them
-    is_optional: bool = False  # nobody asked for it: it is there to compare with
+    is_optional: bool = False  # not asked for: it is there to compare with
     normalised_entropy: float = math.nan
     slow_run: float = math.nan  # `whole_run` of the slowest repetition
     fast_run: float = math.nan  # and of the fastest

@@ -5,15 +5,19 @@ Knows types, and nothing of what the settings mean.
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from hotrow.support.messages import nearest
 
 Kind = TypeVar("Kind")
 
@@ -75,10 +79,8 @@ def _parsed(text: str, hint: Any, *, where: str) -> Any:
     except tomllib.TOMLDecodeError:
         value = text
     for candidate in (value, text):
-        try:
-            return _fitted(candidate, hint)
-        except TypeError:
-            continue
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(candidate, hint)
     raise ValueError(f"{where}: the value must be {_words(hint)}, not {text!r}")
 
 
@@ -93,8 +95,8 @@ def build(kind: type[Kind], found: Mapping[str, Any], *, where: str, section: st
             values[key] = build(hint, value, where=where, section=name)
             continue
         try:
-            values[key] = _fitted(value, hint)
-        except TypeError:
+            values[key] = msgspec.convert(value, hint)
+        except msgspec.ValidationError:
             raise ValueError(f"{where}: {name} must be {_words(hint)}, not {value!r}") from None
     try:
         return kind(**values)
@@ -107,36 +109,15 @@ def _hint(kind: Any, key: str, *, where: str, section: str) -> Any:
     known = get_type_hints(kind)
     if key in known:
         return known[key]
-    near = difflib.get_close_matches(key, known, n=1)
+    near = nearest(key, known)
     if section:
-        wrong, hint = f"unknown key {key!r} in [{section}]", [repr(each) for each in near]
+        wrong, hint = f"unknown key {key!r} in [{section}]", repr(near)
         names = ", ".join(known)
     else:
-        wrong, hint = f"unknown section [{key}]", [f"[{each}]" for each in near]
-        names = ", ".join(f"[{each}]" for each in known)
-    raise ValueError(
-        f"{where}: {wrong}; " + (f"did you mean {hint[0]}?" if hint else f"there are {names}")
-    )
-
-
-def _fitted(value: Any, hint: Any) -> Any:
-    """The value as the type asks for it: lists become tuples, whole numbers serve as numbers."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (types.UnionType, Union):
-        for each in args:
-            try:
-                return _fitted(value, each)
-            except TypeError:
-                continue
-    elif origin is tuple and isinstance(value, list | tuple):
-        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
-        if len(kinds) == len(value):
-            return tuple(map(_fitted, value, kinds))
-    elif hint is float and type(value) in (int, float):
-        return float(value)
-    elif type(value) is hint:
-        return value
-    raise TypeError
+        wrong, hint = f"unknown section [{key}]", f"[{near}]"
+        names = ", ".join(f"[{name}]" for name in known)
+    hint = f"there are {names}" if near is None else f"did you mean {hint}?"
+    raise ValueError(f"{where}: {wrong}; {hint}")
 
 
 _SINGLE = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -33,13 +33,14 @@ from typing import Any
 import numpy as np
 
 from hotrow.support.files import FileRecord
-from hotrow.support.manifests import Reader, read_json
+from hotrow.support.manifests import Count, check_files, check_format, converted, read_json
 from hotrow.support.messages import few
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _ALIGNED = 64
+_REMEDY = "prepare again"
 _INT32_ROWS = 2**31 - 1
 
 
@@ -76,8 +77,8 @@ class Schema:
 
 @dataclass(frozen=True)
 class ShardRecord(FileRecord):
-    samples: int
-    values: Mapping[str, int] = field(default_factory=dict)  # of each jagged feature
+    samples: Count
+    values: Mapping[str, Count] = field(default_factory=dict)  # of each jagged feature
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class TableRecord:
     """A table: its rows, and how values became rows."""
 
     name: str
-    rows: int
+    rows: Count
     ids: str  # "vocabulary" or "hash"
-    values: int | None  # different values in the source; None: not counted
+    values: Count | None  # different values in the source; None: not counted
     counts: FileRecord
     keys: FileRecord | None
     key_dtype: str = "uint32"
@@ -189,104 +190,49 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def from_json(found: Any, *, where: str) -> Manifest:
-    read = Reader(where, remedy="prepare again")
-    top = read.table(found, "the manifest")
-    version = read.number(top, "format")
-    if version != FORMAT:
+    version = found.get("format") if isinstance(found, dict) else None
+    if type(version) is int and version != FORMAT:
         what = "made by a newer hotrow" if version > FORMAT else "of a form no longer read"
         raise ValueError(
             f"{where} is {what}: format {version}, and this hotrow reads {FORMAT}; "
             + ("update hotrow, or prepare again" if version > FORMAT else "prepare again")
         )
-    manifest = Manifest(
-        schema=_schema(read, read.table(top.get("schema"), "schema")),
-        tables=tuple(_table(read, each) for each in read.items(top, "tables")),
-        splits={
-            read.text({"name": name}, "name"): tuple(
-                _shard(read, each) for each in read.items(top["splits"], name)
-            )
-            for name in read.table(top.get("splits"), "splits")
-        },
-        source=read.table(top.get("source"), "source"),
-        settings=read.table(top.get("settings"), "settings"),
-        made_by=read.text(top, "made_by"),
-    )
-    _check(manifest, where)
-    return manifest
+    check_format(found, FORMAT, where=where, remedy=_REMEDY)
+    return converted(Manifest, found, where=where, remedy=_REMEDY, check=_check)
 
 
-def _schema(read: Reader, found: dict[str, Any]) -> Schema:
-    dense = [read.text({"dense": each}, "dense") for each in read.items(found, "dense")]
-    features = [read.table(each, "a feature") for each in read.items(found, "features")]
-    return Schema(
-        label=read.text(found, "label"),
-        dense=tuple(dense),
-        features=tuple(
-            Feature(read.text(f, "name"), read.text(f, "table"), f.get("jagged") is True)
-            for f in features
-        ),
-        id_dtype=read.text(found, "id_dtype"),
-    )
-
-
-def _file(read: Reader, found: Any) -> FileRecord:
-    found = read.table(found, "a file")
-    return FileRecord(read.path(found), read.number(found, "bytes"), read.text(found, "sha256"))
-
-
-def _shard(read: Reader, found: Any) -> ShardRecord:
-    file = _file(read, found)
-    values = read.table(found.get("values"), "values")
-    return ShardRecord(
-        file.file, file.bytes, file.sha256, samples=read.number(found, "samples"),
-        values={name: read.number(values, name) for name in values},
-    )  # fmt: skip
-
-
-def _table(read: Reader, found: Any) -> TableRecord:
-    found = read.table(found, "a table")
-    return TableRecord(
-        name=read.text(found, "name"),
-        rows=read.number(found, "rows"),
-        ids=read.text(found, "ids"),
-        values=None if found.get("values") is None else read.number(found, "values"),
-        counts=_file(read, found.get("counts")),
-        keys=None if found.get("keys") is None else _file(read, found["keys"]),
-        key_dtype=read.text(found, "key_dtype"),
-    )
-
-
-def _check(manifest: Manifest, where: str) -> None:
-    """Numbers that contradict each other are found before they size anything."""
-    wrong = Reader(where, remedy="prepare again").wrong
+def _check(manifest: Manifest) -> None:
+    """Refuse numbers that contradict each other, before they size anything."""
     schema, names = manifest.schema, [each.name for each in manifest.tables]
     if schema.id_dtype not in ("int32", "int64"):
-        raise wrong(f"id_dtype is {schema.id_dtype!r}")
+        raise ValueError(f"id_dtype is {schema.id_dtype!r}")
     if len(set(names)) != len(names) or set(schema.tables) - set(names):
-        raise wrong(f"features read the tables {few(schema.tables)}, and there are {few(names)}")
+        raise ValueError(
+            f"features read the tables {few(schema.tables)}, and there are {few(names)}"
+        )
     if len({each.name for each in schema.features}) != len(schema.features):
-        raise wrong("two features have one name")
+        raise ValueError("two features have one name")
     for table in manifest.tables:
         if table.counts.bytes != 8 * table.rows:
-            raise wrong(f"table {table.name} has {table.rows} rows, {table.counts.bytes} bytes of"
-                        " counts")  # fmt: skip
+            raise ValueError(
+                f"table {table.name} has {table.rows} rows, {table.counts.bytes} bytes of counts"
+            )
         if table.key_dtype not in ("uint32", "uint64"):
-            raise wrong(f"key_dtype is {table.key_dtype!r}")
+            raise ValueError(f"key_dtype is {table.key_dtype!r}")
         size = np.dtype(table.key_dtype).itemsize
         if table.keys is not None and table.keys.bytes != size * (table.rows - 1):
-            raise wrong(f"table {table.name} has {table.rows} rows, {table.keys.bytes} bytes of"
-                        " keys")  # fmt: skip
+            raise ValueError(
+                f"table {table.name} has {table.rows} rows, {table.keys.bytes} bytes of keys"
+            )
     jagged = {each.name for each in schema.jagged}
     for shards in manifest.splits.values():
         for shard in shards:
             if set(shard.values) != jagged:
-                raise wrong(f"{shard.file} has values for {few(sorted(shard.values))}")
+                raise ValueError(f"{shard.file} has values for {few(sorted(shard.values))}")
             expected = shard_bytes(schema, shard.samples, shard.values)
             if shard.bytes != expected:
-                raise wrong(
+                raise ValueError(
                     f"{shard.file} has {shard.bytes} bytes, and {shard.samples} samples need "
                     f"{expected}"
                 )
-    files = [each.file for each in manifest.files]
-    if len(set(files)) != len(files):
-        raise wrong("a file is named twice")
+    check_files(file.file for file in manifest.files)
