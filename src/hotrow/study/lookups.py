@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hotrow.data import Loader, PreparedSource
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
-from hotrow.data.prepared.columns import column_keys, kind_of
+from hotrow.data.prepared.arrow import column_keys, is_lists, kind_of, pyarrow, value_type
 from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
 from hotrow.engine.profile import Profile
 from hotrow.inputs.batch import KeyedJaggedTensor

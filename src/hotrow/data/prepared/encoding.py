@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import why_wrong
-from hotrow.data.prepared.fields import Checks
 from hotrow.data.prepared.format import SPLITS, Feature, Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.layouts import Samples
+from hotrow.data.prepared.keys import Checks
 from hotrow.data.prepared.reading import Table
+from hotrow.data.prepared.rows import Samples
 from hotrow.data.prepared.splits import Split
 from hotrow.data.prepared.spool import WORK, Stretch, in_sections
 from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
+from hotrow.support.files import why_wrong
 
 CHUNK = 1 << 15  # samples that are encoded together
 _ZEROS = 1 << 22  # bytes that are written at once

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data.prepared.disk import inside, why_wrong
 from hotrow.data.prepared.format import Manifest, Schema, ShardRecord, read_manifest, sections
+from hotrow.support.files import inside, why_wrong
 
 _CHEAP_BYTES = 1 << 30  # of a folder whose checksums are compared by the way: a second or two
 _REMEDY = "copy it again, or prepare the folder again with --restart"

@@ -11,6 +11,7 @@ the values of those before again, in the same order, so that it ends as if it ha
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,15 +20,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import Disk, inside, why_wrong
-from hotrow.data.prepared.fields import EXAMPLES
 from hotrow.data.prepared.format import Schema, Section, side_by_side
-from hotrow.data.prepared.layouts import Samples
-from hotrow.data.prepared.text import Piece, Place
-from hotrow.support.files import FileRecord
+from hotrow.data.prepared.pieces import Piece, Place
+from hotrow.data.prepared.rows import EXAMPLES, Samples
+from hotrow.support import files
+from hotrow.support.files import FileRecord, inside, why_wrong
 
 WORK = ".work"
 LOG = f"{WORK}/read.jsonl"
+
+
+class Disk(files.Disk):
+    """The folder that `hotrow prepare` makes."""
+
+    remedy = "What is finished is kept: make room and give the same command again to resume"
+
+    def append(self, name: str, line: str) -> None:
+        """Adds a line to a log; it is on the disk when this returns.
+
+        It starts with an end of line, so that half a line before it spoils nothing.
+        """
+        self.extend(name, b"\n" + line.encode() + b"\n", durable=True)
+
+    def extend(self, name: str, data: bytes | memoryview, *, durable: bool = False) -> None:
+        """Adds to the end of a file; an error may leave a part of it there."""
+        path = self.folder / name
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise self.in_plain_words(error, path) from None
 
 
 @dataclass(frozen=True)

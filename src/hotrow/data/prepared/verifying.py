@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import inside, make_durable, read_parts, why_wrong
 from hotrow.data.prepared.encoding import Splits
 from hotrow.data.prepared.format import Schema, ShardRecord, sections
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.spool import WORK, as_bytes
-from hotrow.support.files import FileRecord
+from hotrow.support.files import FileRecord, inside, make_durable, read_parts, why_wrong
 from hotrow.support.messages import few
 
 _LARGE = 1000.0  # numbers beyond it are pointed out
