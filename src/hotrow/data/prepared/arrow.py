@@ -39,11 +39,11 @@ def pyarrow(module: str = "", *, what: str = "Parquet is read") -> Any:
         ) from error
 
 
-def open_parquet(path: Path) -> Any:
-    """Open a Parquet file, whose metadata are read at once."""
+def open_parquet(path: Path, *, mapped: bool = False) -> Any:
+    """Open a Parquet file, whose metadata are read at once; `mapped`: its bytes into memory."""
     parquet = pyarrow("parquet")
     try:
-        return parquet.ParquetFile(path, memory_map=True)
+        return parquet.ParquetFile(path, memory_map=mapped)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these

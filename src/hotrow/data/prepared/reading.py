@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.data.prepared.format import TableRecord
+from hotrow.data.prepared.format import TableRecord, as_bytes
 from hotrow.data.prepared.job import Job
 from hotrow.data.prepared.pieces import Piece
 from hotrow.data.prepared.rows import Samples
-from hotrow.data.prepared.spool import WORK, BadRows, Stretch, as_bytes
+from hotrow.data.prepared.spool import WORK, BadRows, Stretch
 from hotrow.data.prepared.vocabulary import (
     Counted,
     Hashed,

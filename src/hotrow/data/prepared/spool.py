@@ -14,13 +14,11 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.format import Schema, Section, side_by_side
+from hotrow.data.prepared.format import Schema, Section, in_sections, map_section, side_by_side
 from hotrow.data.prepared.pieces import Piece, Place
 from hotrow.data.prepared.rows import EXAMPLES, Samples
 from hotrow.support import files
@@ -150,7 +148,7 @@ class Spool:
         """Memory-mapped; lines are counted over all files."""
         path = inside(self._disk.folder, stretch.file.file)
         arrays = {
-            name: _mapped(path, each)
+            name: map_section(path, each)
             for name, each in self._sections(
                 stretch.samples, stretch.values, stretch.checked
             ).items()
@@ -201,29 +199,3 @@ class Spool:
 
         places = self._sections(samples, values, checked)
         yield from in_sections((each, arrays(name)) for name, each in places.items())
-
-
-def in_sections(
-    parts: Iterator[tuple[Section, Iterator[NDArray[Any]]]],
-) -> Iterator[memoryview]:
-    """The bytes of a file made of sections, each of several arrays one after the other."""
-    end = 0
-    for section, arrays in parts:
-        yield memoryview(bytes(section.offset - end))
-        end = section.offset
-        for array in arrays:
-            view = as_bytes(array.astype(section.dtype, copy=False))
-            end += len(view)
-            yield view
-        assert end == section.end, f"{end} bytes instead of {section.end}"
-
-
-def as_bytes(array: NDArray[Any]) -> memoryview:
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
-
-
-def _mapped(path: Path, section: Section) -> NDArray[Any]:
-    if 0 in section.shape:
-        return np.empty(section.shape, section.dtype)
-    return np.memmap(path, section.dtype, "r", section.offset, section.shape)

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import whole_numbers
-from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared.format import Feature, Schema, as_bytes
 from hotrow.data.prepared.job import Watch
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.pieces import Piece, Place, Source
 from hotrow.data.prepared.rows import BadLine, BadLines, Samples
-from hotrow.data.prepared.spool import WORK, Disk, as_bytes
+from hotrow.data.prepared.spool import WORK, Disk
 from hotrow.data.prepared.text import PIECE_BYTES, TextFiles, read_rows
 from hotrow.support.hashing import mixed
 
