@@ -10,7 +10,6 @@ where there is a GPU. Nothing else is done with the batches.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import tempfile
 import time
@@ -24,6 +23,7 @@ from harness import Session, Timing, parser, say
 
 from hotrow.data import KAGGLE_ROWS, Loader
 from hotrow.data.prepared import format as layout
+from hotrow.support.files import Disk
 
 BATCH, SHARD = 8192, 1 << 20
 NUM_DENSE, WINDOWS = 13, 5
@@ -38,9 +38,7 @@ def write(folder: Path, samples: int) -> None:
         dense=tuple(f"I{place}" for place in range(1, NUM_DENSE + 1)),
         features=tuple(layout.Feature(name, name) for name in names),
     )
-    for each in ("shards", "tables"):
-        (folder / each).mkdir()
-    draw, shards = np.random.default_rng(0), []
+    disk, draw, shards = Disk(folder), np.random.default_rng(0), []
     for number, first in enumerate(range(0, samples, SHARD)):
         count = min(SHARD, samples - first)
         arrays = {
@@ -49,24 +47,18 @@ def write(folder: Path, samples: int) -> None:
             "label": draw.integers(0, 2, count, np.uint8),
         }
         file = f"shards/train-{number:05}.bin"
-        whole = bytearray(layout.shard_bytes(schema, count, {}))
-        for name, place in layout.sections(schema, count, {}).items():
-            whole[place.offset : place.end] = arrays[name].tobytes()
-        shards.append(layout.ShardRecord(**_written(folder, file, whole), samples=count))
+        shards.append(
+            layout.write_shard(
+                disk, file, schema, count, {}, lambda name, found=arrays: [found[name]]
+            )
+        )
     tables = []
     for number, (name, rows) in enumerate(zip(names, ROWS, strict=True)):
-        counts = _written(folder, f"tables/{number:03}.counts", np.ones(rows, np.int64).tobytes())
-        tables.append(
-            layout.TableRecord(name, rows, "hash", None, layout.FileRecord(**counts), None)
-        )
+        counts = disk.write(f"tables/{number:03}.counts", [np.ones(rows, np.int64).tobytes()])
+        tables.append(layout.TableRecord(name, rows, "hash", None, counts, None))
     splits = {"train": tuple(shards), "validation": (), "test": ()}
     manifest = layout.Manifest(schema, tuple(tables), splits, {}, {}, "benchmarks/loader.py")
     (folder / layout.MANIFEST).write_text(layout.to_json(manifest), encoding="utf-8")
-
-
-def _written(folder: Path, file: str, content: bytes | bytearray) -> dict[str, Any]:
-    (folder / file).write_bytes(content)
-    return {"file": file, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def measure(folder: Path, workers: int, seconds: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 import hotrow
 from hotrow.data import SyntheticClicks, SyntheticConfig
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.job import Settings
 from hotrow.run.config import (
     DataSection,
     DenseOptimizerSection,

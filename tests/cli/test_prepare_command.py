@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 from clicks import criteo_lines, write
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
+from hotrow.data.prepared.job import needed
 from hotrow.data.prepared.layouts import Avazu
-from hotrow.data.prepared.memory import needed
 
 
 def run(*words: str | Path) -> tuple[int, str]:
@@ -160,8 +160,10 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     )  # fmt: skip
     missing = "with pyarrow, which is not installed: pip install pyarrow"
     assert done.stderr.splitlines() == [
-        "code 0",
-        "code 0",
+        f"error: text is read {missing}",
+        "code 2",
+        f"error: text is read {missing}",
+        "code 2",
         f"error: .gz files are read {missing}",
         "code 2",
         f"error: Parquet is read {missing}",

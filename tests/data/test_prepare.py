@@ -28,11 +28,10 @@ from clicks import (
     write,
 )
 from hotrow.data.prepared import Prepared, encoding, work
-from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.layouts import LAYOUTS, TextSource
-from hotrow.data.prepared.memory import Share, needed, share
-from hotrow.data.prepared.settings import NoWatch, Settings
-from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.job import NoWatch, Settings, Share, needed, share
+from hotrow.data.prepared.layouts import LAYOUTS
+from hotrow.data.prepared.sources import TextSource
+from hotrow.data.prepared.spool import Disk, Spool
 from hotrow.data.prepared.work import prepare
 
 
@@ -383,10 +382,10 @@ def test_kill_9_loses_nothing(tmp_path: Path, seconds: float) -> None:
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from hotrow.data.prepared.disk import Disk
-        from hotrow.data.prepared.layouts import LAYOUTS, TextSource
-        from hotrow.data.prepared.settings import Settings
-        from hotrow.data.prepared.spool import Spool
+        from hotrow.data.prepared.job import Settings
+        from hotrow.data.prepared.layouts import LAYOUTS
+        from hotrow.data.prepared.sources import TextSource
+        from hotrow.data.prepared.spool import Disk, Spool
         from hotrow.data.prepared.work import prepare
         class Slow(Disk):
             def append(self, name, line):

@@ -14,12 +14,14 @@ import pyarrow as pa
 import pytest
 
 from clicks import Line, criteo_lines, write
-from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.fields import Fields, one
-from hotrow.data.prepared.layouts import LAYOUTS, TextSource
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared import Prepared, arrow
+from hotrow.data.prepared.arrow import column_keys, floats, none_if_empty, texts_of, whole_numbers
+from hotrow.data.prepared.job import Settings
+from hotrow.data.prepared.layouts import LAYOUTS
+from hotrow.data.prepared.pieces import Piece, Place
+from hotrow.data.prepared.sources import TextSource
 from hotrow.data.prepared.spool import Spool
-from hotrow.data.prepared.text import Piece, Place, TextFiles
+from hotrow.data.prepared.text import TextFiles
 from hotrow.data.prepared.work import prepare
 
 
@@ -227,7 +229,7 @@ def test_bad_lines_take_no_memory(tmp_path: Path) -> None:
     tracemalloc.start(8)
     found = source.parse(Piece(Place(), Place(), text, 0))
     # Threads that tests before have left may allocate meanwhile.
-    mine = tracemalloc.Filter(True, "*/prepared/layouts.py", all_frames=True)
+    mine = tracemalloc.Filter(True, "*/prepared/text.py", all_frames=True)
     kept = sum(each.size for each in tracemalloc.take_snapshot().filter_traces([mine]).traces)
     tracemalloc.stop()
     assert found.bad.count == 500_000
@@ -365,17 +367,17 @@ def test_counts_that_no_disk_has_room_for_are_refused_before_anything_is_read(
 
 def test_numbers_and_texts_are_read_as_python_reads_them() -> None:
     numbers = [0, 9, 10, 12345678, 99999999, 100000000, -1, -99999999, -123456789, 10**17, 3]
-    words = ["a", "", "12345678", "123456789", "abcdefghijklmnop", "abcdefghijklmnoq", "ä", "b"]
-    text = "\n".join(f"{n}|{words[i % 8]}|{i:x}" for i, n in enumerate(numbers)).encode()
-    fields = Fields(text, separator="|", columns=3)
-    found, empty, wrong = fields.integers(one(0))
-    assert found[0].tolist() == numbers
+    found, empty, wrong = whole_numbers(pa.array(map(str, numbers)))
+    assert found.tolist() == numbers
     assert not empty.any()
     assert not wrong.any()
-    keys = fields.texts(one(1)).keys[0].tolist()
+    words = ["a", "", "12345678", "123456789", "abcdefghijklmnop", "abcdefghijklmnoq", "ä", "b"]
+    keys = column_keys(pa.array(words + words[:3])).keys.tolist()
     assert len(set(keys[:8])) == 8
-    assert keys[8:] == keys[: len(keys) - 8]
-    assert fields.hexadecimal(one(2))[0][0].tolist() == list(range(len(numbers)))
+    assert keys[8:] == keys[:3]
+    found, wrong = texts_of(pa.array(f"{i:x}" for i in range(40))).hexadecimal()
+    assert found.tolist() == list(range(40))
+    assert not wrong.any()
 
 
 NUMBERS = [
@@ -390,33 +392,27 @@ NO_NUMBERS = [
 
 
 def test_numbers_with_a_point_are_those_of_python() -> None:
-    texts = [*NUMBERS, *NO_NUMBERS, "nan", "", "NaN", "NAN"]
-    fields = Fields("\n".join(texts).encode(), separator="|", columns=1)
-    found, empty, wrong = (each[0] for each in fields.numbers(one(0)))
+    missing = ["nan", "", "NaN", "NAN"]
+    found = floats(none_if_empty(pa.array([*NUMBERS, *NO_NUMBERS, *missing])))
     assert found[: len(NUMBERS)].tolist() == [float(each) for each in NUMBERS]
-    assert wrong.tolist() == [False] * len(NUMBERS) + [True] * len(NO_NUMBERS) + [False] * 4
-    assert empty.tolist() == [False] * (len(texts) - 4) + [True] * 4
-    assert found[-4:].tolist() == [0.0] * 4
+    assert np.isinf(found[len(NUMBERS) : -4]).all()
+    assert np.isnan(found[-4:]).all()
 
 
 def test_no_number_takes_a_turn_of_python_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times have ten digits, and prices a point, in every line."""
-
-    def value(*_: object, **__: object) -> str:
-        raise AssertionError("one field alone was read")
-
-    monkeypatch.setattr(Fields, "value", value)
-    text = b"".join(b"%d,%d.25,%d\n" % (1511658000 + i, i, i) for i in range(100))
-    fields = Fields(text, separator=",", columns=3)
-    assert fields.integers(one(0))[0][0].tolist() == [1511658000 + i for i in range(100)]
-    assert fields.numbers(one(1))[0][0].tolist() == [i + 0.25 for i in range(100)]
+    monkeypatch.setattr(arrow, "_float", None)
+    times, prices = [1511658000 + i for i in range(100)], [i + 0.25 for i in range(100)]
+    assert whole_numbers(pa.array(map(str, times)))[0].tolist() == times
+    texts = [*map(str, prices), "cheap"]
+    monkeypatch.setattr(arrow, "_float", lambda text: {b"cheap": 0.0}[text])
+    assert floats(pa.array(texts)).tolist() == [*prices, 0.0]
 
 
 def test_long_texts_have_numbers_of_their_own_wherever_they_differ() -> None:
     texts = ["x" * n for n in (9, 16, 17, 400, 3001)]
     texts += [each[:-1] + "y" for each in texts] + ["y" + each[1:] for each in texts[:5]]
-    fields = Fields("\n".join(texts + texts).encode(), separator="|", columns=1)
-    keys = fields.texts(one(0)).keys[0].tolist()
+    keys = column_keys(pa.array(texts + texts)).keys.tolist()
     assert len(set(keys)) == len(texts)
     assert keys[: len(texts)] == keys[len(texts) :]
 
@@ -425,12 +421,11 @@ def test_hexadecimal_digits_and_nothing_else_are_digits() -> None:
     digits = set(b"0123456789abcdefABCDEF")
     words = []
     for place in range(8):
-        for byte in set(range(256)) - set(b"\r\n|"):
+        for byte in range(256):
             word = bytearray(b"05db9164")
             word[place] = byte
             words.append(bytes(word))
-    fields = Fields(b"\n".join(words), separator="|", columns=1)
-    found, wrong = (each[0] for each in fields.hexadecimal(one(0)))
+    found, wrong = texts_of(pa.array(words, pa.binary())).hexadecimal()
     assert wrong.tolist() == [not set(word) <= digits for word in words]
     right = [int(word, 16) for word, bad in zip(words, wrong, strict=True) if not bad]
     assert found[~wrong].tolist() == right

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,10 @@ from clicks import criteo_lines, write
 from fuzzing import changed, damaged, fuzzed
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST
-from hotrow.data.prepared.layouts import LAYOUTS, Samples, TextSource
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.job import Settings
+from hotrow.data.prepared.layouts import LAYOUTS
+from hotrow.data.prepared.pieces import Piece, Place
+from hotrow.data.prepared.sources import TextSource
 from hotrow.data.prepared.work import prepare
 
 values = st.sampled_from(["", "-", "0", "1", "-1", "9" * 25, "1e9", "nan", " 1", "\r", '"', "\0"])
@@ -47,18 +48,19 @@ def test_lines(data: st.DataObject, kind: str, piece: int, tmp_path: Path) -> No
     with suppress(ValueError):
         source = TextSource(layout, [tmp_path / "log"], piece_bytes=piece)
         for found in source.pieces():
-            assert_as_line_by_line(source.parse(found), found.data, layout, found.place.file_line)
+            assert_as_line_by_line(source, found)
 
 
-def assert_as_line_by_line(found: Samples, text: bytes, layout: Any, file_line: int) -> None:
+def assert_as_line_by_line(source: TextSource, piece: Piece) -> None:
     """Whatever else is in a piece, a line means what it means alone."""
-    single = text.removesuffix(b"\n").split(b"\n")
-    skipped = int(layout.header is not None and not file_line)
+    found = source.parse(piece)
+    single = piece.data.removesuffix(b"\n").split(b"\n")
+    skipped = source.header_lines if not piece.place.file_line else 0
     assert np.isfinite(found.dense).all()
     assert np.isin(found.label, (0, 1)).all()
     good = dict(zip(found.lines.tolist(), range(len(found.lines)), strict=True))
     for number, line in enumerate(single[skipped:], skipped):
-        alone = layout.parse(line + b"\n")
+        alone = source.parse(Piece(Place(file_line=1), Place(), line + b"\n", 0))
         assert len(alone.lines) == (number in good), line
         if len(alone.lines):
             at = good[number]

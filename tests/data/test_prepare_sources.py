@@ -16,18 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from clicks import assert_same_grouping, files_of, taobao_lines, write
-from hotrow.data.prepared import Prepared, columns, encoding
-from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLines, Fields, Judge, mixed
-from hotrow.data.prepared.fields import one as one_column
-from hotrow.data.prepared.layouts import Avazu, label_of
+from hotrow.data.prepared import Prepared, arrow, encoding, sources
+from hotrow.data.prepared.arrow import column_keys, floats
+from hotrow.data.prepared.columns import Columns
+from hotrow.data.prepared.job import NoWatch, Settings
+from hotrow.data.prepared.layouts import Avazu
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.prepared.settings import NoWatch, Settings
+from hotrow.data.prepared.rows import BadLines
 from hotrow.data.prepared.sources import open_source
 from hotrow.data.prepared.splits import AtRandom
-from hotrow.data.prepared.spool import Spool
+from hotrow.data.prepared.spool import Disk, Spool
 from hotrow.data.prepared.taobao import POINTS, STEPS, Taobao, make_samples
 from hotrow.data.prepared.work import prepare
+from hotrow.support.hashing import mixed
 
 EVERY = ("train", "test", "validation")  # in the order of time
 
@@ -37,8 +38,8 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Spool, "PIECES", 3)
     monkeypatch.setattr("os.fsync", lambda handle: None)  # nobody switches the machine off
     monkeypatch.setattr(encoding, "CHUNK", 50)
-    monkeypatch.setattr(columns, "_PIECE_SAMPLES", 40)
-    monkeypatch.setattr("hotrow.data.prepared.sources.PIECE_BYTES", 4000)
+    monkeypatch.setattr(sources, "_PIECE_SAMPLES", 40)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 4000)
 
 
 def run(
@@ -266,14 +267,11 @@ def test_labels_may_be_true_or_false(tmp_path: Path, kind: str, labels: list[str
 
 
 def test_labels_of_true_and_false_take_no_python_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def value(*_: Any, **__: Any) -> str:
-        raise AssertionError("a field was read by itself")
-
-    monkeypatch.setattr(Fields, "value", value)
-    fields = Fields(b"True\nFALSE\ntrue\n" * 9, separator=",", columns=1)
-    assert label_of(fields, Judge(fields), column=0).tolist() == [1, 0, 1] * 9
-    fields = Fields(b"1.5\nNaN\nnan\n\n" * 9, separator=",", columns=1)
-    assert fields.numbers(one_column(0))[0][0].tolist() == [1.5, 0, 0, 0] * 9
+    monkeypatch.setattr(arrow, "_float", None)
+    labels = pa.array(["True", "FALSE", "true", "1.0"] * 9)
+    assert floats(labels, truths=True).tolist() == [1, 0, 1, 1] * 9
+    numbers = floats(pa.array(["1.5", "NaN", "nan", None] * 9))
+    np.testing.assert_array_equal(numbers, [1.5, np.nan, np.nan, np.nan] * 9)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "parquet texts"])
@@ -500,7 +498,7 @@ def test_negative_and_large_numbers_of_two_files_have_rows_of_their_own(tmp_path
 
 def test_large_numbers_alone_keep_their_keys() -> None:
     large = np.array([1, 2**63, 2**64 - 1], np.uint64)
-    assert columns.column_keys(pa.array(large)).keys.tolist() == large.tolist()
+    assert column_keys(pa.array(large)).keys.tolist() == large.tolist()
 
 
 @pytest.mark.parametrize("kind", ["int64", "uint64", "binary"])
@@ -878,5 +876,5 @@ def test_numbers_too_large_for_32_bits_are_refused(tmp_path: Path, kind: str) ->
 
 def test_names_that_no_table_may_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'item.id' does; give column 'item.id' another"):
-        columns.Columns(label="y", categories=("item.id",))
-    assert columns.Columns(label="y", categories=("item.id",), tables={"item.id": "item"})
+        Columns(label="y", categories=("item.id",))
+    assert Columns(label="y", categories=("item.id",), tables={"item.id": "item"})

@@ -16,7 +16,6 @@ import pytest
 import hotrow
 from hotrow.data import Loader, PreparedSource
 from hotrow.data.prepared import Feature, Manifest, Prepared, Schema
-from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.format import (
     MANIFEST,
     ShardRecord,
@@ -26,6 +25,7 @@ from hotrow.data.prepared.format import (
     shard_bytes,
     to_json,
 )
+from hotrow.data.prepared.spool import Disk
 
 SCHEMA = Schema(
     "click",

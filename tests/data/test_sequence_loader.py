@@ -15,7 +15,7 @@ from clicks import taobao_lines, write
 from hotrow.data import Loader, ParquetSource, PreparedSource, SequenceBatch, SequenceLoader
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.settings import Settings
+from hotrow.data.prepared.job import Settings
 from hotrow.data.prepared.taobao import Taobao
 from hotrow.data.prepared.work import prepare
 from hotrow.data.sequence_loader import check_histories, histories_of

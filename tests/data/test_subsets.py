@@ -7,7 +7,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader, sources
 from hotrow.data.prepared import Feature, Jagged, Manifest, Schema
-from hotrow.data.prepared.format import MANIFEST, ShardRecord, TableRecord, sections, shard_bytes
+from hotrow.data.prepared.format import MANIFEST, TableRecord, write_shard
 from hotrow.data.prepared.format import to_json as manifest_json
-from hotrow.data.sources import Samples
-from hotrow.data.subsets import SubsetSource, _others
+from hotrow.data.sources import Samples, SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
+from hotrow.systems.fae.sample_sets import _others
 from hotrow.systems.fae.separate import separate
 
 SCHEMA = Schema(
@@ -76,11 +75,10 @@ def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> Path:
             "ids": found.ids, "dense": found.dense, "label": found.label,
             "list.offsets": lists.offsets, "list.values": lists.values,
         }  # fmt: skip
-        data = bytearray(shard_bytes(SCHEMA, count, values))
-        for key, section in sections(SCHEMA, count, values).items():
-            data[section.offset : section.end] = arrays[key].tobytes()
-        record = disk.write(f"shards/train-{place:05}.bin", [bytes(data)])
-        shards.append(ShardRecord(**asdict(record), samples=count, values=values))
+        file = f"shards/train-{place:05}.bin"
+        shards.append(
+            write_shard(disk, file, SCHEMA, count, values, lambda key, of=arrays: [of[key]])
+        )
         first += count
     counts = [
         disk.write(f"tables/{i:03}.counts", [np.zeros(5, np.int64).tobytes()]) for i in (0, 1)
@@ -212,7 +210,7 @@ def test_a_set_goes_on_from_any_batch(tmp_path: Path) -> None:
 
 
 def test_others_are_all_that_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.data.subsets._PART", 4)
+    monkeypatch.setattr("hotrow.systems.fae.sample_sets._PART", 4)
     for hot in ([], [0], [3, 4], [9], [0, 1, 2, 3], list(range(10))):
         found = np.concatenate(list(_others(np.array(hot, np.int64), 10)))
         assert found.tolist() == sorted(set(range(10)) - set(hot))

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hotrow.cli._declared import JsonLinesFlag
 from hotrow.data.prepared.format import Manifest
-from hotrow.data.prepared.settings import Settings, Watch
+from hotrow.data.prepared.job import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
 from hotrow.run.files import to_json

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,16 +26,12 @@ from torch import Tensor
 
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.sources import PreparedSource, Samples, Source
-from hotrow.data.subsets import SampleSets, SubsetSource
+from hotrow.data.sources import PreparedSource, Samples, Source, SubsetSource
 from hotrow.data.synthetic import ClickBatch
 from hotrow.inputs.batch import KeyedJaggedTensor
-from hotrow.inputs.samples import mask_of
 from hotrow.inputs.shuffle import Order, Stretch
 from hotrow.support.messages import few, many
 from hotrow.support.numbers import whole
-from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
-from hotrow.systems.fae.sample_copies import nobody
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
@@ -129,37 +125,6 @@ class BatchReader(Generic[Batch]):
                     yield each
                     number += 1
 
-    def separated(
-        self,
-        popular: Callable[[Batch], Tensor],
-        *,
-        folder: str | Path | None = None,
-        key: str | None = None,
-        advance: Callable[[int], None] = nobody,
-    ) -> Separated:
-        """Hot samples and cold ones, as two readers like this one; both keep a short last batch.
-        Where this one leaves some out that do not fill a batch, they leave out as many together;
-        without a seed, the same.
-
-        `popular` says of each sample of a batch whether it is hot; several threads ask at once. The
-        numbers of either kind are put into the folder. With a `key`, which names the hot rows, they
-        are read from there when samples and key are the same. Without a folder they are kept in
-        memory: 8 bytes per sample.
-        """
-        numbers = SampleSets(self._identity(), folder, key).of(
-            lambda: self._hot(popular, advance), self.samples
-        )
-        hot, cold = (self._among(each) for each in (numbers.hot, numbers.cold))
-        return Separated(hot, cold, self.batch_size, self.epochs, reused=numbers.reused)
-
-    def _hot(
-        self, popular: Callable[[Batch], Tensor], advance: Callable[[int], None]
-    ) -> Iterator[NDArray[np.int64]]:
-        """Numbers of hot samples, ascending."""
-        for first, count, said in self.each(popular):
-            yield first + np.flatnonzero(mask_of(said, count).numpy())
-            advance(count)
-
     def each(
         self, work: Callable[[Batch], Result], *, size: int = 1 << 16
     ) -> Iterator[tuple[int, int, Result]]:
@@ -176,19 +141,20 @@ class BatchReader(Generic[Batch]):
             for stretch, result in cores.in_order(done, stretches):
                 yield stretch.first, stretch.samples, result
 
-    def _among(self, numbers: NDArray[np.int64]) -> BatchSet:
-        """A reader of these samples alone, but those left out of an epoch."""
-        if not len(numbers):
-            return NoBatches()
-        other = copy(self)
-        other.source = SubsetSource(self.source, numbers)
-        other._order = Order(other.source.sizes, mixed=self._mixed, seed=self._seed)
-        # As many as there are of those that lie last among all.
-        other.samples = other._end = int(np.searchsorted(numbers, self._end))
-        return other if other.samples else NoBatches()
+    def among(self, numbers: NDArray[np.int64]) -> Self | None:
+        """Return a reader of the samples of these ascending numbers alone, with a short last batch;
+        None if there are none. Where this one leaves some out of an epoch, that one leaves out as
+        many as there are among the last ones of all."""
+        reader = copy(self)
+        reader.samples = reader._end = int(np.searchsorted(numbers, self._end))
+        if not reader.samples:
+            return None
+        reader.source = SubsetSource(self.source, numbers)
+        reader._order = Order(reader.source.sizes, mixed=self._mixed, seed=self._seed)
+        return reader
 
-    def _identity(self) -> str | None:
-        """Of the samples and what is read of them; None: the source does not say."""
+    def identity(self) -> str | None:
+        """Return what names the samples and what is read of them; None: the source has no name."""
         mine = getattr(self.source, "identity", None)
         return None if mine is None else f"{mine} {type(self).__name__} {','.join(self.features)}"
 

@@ -15,7 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged
-from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
+from hotrow.data.prepared.arrow import (
+    is_lists,
+    is_number,
+    is_whole,
+    lists_of,
+    open_parquet,
+    place_of,
+    pyarrow,
+    value_type,
+)
 from hotrow.data.sources import Samples, joined
 from hotrow.support.messages import few
 
@@ -33,7 +42,6 @@ class ParquetSource:
         features: Sequence[str],
         dense: Sequence[str] = (),
     ) -> None:
-        self._parquet = pyarrow("parquet")
         self._files = [Path(each) for each in ([files] if isinstance(files, str | Path) else files)]
         self.features, self._dense, self._label = tuple(features), tuple(dense), label
         self._groups: list[tuple[Path, int]] = []
@@ -46,7 +54,7 @@ class ParquetSource:
                 raise ValueError(f"column {name!r} is named twice")
         kinds: dict[str, str] = {}
         for file in self._files:
-            opened = self._open(file)
+            opened = open_parquet(file, mapped=True)
             kinds |= self._kinds(file, opened.schema_arrow, kinds)
             for group in range(opened.metadata.num_row_groups):
                 self._groups.append((file, group))
@@ -73,31 +81,19 @@ class ParquetSource:
             {name: joined([each.jagged[name] for each in parts]) for name in lists},
         )
 
-    def _open(self, file: Path) -> Any:
-        try:
-            return self._parquet.ParquetFile(file, memory_map=True)
-        except FileNotFoundError:
-            raise ValueError(f"{file}: there is no such file") from None
-        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-            raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
-
     def _kinds(self, file: Path, schema: Any, before: dict[str, str]) -> dict[str, str]:
         found = {}
         for name in self._columns:
-            if name not in schema.names:
-                raise ValueError(f"{file} has no column {name!r}; it has {few(schema.names)}")
-            if (count := schema.names.count(name)) > 1:
-                raise ValueError(f"{file} has {count} columns {name!r}: which is meant?")
-            kind = schema.field(name).type
+            kind = schema.field(place_of(name, schema.names, file)).type
             if name not in self.features:
-                if not _is_number(kind):
+                if not is_number(kind):
                     what = "the label is 0 or 1" if name == self._label else "it is to be a number"
                     raise ValueError(
                         f"{file}: column {name!r} has values of type {kind}, and {what}; cast it "
                         "where the file is written"
                     )
                 continue
-            if not _is_whole(value_type(kind)):
+            if not is_whole(value_type(kind)):
                 raise ValueError(
                     f"{file}: column {name!r} has values of type {kind}, and ids are whole numbers;"
                     " cast it to int64 where the file is written, or to text, of which `hotrow "
@@ -113,7 +109,7 @@ class ParquetSource:
 
     def _read(self, file: Path, group: int) -> Samples:
         where = f"{file}, row group {group}"
-        opened = self._open(file)
+        opened = open_parquet(file, mapped=True)
         try:
             table = opened.read_row_group(group, columns=self._columns, use_threads=False)
         except (OSError, ValueError) as error:
@@ -168,11 +164,10 @@ class _Column:
 
     def lists(self) -> Jagged:
         """One that is missing has no values, whatever lies where it would be."""
-        lengths = pyarrow("compute").list_value_length(self._array).fill_null(0)
+        values, lengths = lists_of(self._array)
         offsets = np.zeros(len(self._array) + 1, np.int64)
-        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
-        inside = _Column(self._where, self._name, self._array.flatten())
-        return Jagged(offsets, inside.ids())
+        np.cumsum(lengths, out=offsets[1:])
+        return Jagged(offsets, _Column(self._where, self._name, values).ids())
 
     def _values(self) -> Any:
         if count := self._array.null_count:
@@ -192,14 +187,3 @@ def _cast(values: Any, kind: str) -> NDArray[Any]:
         zero_copy_only=False
     )
     return found
-
-
-def _is_whole(kind: Any) -> bool:
-    types = pyarrow("types")
-    is_decimal = types.is_decimal(kind) and kind.scale <= 0  # what databases write for whole ones
-    return bool(types.is_integer(kind) or types.is_boolean(kind) or is_decimal)
-
-
-def _is_number(kind: Any) -> bool:
-    types = pyarrow("types")
-    return bool(_is_whole(kind) or types.is_floating(kind) or types.is_decimal(kind))

@@ -76,8 +76,8 @@ class SequenceLoader(BatchReader[SequenceBatch]):
         self._padding = dict(padding)
         self._places = places(steps)
 
-    def _identity(self) -> str | None:
-        mine = super()._identity()
+    def identity(self) -> str | None:
+        mine = super().identity()
         return None if mine is None else f"{mine} {self._steps} {sorted(self._padding.items())}"
 
     def _batch(self, columns: Columns) -> SequenceBatch:

@@ -178,6 +178,31 @@ class PreparedSource:
             yield run
 
 
+class SubsetSource:
+    """The samples of these numbers, ascending, in the blocks of the source that holds them."""
+
+    def __init__(self, source: Source, numbers: NDArray[np.int64]) -> None:
+        self.features, self.single = source.features, source.single
+        self._source, self._numbers = source, numbers
+        edges = np.cumsum([0, *source.sizes])
+        self._cuts = np.searchsorted(numbers, edges)
+        sizes = np.diff(self._cuts)
+        self._blocks = np.flatnonzero(sizes)  # the source's; an empty one is none of ours
+        self._firsts, self.sizes = edges[self._blocks], sizes[self._blocks]
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        theirs = self._blocks[blocks]
+        cuts = zip(self._cuts[theirs], self._cuts[theirs + 1], strict=True)
+        numbers = np.concatenate([self._numbers[low:high] for low, high in cuts])
+        if hasattr(self._source, "take"):
+            found: Samples = self._source.take(numbers)
+            return found
+        # Where each block lies in what is read, less where it lies among all.
+        starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
+        places = numbers + np.repeat(starts, self.sizes[blocks])
+        return chosen(self._source.read(theirs), places)
+
+
 def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:
     """Blocks of a shard's column, at ascending places, in one call: between calls threads wait for
     each other, and with many small ones they do little else."""

@@ -16,8 +16,16 @@ from torch import Tensor
 
 from hotrow.data import Loader, PreparedSource
 from hotrow.data.prepared import Prepared
-from hotrow.data.prepared.arrow import is_lists, pyarrow, value_type
-from hotrow.data.prepared.columns import column_keys, kind_of
+from hotrow.data.prepared.arrow import (
+    column_keys,
+    is_lists,
+    kind_of,
+    lists_of,
+    open_parquet,
+    place_of,
+    pyarrow,
+    value_type,
+)
 from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
 from hotrow.engine.profile import Profile
 from hotrow.inputs.batch import KeyedJaggedTensor
@@ -230,31 +238,21 @@ class OfParquet:
         self._file, self._time, self._period = file, time, period
         self._categories = list(categories)
         self._table_of = {name: (tables or {}).get(name, name) for name in categories}
-        self._parquet = pyarrow("parquet")
         self._check()
         self._vocabularies = self._numbered()
         self.rows = {table: len(each.keys) for table, each in self._vocabularies.items()}
         bases = np.cumsum([0, *self.rows.values()])
         self._bases = dict(zip(self.rows, bases.tolist(), strict=False))
         self._dtype = np.int32 if bases[-1] < 2**31 else np.int64
-        all_batches = -(-self._open().metadata.num_rows // batch_size)
+        all_batches = -(-open_parquet(self._file, mapped=True).metadata.num_rows // batch_size)
         self.num_batches = min(all_batches, batches or all_batches)
         if not bases[-1]:
             raise ValueError(f"{file} has no value in {few(categories)}")
 
-    def _open(self) -> Any:
-        try:
-            return self._parquet.ParquetFile(self._file, memory_map=True)
-        except FileNotFoundError:
-            raise ValueError(f"{self._file}: there is no such file") from None
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self._file} cannot be read as Parquet: {error}") from error
-
     def _check(self) -> None:
-        schema = self._open().schema_arrow
+        schema = open_parquet(self._file, mapped=True).schema_arrow
         for name in (*self._categories, *([self._time] if self._time else [])):
-            if name not in schema.names:
-                raise ValueError(f"{self._file} has no column {name!r}; it has {few(schema.names)}")
+            place_of(name, schema.names, self._file)
         for name in self._categories:
             if kind_of(value_type(schema.field(name).type)) is None:
                 raise ValueError(
@@ -264,7 +262,9 @@ class OfParquet:
 
     def _columns(self) -> Iterator[Any]:
         columns = [*self._categories, *([self._time] if self._time else [])]
-        yield from self._open().iter_batches(batch_size=_READ_TOGETHER, columns=columns)
+        yield from open_parquet(self._file, mapped=True).iter_batches(
+            batch_size=_READ_TOGETHER, columns=columns
+        )
 
     def _numbered(self) -> dict[str, Vocabulary]:
         tallies = {table: Tally("uint64") for table in dict.fromkeys(self._table_of.values())}
@@ -328,8 +328,8 @@ def _keys_of(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Values as numbers, and how many each sample has."""
     if not is_lists(column.type):
         return _keys(column), np.ones(len(column), np.int64)
-    lengths = pyarrow("compute").list_value_length(column).fill_null(0)
-    return _keys(column.flatten()), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    values, lengths = lists_of(column)
+    return _keys(values), lengths
 
 
 def _keys(column: Any) -> NDArray[Any]:

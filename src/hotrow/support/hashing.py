@@ -28,6 +28,16 @@ def hashed(values: NDArray[np.int64], *, key: int) -> NDArray[np.uint64]:
     """64 bits per value; `mix` for arrays, with the key in place of its constant."""
     bits = values.astype(np.uint64)
     bits += np.uint64(mix(key))
+    return _finished(bits)
+
+
+def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Words of which every bit depends on every bit given, no two alike (splitmix64's end)."""
+    return _finished(words.copy())
+
+
+def _finished(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of each word in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits ^= bits >> np.uint64(shift)
         bits *= np.uint64(factor)

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import why_wrong
-from hotrow.data.prepared.fields import Checks
-from hotrow.data.prepared.format import SPLITS, Feature, Schema, ShardRecord, sections
+from hotrow.data.prepared.format import SPLITS, Feature, Schema, ShardRecord, write_shard
 from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.layouts import Samples
+from hotrow.data.prepared.keys import Checks
 from hotrow.data.prepared.reading import Table
+from hotrow.data.prepared.rows import Samples
 from hotrow.data.prepared.splits import Split
-from hotrow.data.prepared.spool import WORK, Stretch, in_sections
+from hotrow.data.prepared.spool import WORK, Stretch
 from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
+from hotrow.support.files import why_wrong
 
 CHUNK = 1 << 15  # samples that are encoded together
 _ZEROS = 1 << 22  # bytes that are written at once
@@ -158,13 +158,9 @@ class Encode:
                 each.name: sum(len(part.values[each.name]) for part in found)
                 for each in self._schema.jagged
             }
-            places = sections(self._schema, samples, values)
-            file = job.disk.write(
-                f"shards/{name}-{stretch.number:05}.bin",
-                in_sections((each, _arrays(key, found)) for key, each in places.items()),
-                durable=False,  # but before there is a manifest
-            )
-            done[name] = ShardRecord(**asdict(file), samples=samples, values=values)
+            file = f"shards/{name}-{stretch.number:05}.bin"
+            arrays = partial(_arrays, found)
+            done[name] = write_shard(job.disk, file, self._schema, samples, values, arrays)
         self._done[stretch.number] = done
         records = {name: asdict(each) for name, each in done.items()}
         job.disk.append(self._log, json.dumps({"stretch": stretch.number, "shards": records}))
@@ -206,7 +202,7 @@ def _only(part: _Part, mask: NDArray[np.bool_]) -> _Part:
     return _Part(part.ids[mask], part.dense[mask], part.label[mask], lengths, values)
 
 
-def _arrays(name: str, parts: list[_Part]) -> Iterator[NDArray[Any]]:
+def _arrays(parts: list[_Part], name: str) -> Iterator[NDArray[Any]]:
     """The arrays that make one section of a shard."""
     feature, _, what = name.rpartition(".")
     if what == "offsets":

@@ -25,14 +25,15 @@ Knows arrays and files; not where samples come from, nor what they are used for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hotrow.support.files import FileRecord
+from hotrow.support.files import Disk, FileRecord
 from hotrow.support.manifests import Count, check_files, check_format, converted, read_json
 from hotrow.support.messages import few
 
@@ -165,6 +166,56 @@ def side_by_side(wanted: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str
 
 def shard_bytes(schema: Schema, samples: int, values: Mapping[str, int]) -> int:
     return list(sections(schema, samples, values).values())[-1].end
+
+
+def write_shard(
+    disk: Disk,
+    file: str,
+    schema: Schema,
+    samples: int,
+    values: Mapping[str, int],
+    arrays: Callable[[str], Iterable[NDArray[Any]]],
+) -> ShardRecord:
+    """Write a shard; `arrays` returns those that make a section, one after the other. It is not
+    waited for: `make_durable` must follow before a manifest names it."""
+    places = sections(schema, samples, values)
+    data = in_sections((section, arrays(name)) for name, section in places.items())
+    record = disk.write(file, data, durable=False)
+    return ShardRecord(**asdict(record), samples=samples, values=values)
+
+
+def in_sections(
+    parts: Iterable[tuple[Section, Iterable[NDArray[Any]]]],
+) -> Iterator[memoryview]:
+    """Yield the bytes of a file made of sections, each of several arrays one after the other."""
+    end = 0
+    for section, arrays in parts:
+        yield memoryview(bytes(section.offset - end))
+        end = section.offset
+        for array in arrays:
+            view = as_bytes(array.astype(section.dtype, copy=False))
+            end += len(view)
+            yield view
+        assert end == section.end, f"{end} bytes instead of {section.end}"
+
+
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8).data
+
+
+def map_section(path: Path, section: Section) -> NDArray[Any]:
+    """Map an array of a file into memory."""
+    if 0 in section.shape:
+        return np.empty(section.shape, section.dtype)  # no bytes, which cannot be mapped
+    kind = np.dtype(section.dtype).newbyteorder("<")
+    return np.memmap(path, kind, "r", section.offset, section.shape)
+
+
+def map_shard(path: Path, schema: Schema, shard: ShardRecord) -> dict[str, NDArray[Any]]:
+    """Map the arrays of a shard into memory, by name."""
+    places = sections(schema, shard.samples, shard.values)
+    return {name: map_section(path, section) for name, section in places.items()}
 
 
 def to_json(manifest: Manifest) -> str:

@@ -14,8 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data.prepared.disk import inside, why_wrong
-from hotrow.data.prepared.format import Manifest, Schema, ShardRecord, read_manifest, sections
+from hotrow.data.prepared.format import (
+    Manifest,
+    Schema,
+    Section,
+    ShardRecord,
+    map_section,
+    map_shard,
+    read_manifest,
+)
+from hotrow.support.files import inside, why_wrong
 
 _CHEAP_BYTES = 1 << 30  # of a folder whose checksums are compared by the way: a second or two
 _REMEDY = "copy it again, or prepare the folder again with --restart"
@@ -73,8 +81,8 @@ class Prepared:
     def counts(self, table: str) -> NDArray[np.int64]:
         """How often the training split reads each row of a table: [rows], memory-mapped."""
         record = self.manifest.table(table)
-        counts = self._map(record.counts.file, 0, "int64", (record.rows,))
-        return counts
+        path = inside(self.folder, record.counts.file)
+        return map_section(path, Section(0, "int64", (record.rows,)))
 
     @property
     def num_bytes(self) -> int:
@@ -114,19 +122,9 @@ class Prepared:
         return self.manifest.splits[split]
 
     def _open(self, record: ShardRecord) -> Shard:
-        found = {
-            name: self._map(record.file, each.offset, each.dtype, each.shape)
-            for name, each in sections(self.schema, record.samples, record.values).items()
-        }
+        found = map_shard(inside(self.folder, record.file), self.schema, record)
         jagged = {
             each.name: Jagged(found[f"{each.name}.offsets"], found[f"{each.name}.values"])
             for each in self.schema.jagged
         }
         return Shard(record.samples, found["ids"], found["dense"], found["label"], jagged)
-
-    def _map(self, name: str, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        if 0 in shape:
-            return np.empty(shape, dtype)  # no bytes, which cannot be mapped
-        path = inside(self.folder, name)
-        kind = np.dtype(dtype).newbyteorder("<")
-        return np.memmap(path, dtype=kind, mode="r", offset=offset, shape=shape)

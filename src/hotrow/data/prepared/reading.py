@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hotrow.data.prepared.disk import inside, why_wrong
-from hotrow.data.prepared.format import TableRecord
+from hotrow.data.prepared.format import TableRecord, as_bytes
 from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.layouts import Samples
-from hotrow.data.prepared.spool import WORK, BadRows, Stretch, as_bytes
-from hotrow.data.prepared.text import Piece
+from hotrow.data.prepared.pieces import Piece
+from hotrow.data.prepared.rows import Samples
+from hotrow.data.prepared.spool import WORK, BadRows, Stretch
 from hotrow.data.prepared.vocabulary import (
     Counted,
     Hashed,
@@ -24,7 +23,7 @@ from hotrow.data.prepared.vocabulary import (
     bytes_per_value,
     joined,
 )
-from hotrow.support.files import FileRecord
+from hotrow.support.files import FileRecord, inside, why_wrong
 from hotrow.support.messages import few
 from hotrow.support.units import show_bytes
 

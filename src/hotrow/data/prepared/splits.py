@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.fields import mixed
+from hotrow.support.hashing import mixed
 
 _PARTS = 10  # at random: one of ten for validation, one for the test
 _MOST_TIMES = 1 << 22

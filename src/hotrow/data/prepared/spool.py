@@ -11,23 +11,46 @@ the values of those before again, in the same order, so that it ends as if it ha
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import Disk, inside, why_wrong
-from hotrow.data.prepared.fields import EXAMPLES
-from hotrow.data.prepared.format import Schema, Section, side_by_side
-from hotrow.data.prepared.layouts import Samples
-from hotrow.data.prepared.text import Piece, Place
-from hotrow.support.files import FileRecord
+from hotrow.data.prepared.format import Schema, Section, in_sections, map_section, side_by_side
+from hotrow.data.prepared.pieces import Piece, Place
+from hotrow.data.prepared.rows import EXAMPLES, Samples
+from hotrow.support import files
+from hotrow.support.files import FileRecord, inside, why_wrong
 
 WORK = ".work"
 LOG = f"{WORK}/read.jsonl"
+
+
+class Disk(files.Disk):
+    """The folder that `hotrow prepare` makes."""
+
+    remedy = "What is finished is kept: make room and give the same command again to resume"
+
+    def append(self, name: str, line: str) -> None:
+        """Adds a line to a log; it is on the disk when this returns.
+
+        It starts with an end of line, so that half a line before it spoils nothing.
+        """
+        self.extend(name, b"\n" + line.encode() + b"\n", durable=True)
+
+    def extend(self, name: str, data: bytes | memoryview, *, durable: bool = False) -> None:
+        """Adds to the end of a file; an error may leave a part of it there."""
+        path = self.folder / name
+        try:
+            with path.open("ab") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise self.in_plain_words(error, path) from None
 
 
 @dataclass(frozen=True)
@@ -125,7 +148,7 @@ class Spool:
         """Memory-mapped; lines are counted over all files."""
         path = inside(self._disk.folder, stretch.file.file)
         arrays = {
-            name: _mapped(path, each)
+            name: map_section(path, each)
             for name, each in self._sections(
                 stretch.samples, stretch.values, stretch.checked
             ).items()
@@ -176,29 +199,3 @@ class Spool:
 
         places = self._sections(samples, values, checked)
         yield from in_sections((each, arrays(name)) for name, each in places.items())
-
-
-def in_sections(
-    parts: Iterator[tuple[Section, Iterator[NDArray[Any]]]],
-) -> Iterator[memoryview]:
-    """The bytes of a file made of sections, each of several arrays one after the other."""
-    end = 0
-    for section, arrays in parts:
-        yield memoryview(bytes(section.offset - end))
-        end = section.offset
-        for array in arrays:
-            view = as_bytes(array.astype(section.dtype, copy=False))
-            end += len(view)
-            yield view
-        assert end == section.end, f"{end} bytes instead of {section.end}"
-
-
-def as_bytes(array: NDArray[Any]) -> memoryview:
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
-
-
-def _mapped(path: Path, section: Section) -> NDArray[Any]:
-    if 0 in section.shape:
-        return np.empty(section.shape, section.dtype)
-    return np.memmap(path, section.dtype, "r", section.offset, section.shape)

@@ -16,32 +16,33 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import Disk
-from hotrow.data.prepared.fields import BadLine, BadLines, Fields, Judge, mixed, one
-from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.layouts import Samples
+from hotrow.data.prepared.arrow import whole_numbers
+from hotrow.data.prepared.format import Feature, Schema, as_bytes
+from hotrow.data.prepared.job import Watch
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.prepared.settings import Watch
-from hotrow.data.prepared.spool import WORK, as_bytes
-from hotrow.data.prepared.text import PIECE_BYTES, Piece, Place, TextFiles
+from hotrow.data.prepared.pieces import Piece, Place, Source
+from hotrow.data.prepared.rows import BadLine, BadLines, Samples
+from hotrow.data.prepared.spool import WORK, Disk
+from hotrow.data.prepared.text import PIECE_BYTES, TextFiles, read_rows
+from hotrow.support.hashing import mixed
 
 STEPS = 20
 POINTS = 10
 _FILE_BYTES = 6 << 20  # of text in one file of events, about
 _COMPRESSION = 5  # how much larger text becomes, about, when it is uncompressed
-_BEHAVIOURS = [int.from_bytes(each, "little") for each in (b"pv", b"buy", b"cart", b"fav")]
+_COLUMNS = {"user": 0, "item": 1, "category": 2, "behaviour": 3, "time": 4}
+_BEHAVIOURS = ["pv", "buy", "cart", "fav"]
 
 Events = NDArray[np.int64]  # [events, 4]: user, item, category, time
 
 
-class Taobao:
+class Taobao(Source):
     """The source. Events are dealt out once, before there are pieces."""
 
     name = "taobao"
@@ -137,21 +138,16 @@ def _events(piece: Piece) -> tuple[Events, BadLines]:
     """On a worker."""
     if piece.bad:
         return np.empty((0, 4), np.int64), BadLines(1, (BadLine(0, piece.bad),))
-    fields = Fields(piece.data, separator=",", columns=5)
-    judge = Judge(fields)
+    rows = read_rows(piece.data, _COLUMNS, separator=",", width=len(_COLUMNS))
     columns = []
-    for place, name in ((0, "user"), (1, "item"), (2, "category"), (4, "time")):
-        values, empty, wrong = fields.integers(one(place))
+    for name in ("user", "item", "category", "time"):
+        values, empty, wrong = whole_numbers(rows.columns[name])
         wrong = wrong | empty | (values < 0) | (values >= 2**32)
-        judge.refuse(wrong, one(place), partial(_no_number, name))
-        columns.append(values[0])
-    known = np.isin(fields.texts(one(3)).keys, _BEHAVIOURS)
-    judge.refuse(~known, one(3), lambda _, found: f"behaviour is {found!r}, not pv, buy, cart, fav")
-    return np.stack(columns, axis=1)[judge.good], judge.bad
-
-
-def _no_number(column: str, _: int, found: str) -> str:
-    return f"{column} is {found!r}, not a whole number below 2**32"
+        rows.refuse(wrong, name, "not a whole number below 2**32")
+        columns.append(values)
+    known = np.isin(rows.columns["behaviour"].to_numpy(zero_copy_only=False), _BEHAVIOURS)
+    rows.refuse(~known, "behaviour", "not pv, buy, cart, fav")
+    return np.stack(columns, axis=1)[rows.good], rows.bad
 
 
 def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Samples:

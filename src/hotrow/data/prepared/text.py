@@ -1,18 +1,22 @@
-"""Files of text in pieces of whole lines: plain, .gz or .zst. Knows nothing of columns.
+"""Files of text, plain, .gz or .zst, in pieces of whole lines; and these pieces as columns.
 
-Where pieces begin depends on the files alone, so that a second pass, or a resumed one, sees the
-same pieces.
+Columns are read by Arrow, one piece at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hotrow.data.prepared.arrow import pyarrow
-from hotrow.data.prepared.fields import count_lines
+from hotrow.data.prepared.pieces import Piece, Place, file_by_file
+from hotrow.data.prepared.rows import EXAMPLES, BadLine, BadLines, Rows
+from hotrow.support.messages import many
 
 PIECE_BYTES = 4 << 20
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -25,31 +29,6 @@ _OTHERS = {
     b"PAR1": "a Parquet file, and no text",
 }
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, which Windows puts before texts
-
-
-@dataclass(frozen=True)
-class Place:
-    """A position in the source, at the start of a line."""
-
-    file: int = 0
-    offset: int = 0  # bytes of text before it in its file
-    file_line: int = 0  # lines before it in its file
-    line: int = 0  # lines before it in all files, of headers only the first file's
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Whole lines of one file; or one line that is too long, which is not kept."""
-
-    place: Place
-    after: Place  # of what follows in the same file
-    data: Any  # bytes, for text
-    read_bytes: int  # of its file as it lies on the disk, up to the end of this piece
-    bad: str = ""  # what is wrong with the line, where it was not kept
-
-    @property
-    def lines(self) -> int:
-        return self.after.file_line - self.place.file_line
 
 
 class TextFiles:
@@ -137,22 +116,139 @@ class TextFiles:
             )
 
 
-def file_by_file(
-    count: int, read: Callable[[Place], Iterator[Piece]], start: Place | None, *, headers: int = 0
-) -> Iterator[Piece]:
-    """The pieces of so many files from `start` on; `read` gives those of one, from its place on.
-    Each file begins with so many lines of `headers`."""
-    place = start or Place()
-    for number in range(place.file, count):
-        if number > place.file:
-            place = Place(number, 0, 0, place.line - headers)
-        for piece in read(place):
-            yield piece
-            place = piece.after
+def _count_lines(text: bytes) -> int:
+    """bytes.count takes four times as long where lines are short."""
+    ends = int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))
+    return ends + (not text.endswith(b"\n") and bool(text))
+
+
+def read_rows(
+    text: bytes,
+    columns: Mapping[str, int],
+    *,
+    separator: str,
+    width: int,
+    quotes: bool = False,
+    skipped: int = 0,
+) -> Rows:
+    """Return some columns of whole lines, by their places among `width` columns. Quotes may be
+    around fields if `quotes`; they are a part of them otherwise. So many first lines are
+    `skipped`. Lines with more or fewer columns are bad."""
+    reader, arrow = pyarrow("csv", what="text is read"), pyarrow()
+    for _ in range(skipped):
+        text = text[text.find(b"\n") + 1 or len(text) :]
+    num_lines = _count_lines(text)
+    reasons: dict[int, str] = {}
+    if is_odd := _is_odd(text, quotes):
+        text = _rewritten(text, separator, width, quotes, reasons)
+    bad: list[int] = []
+    first: list[BadLine] = []
+
+    def skip(row: Any) -> str:
+        line = row.number - 1
+        bad.append(line)
+        if len(first) < EXAMPLES:
+            reason = reasons.get(line) or _wrong_width(row.actual_columns, width)
+            first.append(BadLine(line + skipped, reason))
+        return "skip"
+
+    if not text:
+        return Rows({name: arrow.array([], arrow.string()) for name in columns}, np.arange(0))
+    names = [str(place) for place in range(width)]
+    if text.startswith(_MARK):
+        text = _MARK + text  # Arrow takes the first one for no part of the text
+    table = reader.read_csv(
+        arrow.BufferReader(text),
+        reader.ReadOptions(use_threads=False, column_names=names, block_size=len(text) + 1),
+        reader.ParseOptions(
+            delimiter=separator,
+            quote_char='"' if is_odd else False,
+            newlines_in_values=is_odd,
+            ignore_empty_lines=False,
+            invalid_row_handler=skip,
+        ),
+        reader.ConvertOptions(
+            column_types=dict.fromkeys(names, arrow.string()),
+            include_columns=[names[place] for place in columns.values()],
+            strings_can_be_null=False,
+            check_utf8=False,
+        ),
+    )
+    found = {name: table.column(names[at]).combine_chunks() for name, at in columns.items()}
+    lines = np.delete(np.arange(num_lines), bad) + skipped
+    return Rows(found, lines, BadLines(len(bad), tuple(first)))
+
+
+def _wrong_width(columns: int, width: int) -> str:
+    return f"{many(columns, 'column')} instead of {width}"
+
+
+def _is_odd(text: bytes, quotes: bool) -> bool:
+    """Whether Arrow would read lines otherwise: where they are empty, have quotes, or returns that
+    end no line; of lines that are not UTF-8 it cannot say that they are bad."""
+    return (
+        (quotes and b'"' in text)
+        or text.startswith((b"\n", b"\r\n"))
+        or b"\n\n" in text
+        or (b"\r" in text and (b"\n\r\n" in text or _has_lone_return(text)))
+        or not _is_utf8(text)
+    )
+
+
+def _has_lone_return(text: bytes) -> bool:
+    return text.count(b"\r") != text.count(b"\r\n") + text.endswith(b"\r")
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        return text.isascii() or bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _rewritten(
+    text: bytes, separator: str, width: int, quotes: bool, reasons: dict[int, str]
+) -> bytes:
+    """Return the same lines with quotes around fields wherever Arrow needs them. Bad lines become
+    one column; the first of them are added to `reasons`. Each line takes a turn of Python."""
+    lines, between = [], separator.encode()
+    for number, line in enumerate(text.removesuffix(b"\n").split(b"\n")):
+        line = line.removesuffix(b"\r")
+        fields, reason = line.split(between), ""
+        if not line.strip(b"\r"):
+            reason = f"an empty line instead of {width} columns"
+        elif quotes and b'"' in line:
+            fields, reason = _without_quotes(line, separator)
+        if not reason and len(fields) != width:
+            reason = _wrong_width(len(fields), width)
+        if reason:
+            line = b"-"
+            if len(reasons) < EXAMPLES:
+                reasons[number] = reason
+        elif b'"' in line or b"\r" in line:
+            line = between.join(b'"%b"' % field.replace(b'"', b'""') for field in fields)
+        lines.append(line)
+    return b"\n".join(lines) + b"\n"
+
+
+def _without_quotes(line: bytes, separator: str) -> tuple[list[bytes], str]:
+    """Return the fields of a line, and what is wrong with its quotes."""
+    decoded = line.decode("utf-8", errors="surrogateescape")
+    try:
+        fields = next(csv.reader([decoded], delimiter=separator, strict=True))
+    except csv.Error as error:
+        reason = str(error)
+        if "end of data" in reason:
+            reason = (
+                "they do not close before its end, and a line end within quotes is not "
+                "understood; write such texts as Parquet, or without it"
+            )
+        return [], f"its quotes are wrong: {reason}"
+    return [field.encode("utf-8", errors="surrogateescape") for field in fields], ""
 
 
 def _after(place: Place, text: bytes) -> Place:
-    lines = count_lines(text) + (not text.endswith(b"\n"))
+    lines = _count_lines(text)
     return Place(place.file, place.offset + len(text), place.file_line + lines, place.line + lines)
 
 
@@ -230,3 +326,12 @@ class _Stream:
 
     def __exit__(self, *_: object) -> None:
         self._raw.close()
+
+
+def first_line(path: Path) -> bytes:
+    """Return the first line of a file that may be compressed."""
+    piece = next(TextFiles([path]).pieces(), None)
+    if piece and piece.bad:
+        raise ValueError(f"{path}, line 1: {piece.bad}")
+    line: bytes = piece.data.partition(b"\n")[0] if piece else b""
+    return line.rstrip(b"\r")

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.disk import inside, make_durable, read_parts, why_wrong
 from hotrow.data.prepared.encoding import Splits
-from hotrow.data.prepared.format import Schema, ShardRecord, sections
+from hotrow.data.prepared.format import Schema, ShardRecord, as_bytes, map_shard
 from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.spool import WORK, as_bytes
-from hotrow.support.files import FileRecord
+from hotrow.data.prepared.spool import WORK
+from hotrow.support.files import FileRecord, inside, make_durable, read_parts, why_wrong
 from hotrow.support.messages import few
 
 _LARGE = 1000.0  # numbers beyond it are pointed out
@@ -105,13 +104,7 @@ class Verify:
         return columns | {each.name: found[f"{each.name}.values"] for each in self._schema.jagged}
 
     def _mapped(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
-        path = inside(self._job.out, shard.file)
-        return {
-            name: np.empty(each.shape, each.dtype)
-            if 0 in each.shape
-            else np.memmap(path, each.dtype, "r", each.offset, each.shape)
-            for name, each in sections(self._schema, shard.samples, shard.values).items()
-        }
+        return map_shard(inside(self._job.out, shard.file), self._schema, shard)
 
     def _why_wrong(self, shard: ShardRecord) -> tuple[str | None, NDArray[np.float32]]:
         """On a worker; and the largest of each column of numbers."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.fields import EXACT, Checks, mixed
+from hotrow.data.prepared.keys import EXACT, Checks
+from hotrow.support.hashing import mixed
 
 Keys = NDArray[Any]  # uint32 or uint64
 

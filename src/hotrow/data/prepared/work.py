@@ -7,8 +7,8 @@
 
 Pieces are read in order by one thread and worked on by all cores. In memory are: the pieces under
 way, one stretch of them, and the values of all tables, which get a fixed part of `memory_bytes`
-(see `memory`); a table that does not fit is hashed instead. So memory does not depend on the size
-of the input.
+(see `job.share`); a table that does not fit is hashed instead. So memory does not depend on the
+size of the input.
 
 Whatever is finished is noted in .work/, and a stopped run goes on from there. What is written
 depends on the files and the settings alone: not on cores, on time, or on how often it was stopped.
@@ -16,23 +16,22 @@ depends on the files and the settings alone: not on cores, on time, or on how of
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.data.prepared.disk import Disk
 from hotrow.data.prepared.encoding import Encode
-from hotrow.data.prepared.folder import alone
-from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, to_json
-from hotrow.data.prepared.job import Job
-from hotrow.data.prepared.layouts import Source
-from hotrow.data.prepared.memory import share
+from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, read_manifest, to_json
+from hotrow.data.prepared.job import Job, NoWatch, Settings, Watch, share
 from hotrow.data.prepared.parallel import Cores
+from hotrow.data.prepared.pieces import Source
 from hotrow.data.prepared.reader import Prepared
 from hotrow.data.prepared.reading import Read
-from hotrow.data.prepared.settings import NoWatch, Settings, Watch
 from hotrow.data.prepared.splits import (
     AtRandom,
     ByTime,
@@ -41,11 +40,15 @@ from hotrow.data.prepared.splits import (
     last_day_halved,
     out_of_order,
 )
-from hotrow.data.prepared.spool import WORK, Spool, Stretch
+from hotrow.data.prepared.spool import WORK, Disk, Spool, Stretch
 from hotrow.data.prepared.verifying import Verify
 from hotrow.support.messages import many
 from hotrow.support.units import show_bytes
 from hotrow.support.version import __version__
+
+_SETTINGS = f"{WORK}/settings.json"
+_LOCK = "lock"
+_WORK_FORMAT = 2  # of what a stopped run leaves; raise it when keys, lines or splits change
 
 
 def prepare(
@@ -68,7 +71,7 @@ def prepare(
     if settings.split == "time" and (hint := out_of_order([path.name for path in source.paths])):
         watch.say(hint)
     spool = Spool(disk, source.schema, source.key_dtype)
-    with alone(disk, described, restart=restart), Cores(shared.workers) as cores:
+    with _alone(disk, described, restart=restart), Cores(shared.workers) as cores:
         job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
             return _finished(job)
@@ -160,3 +163,90 @@ def _lines_of_files(stretches: list[Stretch], files: int) -> list[int]:
         for file, lines in stretch.lines.items():
             found[file] += lines
     return found
+
+
+@contextmanager
+def _alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterator[None]:
+    """One process at a time works in a folder, and only goes on with what is `described` alike."""
+    out, work = disk.folder, disk.folder / WORK
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; --out is the folder to make")
+    is_new = not out.exists() or not any(out.iterdir())
+    if not (is_new or (work / _LOCK).exists() or _is_ours(out / MANIFEST)):
+        raise ValueError(f"{out} holds other files; choose a new folder for --out")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        opened = (work / _LOCK).open("w")
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error.strerror}; choose another --out") from error
+    with opened as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is preparing {out}") from None
+        if restart:
+            _clear(out)
+        try:
+            _check(disk, json.loads(json.dumps(described)))
+            yield
+        finally:
+            if (out / MANIFEST).exists():
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_ours(manifest: Path) -> bool:
+    """Others have files of that name, too, and --restart throws away what lies beside it."""
+    try:
+        found = json.loads(manifest.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(found, dict)
+        and str(found.get("made_by")).startswith("hotrow ")
+        and {"schema", "splits"} <= found.keys()  # or it is a model's
+    )
+
+
+def _check(disk: Disk, now: dict[str, Any]) -> None:
+    out, noted = disk.folder, disk.folder / _SETTINGS
+    if (out / MANIFEST).exists():
+        before = read_manifest(out).settings
+        if before != now:
+            raise ValueError(
+                f"{out} holds data prepared with other {_differs(before, now)}; choose "
+                "another --out, or --restart to replace it"
+            )
+    elif noted.exists():
+        before = json.loads(noted.read_text())
+        if before.pop("work_format", 1) != _WORK_FORMAT:
+            raise ValueError(
+                f"{out} holds a stopped run of another version of hotrow, which cannot be resumed; "
+                "--restart begins anew"
+            )
+        if before == now | {"bad_rows": "error"} and now["bad_rows"] == "skip":
+            # As the message about a bad line suggests; none was met so far.
+            _note(disk, now)
+        elif before != now:
+            raise ValueError(
+                f"{out} holds a stopped run with other {_differs(before, now)}; resume "
+                "with the same files and settings, or --restart"
+            )
+    else:
+        _note(disk, now)
+
+
+def _note(disk: Disk, now: dict[str, Any]) -> None:
+    disk.write(_SETTINGS, [json.dumps({**now, "work_format": _WORK_FORMAT}).encode()])
+
+
+def _clear(out: Path) -> None:
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name in ("shards", "tables"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for path in (out / WORK).iterdir():
+        if path.name != _LOCK:
+            path.unlink()
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return ", ".join(key for key in now if before.get(key) != now[key]) or "settings"

@@ -49,7 +49,8 @@ from hotrow.systems.calibrate import (
 from hotrow.systems.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Kind, Separated, ShuffleRate
 from hotrow.systems.fae.sample_copies import Join
-from hotrow.systems.fae.separate import Separable, check_evaluated_again, check_read_again, separate
+from hotrow.systems.fae.sample_sets import NumberedSamples
+from hotrow.systems.fae.separate import check_evaluated_again, check_read_again, separate
 from hotrow.systems.slipstream.skip import Bindable, KeepAll, Skip, begun, check_skip
 from hotrow.training.trainer import Trainer
 
@@ -319,7 +320,7 @@ class FAE:
                 self._pin()
             return self._separated[1]
         check_read_again(batches)
-        if isinstance(batches, Separable) and self._epochs is not None:
+        if isinstance(batches, NumberedSamples) and self._epochs is not None:
             raise ValueError(
                 f"a {type(batches).__name__} knows how many epochs it has; leave epochs= out"
             )

@@ -1,7 +1,7 @@
 """FAE's input processor: every sample of a loader goes to the hot set or to the cold one, once.
 
-A loader that can read samples by their number tells them apart itself, and keeps numbers alone
-(hotrow.data.Loader does). Those of any other are copied: see copied.py.
+Of a loader that reads samples by their number, as hotrow.data.Loader does, numbers alone are kept:
+see sample_sets.py. Samples of any other are copied: see sample_copies.py.
 
 Knows nothing of rows: which samples are hot is asked of a function.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,9 @@ from hotrow.inputs.samples import Take
 from hotrow.support.messages import warn
 from hotrow.systems.fae.hot_cold_schedule import Separated
 from hotrow.systems.fae.sample_copies import MOST_BYTES, Advance, Copies, Join, SetOptions, nobody
+from hotrow.systems.fae.sample_sets import NumberedSamples, separated
 
 Popular = Callable[[Any], Tensor]  # a batch -> bool [B]: all lookups of a sample are hot
-
-
-@runtime_checkable
-class Separable(Protocol):
-    """A loader that tells its own samples apart, and knows batch size, epochs and seed."""
-
-    def separated(
-        self, popular: Popular, *, folder: str | Path | None, key: str | None, advance: Advance
-    ) -> Separated: ...
 
 
 def separate(
@@ -60,8 +52,8 @@ def separate(
     made of tensors alone are kept in memory, however many. `advance` is called with numbers of
     samples done.
     """
-    if isinstance(batches, Separable):
-        found = batches.separated(popular, folder=folder, key=key, advance=advance)
+    if isinstance(batches, NumberedSamples):
+        found = separated(batches, popular, folder=folder, key=key, advance=advance)
     else:
         pins = torch.cuda.is_available() if pin_memory is None else pin_memory
         options = SetOptions(batch_size, epochs, seed, pins, take, join)

@@ -1,4 +1,4 @@
-"""Some of a source's samples, by their numbers; and numbers of hot and cold ones, kept on disk.
+"""FAE's hot and cold samples by their numbers, of loaders that read samples by number.
 
     sets.json       of which samples and which hot rows; both files with their SHA-256. Put in place
                     last: without it there are no sets.
@@ -14,14 +14,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from hotrow.data.sources import Samples, Source, chosen
+from hotrow.inputs.samples import mask_of
 from hotrow.support.files import Disk, FileRecord, why_wrong
 from hotrow.support.manifests import check_files, converted, read_json
 from hotrow.support.messages import warn
+from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
 
 FORMAT = 1
 MANIFEST = "sets.json"
@@ -30,29 +33,56 @@ _PART = 1 << 20  # samples that are looked at together
 Numbers = NDArray[np.int64]
 
 
-class SubsetSource:
-    """The samples of these numbers, ascending, in the blocks of the source that holds them."""
+@runtime_checkable
+class NumberedSamples(Protocol):
+    """A loader that reads samples by their numbers, as hotrow.data.Loader does."""
 
-    def __init__(self, source: Source, numbers: Numbers) -> None:
-        self.features, self.single = source.features, source.single
-        self._source, self._numbers = source, numbers
-        edges = np.cumsum([0, *source.sizes])
-        self._cuts = np.searchsorted(numbers, edges)
-        sizes = np.diff(self._cuts)
-        self._blocks = np.flatnonzero(sizes)  # the source's; an empty one is none of ours
-        self._firsts, self.sizes = edges[self._blocks], sizes[self._blocks]
+    batch_size: int
+    epochs: int
+    samples: int
 
-    def read(self, blocks: NDArray[np.int64]) -> Samples:
-        theirs = self._blocks[blocks]
-        cuts = zip(self._cuts[theirs], self._cuts[theirs + 1], strict=True)
-        numbers = np.concatenate([self._numbers[low:high] for low, high in cuts])
-        if hasattr(self._source, "take"):
-            found: Samples = self._source.take(numbers)
-            return found
-        # Where each block lies in what is read, less where it lies among all.
-        starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
-        places = numbers + np.repeat(starts, self.sizes[blocks])
-        return chosen(self._source.read(theirs), places)
+    def each(self, work: Callable[[Any], Tensor]) -> Iterable[tuple[int, int, Tensor]]:
+        """Yield what `work` makes of all samples, after the first one's number and how many."""
+
+    def among(self, numbers: Numbers) -> BatchSet | None:
+        """Return a loader of these samples alone; None if there are none."""
+
+    def identity(self) -> str | None:
+        """Return what names the samples and what is read of them."""
+
+
+def separated(
+    loader: NumberedSamples,
+    popular: Callable[[Any], Tensor],
+    *,
+    folder: str | Path | None,
+    key: str | None,
+    advance: Callable[[int], None],
+) -> Separated:
+    """Separate the samples of a loader; both sets keep a short last batch. Where the loader leaves
+    out some that do not fill a batch, the sets leave out as many together; without a seed, the
+    same.
+
+    `popular` says of each sample of a batch whether it is hot; several threads ask at once. The
+    numbers of either kind are put into the folder. With a `key`, which names the hot rows, they are
+    read from there when samples and key are the same. Without a folder they are kept in memory: 8
+    bytes per sample.
+    """
+
+    def hot() -> Iterator[Numbers]:
+        for first, count, said in loader.each(popular):
+            yield first + np.flatnonzero(mask_of(said, count).numpy())
+            advance(count)
+
+    numbers = SampleSets(loader.identity(), folder, key).of(hot, loader.samples)
+    hot_set, cold_set = loader.among(numbers.hot), loader.among(numbers.cold)
+    return Separated(
+        NoBatches() if hot_set is None else hot_set,
+        NoBatches() if cold_set is None else cold_set,
+        loader.batch_size,
+        loader.epochs,
+        reused=numbers.reused,
+    )
 
 
 @dataclass(frozen=True)
