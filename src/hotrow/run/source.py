@@ -77,7 +77,7 @@ class Samples(Protocol):
 
     def described(self) -> dict[str, Any]:
         """What a model that is trained on it can read, in plain values; and "samples": by which a
-        folder that has been made anew is told."""
+        folder that was made anew is recognized."""
 
 
 def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = None) -> Samples:
