@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_behind_its_last_step_ends() -> None:
     assert same_end("small", "whole")
 
 
-@pytest.mark.parametrize("where", ["save_model", "_evaluate"])
+@pytest.mark.parametrize("where", ["save_model", "Session._evaluate"])
 def test_a_run_that_was_killed_behind_its_first_record_ends(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_run_that_was_killed_behind_its_first_record_ends(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"hotrow.cli.train.{where}", kill)
+        patch.setattr(f"hotrow.run.session.{where}", kill)
         patch.setattr(
             RunWriter, "finish", lambda self, record: None if was_killed else finish(self, record)
         )
@@ -645,7 +645,7 @@ def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, "run.toml", after=4)
-    monkeypatch.setattr("hotrow.cli.train.go_on", pytest.fail)  # nor does a second one fill RAM
+    monkeypatch.setattr("hotrow.run.session.go_on", pytest.fail)  # nor does a second one fill RAM
     with RunWriter.going_on(Path("runs/small"), after=3):
         result = train("run.toml", "--resume")
     assert result.exit_code == 2

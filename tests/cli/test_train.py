@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-import hotrow.cli.train
+import hotrow.run.session
 from hotrow import STRATEGIES
 from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
-from hotrow.cli._show import Screen
+from hotrow.cli._watch import Screen
 from hotrow.run.config import CLICK_MODELS, load
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
@@ -467,7 +467,7 @@ def test_the_record_is_there_before_the_model_is(monkeypatch: pytest.MonkeyPatch
     def save(folder: Path, model: object) -> None:
         outcomes.append(read_run(folder.parent).outcome)
 
-    monkeypatch.setattr(hotrow.cli.train, "save_model", save)
+    monkeypatch.setattr(hotrow.run.session, "save_model", save)
     assert train("run.toml").exit_code == 0
     assert outcomes == ["interrupted"]
 
@@ -521,7 +521,7 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def differ(left: Job, right: Job) -> list[str]:
         return ["rows of table cat_0"]
 
-    monkeypatch.setattr(hotrow.cli.train, "differences", differ)
+    monkeypatch.setattr(hotrow.run.session, "differences", differ)
     result = train("run.toml")
     assert result.exit_code == 1
     assert "not equal to all-fast: rows of table cat_0" in result.stdout
@@ -529,7 +529,7 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_promises_no_bits_says_how_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.cli.train, "differences", lambda left, right: ["rows of table a"])
+    monkeypatch.setattr(hotrow.run.session, "differences", lambda left, right: ["rows of table a"])
     result = train("run.toml", "--set", "embedding.strategy=static-hybrid")
     assert result.exit_code == 0, result.output
     assert "not to the bit, and promised is: exact up to rounding" in result.stdout
@@ -581,9 +581,9 @@ def test_a_loss_that_is_no_number_ends_a_run() -> None:
     assert read_run("runs/small").outcome == "diverged"
     losses = [step.loss for step in read_steps("runs/small")]
     first = next(step for step, loss in enumerate(losses, 1) if loss is None or loss != loss)
-    assert f"warning: the loss is no number since step {first}, " in result.stderr
+    assert f"warning: the loss is NaN since step {first}, " in result.stderr
     assert len(losses) == first
-    assert "the model is not saved: its loss is no number" in result.stderr
+    assert "the model is not saved: its loss is NaN" in result.stderr
     assert not Path("runs/small/model").exists()
     told = CliRunner().invoke(make_app(), ["evaluate", "small"])
     assert told.exit_code == 2

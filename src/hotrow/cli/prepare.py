@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hotrow.cli._declared import JsonLinesFlag
+from hotrow.cli._options import JsonLinesFlag
 from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.settings import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
