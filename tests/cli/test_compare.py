@@ -17,40 +17,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from commands import SMALL, events, hotrow
 from hotrow import STRATEGIES
-from hotrow.cli import make_app
 from hotrow.run.config import RunConfig
 from hotrow.run.source import Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.study.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
 from hotrow.support.records import ComparisonRecord, Figures, StepRecord
 
-SMALL = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 96
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
-[embedding.optimizer]
-name = "adagrad"
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(SMALL)
-    return tmp_path
+RUN_TOML = SMALL.replace("160", "96") + '[embedding.optimizer]\nname = "adagrad"\n'
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +41,7 @@ def _registry() -> Iterator[None]:
 
 
 def compare(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(), ["compare", "run.toml", *arguments])
-
-
-def events(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return hotrow("compare", "run.toml", *arguments)
 
 
 def table(result: Result) -> dict[str, dict[str, Any]]:
@@ -158,14 +132,16 @@ def test_the_runs_own_strategy_is_among_the_usual_ones() -> None:
         "scratchpipe",
         "lookahead",
     ]
-    Path("run.toml").write_text(SMALL.replace("[embedding]", '[embedding]\nstrategy = "uncached"'))
+    Path("run.toml").write_text(
+        RUN_TOML.replace("[embedding]", '[embedding]\nstrategy = "uncached"')
+    )
     assert "uncached" in table(compare("--repeat", "1", "--json"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["dlrm", "dcnv2", "deepfm", "tbsm"])
 def test_plain_pytorch_trains_every_model(name: str, kind: str) -> None:
-    model = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    model = RUN_TOML.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
     if kind != "tbsm":
         model = model.replace("samples = 96", "samples = 96\nlookups = [3, 1, 2]")
     Path("run.toml").write_text(model)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from hotrow.cli import make_app
+from commands import hotrow
 
 SMALL = ["--set", "data.batch_size=64", "--batches", "6", "--warm-up", "3", "--depth", "4"]
 
 
 def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(make_app(), ["simulate", *words])
+    result = hotrow("simulate", *words)
     return result.exit_code, result.output
 
 

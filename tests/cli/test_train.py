@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import hotrow.run.session
+from commands import SMALL, events
+from commands import hotrow as invoke
 from hotrow import STRATEGIES
 from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
@@ -34,40 +35,12 @@ from hotrow.support.files import Disk
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.training.trainer import Trainer
 
-SMALL = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 160
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
-[training]
-eval_every = 4
-check_equality = true
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with run.toml in it, and no run yet."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(SMALL)
-    return tmp_path
+RUN_TOML = SMALL + "[training]\neval_every = 4\ncheck_equality = true\n"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def train(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(), ["train", *arguments])
-
-
-def events(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return invoke("train", *arguments)
 
 
 def test_a_run_ends_with_a_true_summary() -> None:
@@ -111,7 +84,7 @@ def test_every_strategy_equals_all_fast(strategy: str) -> None:
 
 @pytest.mark.parametrize("kind", CLICK_MODELS)
 def test_every_kind_of_model_is_trained(kind: str) -> None:
-    settings = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    settings = RUN_TOML.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
     Path("run.toml").write_text(settings)
     result = train("run.toml")
     assert result.exit_code == 0, result.output
@@ -658,7 +631,7 @@ def test_several_ranks_are_refused(
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     else:
         monkeypatch.setenv(launcher, "2")
-    result = CliRunner().invoke(make_app(), [command, "run.toml"])
+    result = invoke(command, "run.toml")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: hotrow {command} was started as 2 ranks, ")
     assert result.stderr.count("\n") == 1
@@ -689,7 +662,7 @@ def test_a_run_worse_than_a_constant_prediction_says_so(
         return EvalRecord(10, 64, 0.5, 0.7, entropy)
 
     monkeypatch.setattr(Job, "evaluate", evaluate)
-    result = CliRunner().invoke(make_app(), ["train", "run.toml", "--quiet"])
+    result = train("run.toml", "--quiet")
     assert result.exit_code == 0
     told = " ".join(result.stdout.split())
     found = re.search(r"log-loss 0\.7000, normalised entropy (\S+): worse than always pred", told)

@@ -41,10 +41,11 @@ def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Documen
                 "faint",
             ),
             Bullets(facts["notes"]),
-            Section("Tables", [Table(_TABLES, tables, marked=[0])]),
-            Section("Skew", [Charts([coverage(facts), _all_hot(facts)]), _hottest(facts)]),
+            Section("Skew", [Charts([coverage(facts), _all_hot(facts)])]),
             Section("Fast memory", list(_fast_memory(facts))),
             Section("Drift", [Charts([_drift(total)], "One period alone.")]),
+            Section("Tables", [Table(_TABLES, tables, marked=[0])]),
+            Section("The hottest rows of all tables", [_hottest(facts)]),
         ],
         facts=[facts],
     )
