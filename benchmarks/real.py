@@ -26,7 +26,7 @@ from typing import Any
 from harness import RESULTS, Results, results_for
 
 from hotrow.cli import make_app
-from hotrow.cli._exits import INTERRUPTED, USER_ERROR
+from hotrow.cli._process import INTERRUPTED, USER_ERROR
 from hotrow.study.systems import SYSTEMS, register, reordered
 
 CONFIGS = Path(__file__).parents[1] / "configs"

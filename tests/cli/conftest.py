@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -7,3 +8,13 @@ import pytest
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other programs do meanwhile is told to users, and must not decide what tests see."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """The current folder, empty but for run.toml, if the module has the text of one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
+    if text := getattr(request.module, "RUN_TOML", None):
+        (tmp_path / "run.toml").write_text(text)
+    return tmp_path

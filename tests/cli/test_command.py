@@ -8,20 +8,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import hotrow as hotrow_package
-from hotrow.cli import make_app
+from commands import hotrow
 from hotrow.support.startup import is_the_command
 
 COMMANDS = (
     "train", "compare", "prepare", "verify", "export", "doctor", "evaluate", "predict", "profile",
     "simulate", "size", "report",
 )  # fmt: skip
-
-
-def hotrow(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(), arguments)
 
 
 def test_help_names_every_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import signal
@@ -16,40 +17,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from commands import SMALL, events, hotrow
 from hotrow import STRATEGIES
-from hotrow.cli import make_app
 from hotrow.run.config import RunConfig
 from hotrow.run.source import Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.study.systems import SYSTEMS, StrategySystem, SystemKind, register, with_strategy
 from hotrow.support.records import ComparisonRecord, Figures, StepRecord
 
-SMALL = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 96
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
-[embedding.optimizer]
-name = "adagrad"
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(SMALL)
-    return tmp_path
+RUN_TOML = SMALL.replace("160", "96") + '[embedding.optimizer]\nname = "adagrad"\n'
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +41,7 @@ def _registry() -> Iterator[None]:
 
 
 def compare(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(), ["compare", "run.toml", *arguments])
-
-
-def events(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return hotrow("compare", "run.toml", *arguments)
 
 
 def table(result: Result) -> dict[str, dict[str, Any]]:
@@ -157,14 +132,16 @@ def test_the_runs_own_strategy_is_among_the_usual_ones() -> None:
         "scratchpipe",
         "lookahead",
     ]
-    Path("run.toml").write_text(SMALL.replace("[embedding]", '[embedding]\nstrategy = "uncached"'))
+    Path("run.toml").write_text(
+        RUN_TOML.replace("[embedding]", '[embedding]\nstrategy = "uncached"')
+    )
     assert "uncached" in table(compare("--repeat", "1", "--json"))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("kind", ["dlrm", "dcnv2", "deepfm", "tbsm"])
 def test_plain_pytorch_trains_every_model(name: str, kind: str) -> None:
-    model = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    model = RUN_TOML.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
     if kind != "tbsm":
         model = model.replace("samples = 96", "samples = 96\nlookups = [3, 1, 2]")
     Path("run.toml").write_text(model)
@@ -367,7 +344,8 @@ def test_what_is_written_has_every_fact_and_no_other() -> None:
     assert saved["advice"] in " ".join(result.stdout.split())
 
 
-def test_the_table_fits_a_terminal_of_80_columns() -> None:
+def test_the_table_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotrow.report.terminal._FILE_WIDTH", 80)
     result = compare("--strategies", "hybrid-plain,hybrid,lru", "--repeat", "1", "--quiet")
     lines = result.stdout.splitlines()
     head = next(place for place, line in enumerate(lines) if "rows/" in line)
@@ -467,7 +445,7 @@ def test_the_page_is_whole_and_needs_nothing_else(monkeypatch: pytest.MonkeyPatc
     for each in table(result).values():
         assert f"{each['whole_run']:,.0f}</text>" in text  # as the table and the advice have it
         assert f"{each['auc']:.4f}" in text
-    assert events(result)[-1]["advice"].replace("'", "&#x27;") in text
+    assert events(result)[-1]["advice"] in html.unescape(text)
     assert "prefers-color-scheme: dark" in text
     assert "max-width: 50rem" in text
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hotrow.cli.doctor
-from hotrow.cli import make_app
+from commands import hotrow as invoke
 
 
 def doctor_says(*arguments: str) -> str:
-    result = CliRunner().invoke(make_app(), ["doctor", *arguments])
+    result = invoke("doctor", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -17,12 +17,11 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 import hotrow
+from commands import hotrow as command
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables, import_tables
-from hotrow.cli import make_app
 from hotrow.run.job import same_bits
 from hotrow.run.open_run import open_trained
 
@@ -51,17 +50,7 @@ SHAPES = {
     "deepfm": ("deep = [8]", "1"),
     "tbsm": ("num_steps = 3\nbottom = [8]", "1"),
 }
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.fsync", lambda file: None)
-    return tmp_path
-
-
-def command(*words: str) -> Result:
-    return CliRunner().invoke(make_app(), words)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def trained(kind: str = "dlrm", **options: Any) -> None:

@@ -16,17 +16,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner, Result
 
 from clicks import criteo_lines, write
-from hotrow.cli import make_app
+from commands import hotrow
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.job import needed
 from hotrow.data.prepared.layouts import Avazu
 
 
 def run(*words: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(make_app(), ["prepare", *map(str, words)])
+    result = hotrow("prepare", *words)
     return result.exit_code, result.output
 
 
@@ -127,7 +126,7 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_help_teaches_with_examples() -> None:
-    result = CliRunner().invoke(make_app(), ["prepare", "--help"], env={"COLUMNS": "200"})
+    result = hotrow("prepare", "--help", COLUMNS="200")
     for words in ("hotrow prepare criteo train.txt", "--max-rows", "UserBehavior.csv", "--columns"):
         assert words in result.output
 
@@ -172,9 +171,6 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hotrow(*words: str) -> Result:
-        return CliRunner().invoke(make_app(), words)
-
     monkeypatch.chdir(tmp_path)
     run("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
     result = hotrow("verify", "out")
@@ -223,7 +219,7 @@ def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
     lines = [*criteo_lines(100), ["junk"]]
     words = ("criteo", write(tmp_path / "train.txt", lines), "--out", tmp_path / "out")
     assert run(*words)[0] == 2
-    result = CliRunner().invoke(make_app(), ["verify", str(tmp_path / "out")])
+    result = hotrow("verify", tmp_path / "out")
     assert result.exit_code == 2
     assert "not finished: give the same `hotrow prepare` again to resume" in result.stderr
 

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 import hotrow
-from hotrow.cli import make_app
+from commands import hotrow as invoke
 from hotrow.report.profiled import coverage
 from hotrow.run.config import load
 from hotrow.run.job import build
@@ -28,7 +27,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def run(*words: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(make_app(), ["profile", *map(str, words)])
+    result = invoke("profile", *words)
     return result.exit_code, result.output
 
 
@@ -54,7 +53,7 @@ def test_people_get_tables(run_file: Path) -> None:
 def test_a_file_keeps_no_trace_of_progress(run_file: Path) -> None:
     for command in ("profile", "simulate"):
         words = [command, str(run_file), "--batches", "4", "--warm-up", "2"]
-        result = CliRunner().invoke(make_app(), words)
+        result = invoke(*words)
         assert (result.exit_code, result.stderr) == (0, "")
 
 

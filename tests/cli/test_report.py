@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from hotrow.cli import make_app
+from commands import hotrow as invoke
+from commands import settings as as_options
 from hotrow.report.curves import MOST_POINTS
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.tracing import read_trace
@@ -34,13 +35,8 @@ SMALL = (
 )
 
 
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(make_app(), list(words))
-
-
 def train(name: str, *settings: str, options: tuple[str, ...] = ()) -> Result:
-    chosen = [word for each in (*SMALL, f"run.name={name}", *settings) for word in ("--set", each)]
-    result = invoke("train", *chosen, *options)
+    result = invoke("train", *as_options(*SMALL, f"run.name={name}", *settings), *options)
     assert result.exit_code == 0, result.output
     return result
 
@@ -290,8 +286,7 @@ def test_stages_of_a_gpu_have_lanes_of_their_own(tmp_path: Path) -> None:
     ],
 )
 def test_a_trace_that_cannot_be_is_refused_before_training(trace: str, said: str) -> None:
-    chosen = [word for each in (*SMALL, "run.name=refused") for word in ("--set", each)]
-    result = invoke("train", *chosen, "--trace", trace)
+    result = invoke("train", *as_options(*SMALL, "run.name=refused"), "--trace", trace)
     assert result.exit_code == 2
     assert said in result.stderr
     assert not Path("runs/refused").exists()

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+from commands import SMALL, hotrow
+from commands import settings as options
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables
@@ -27,20 +29,9 @@ from hotrow.run.open_run import open_trained
 from hotrow.support.files import Disk
 from hotrow.support.records import StepRecord
 
-SMALL = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 112
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
+RUN_TOML = (
+    SMALL.replace("160", "112")
+    + """
 [training]
 epochs = 2
 eval_every = 4
@@ -51,20 +42,13 @@ decay_steps = 10
 [checkpoint]
 every_steps = 3
 """
+)
 STEPS = 14  # two epochs of seven batches
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
-    (tmp_path / "run.toml").write_text(SMALL)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def train(*arguments: str, settings: tuple[str, ...] = ()) -> Result:
-    given = [word for each in settings for word in ("--set", each)]
-    return CliRunner().invoke(make_app(), ["train", *arguments, *given])
+    return hotrow("train", *arguments, *options(*settings))
 
 
 class Killed(BaseException):
@@ -173,7 +157,7 @@ def test_a_run_that_was_killed_behind_its_last_step_ends() -> None:
     assert same_end("small", "whole")
 
 
-@pytest.mark.parametrize("where", ["save_model", "_evaluate"])
+@pytest.mark.parametrize("where", ["save_model", "Session._evaluate"])
 def test_a_run_that_was_killed_behind_its_first_record_ends(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +171,7 @@ def test_a_run_that_was_killed_behind_its_first_record_ends(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"hotrow.cli.train.{where}", kill)
+        patch.setattr(f"hotrow.run.session.{where}", kill)
         patch.setattr(
             RunWriter, "finish", lambda self, record: None if was_killed else finish(self, record)
         )
@@ -327,7 +311,7 @@ def test_prepared_data_go_on_in_the_middle_of_an_epoch(
     lines = [f"{i % 3 % 2},{i % 7},{i * 7 % 50},{i % 11}" for i in range(300)]
     (folder / "log.csv").write_text("y,a,u,v\n" + "\n".join(lines) + "\n")
     words = ["prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "prepared"]
-    assert CliRunner().invoke(make_app(), [*words, "--split", "random"]).exit_code == 0
+    assert hotrow(*words, "--split", "random").exit_code == 0
     settings = ("data.kind=prepared", "data.folder=prepared", "embedding.strategy=all-fast")
     train("run.toml", settings=("run.name=whole", *settings))
     killed(monkeypatch, "run.toml", after=20, settings=settings)
@@ -338,7 +322,7 @@ def test_prepared_data_go_on_in_the_middle_of_an_epoch(
     assert same_end("small", "whole")
     (folder / "log.csv").write_text("y,a,u,v\n" + "\n".join(reversed(lines)) + "\n")
     words[-1] = "other"
-    assert CliRunner().invoke(make_app(), [*words, "--split", "random"]).exit_code == 0
+    assert hotrow(*words, "--split", "random").exit_code == 0
     settings = (*settings, "data.folder=other", "training.epochs=3")  # with the same values
     result = train("run.toml", "--resume", settings=settings)
     assert result.exit_code == 2
@@ -645,7 +629,7 @@ def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, "run.toml", after=4)
-    monkeypatch.setattr("hotrow.cli.train.go_on", pytest.fail)  # nor does a second one fill RAM
+    monkeypatch.setattr("hotrow.run.session.go_on", pytest.fail)  # nor does a second one fill RAM
     with RunWriter.going_on(Path("runs/small"), after=3):
         result = train("run.toml", "--resume")
     assert result.exit_code == 2
@@ -685,7 +669,7 @@ def test_a_run_that_goes_on_leaves_a_checkpoint_of_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what is exported of it is what it has ended with, also where that found no room."""
-    Path("run.toml").write_text(SMALL.replace("every_steps = 3", ""))
+    Path("run.toml").write_text(RUN_TOML.replace("every_steps = 3", ""))
     with monkeypatch.context() as patch:
         stop_after(patch, 4, signal.SIGTERM)
         assert train("run.toml").exit_code == 0

@@ -11,33 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from commands import SMALL, hotrow, settings
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import saved_in
-from hotrow.cli import make_app
 from hotrow.run.files import read_run
 from hotrow.support.files import Disk
 
-RUN = """
-[run]
-name = "small"
-save = false
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 320
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
-[checkpoint]
-every_steps = 6
-keep = 100
-"""
+RUN_TOML = (
+    SMALL.replace("160", "320").replace("[run]", "[run]\nsave = false")
+    + "[checkpoint]\nevery_steps = 6\nkeep = 100\n"
+)
 
 
 class Slow(Disk):
@@ -50,16 +35,12 @@ class Slow(Disk):
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.fsync", lambda file: None)  # no machine is lost here
+def _slow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.checkpoint.saving.Disk", Slow)
-    Path("run.toml").write_text(RUN)
 
 
-def train(*settings: str) -> Result:
-    given = [word for each in settings for word in ("--set", each)]
-    return CliRunner().invoke(make_app(), ["train", "run.toml", "--json", *given])
+def train(*given: str) -> Result:
+    return hotrow("train", "run.toml", "--json", *settings(*given))
 
 
 def saved(run: str) -> dict[str, dict[str, bytes]]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from hotrow.cli import make_app
+from commands import hotrow
 
 SMALL = ["--set", "data.batch_size=64", "--batches", "6", "--warm-up", "3", "--depth", "4"]
 
 
 def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(make_app(), ["simulate", *words])
+    result = hotrow("simulate", *words)
     return result.exit_code, result.output
 
 
@@ -56,7 +55,7 @@ def test_no_step_is_predicted_where_batches_are_chunked() -> None:
     assert code == 0
     assert "6 of 6" in output
     assert "No step is predicted where batches are chunked" in output
-    few_line, enough_line = (line for line in output.splitlines() if "│ lru " in line)
+    few_line, enough_line = (line for line in output.splitlines() if line.startswith("lru "))
     assert "%" in enough_line.split("0 of 6")[1]
     assert "%" not in few_line.split("6 of 6")[1]
 
@@ -100,7 +99,7 @@ def test_other_orders_of_leaving_stand_beside_lru() -> None:
 
 
 def test_tables_too_large_to_follow_have_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.cli.simulate._MOST_ROWS", 1000)
+    monkeypatch.setattr("hotrow.study.simulation._MOST_ROWS", 1000)
     code, output = run(*SMALL, "--strategy", "lru", "--slots", "5%", "--json")
     assert code == 0
     (line,) = map(json.loads, output.splitlines())

@@ -8,9 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hotrow.cli import make_app
+from commands import hotrow as invoke
 from hotrow.run.config import load
 from hotrow.support.toml import written
 
@@ -24,7 +23,7 @@ H200 = ["--machine", "h200", "--dense-ms", "0.5"]
 
 
 def hotrow(*words: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(make_app(), [str(word) for word in words])
+    result = invoke(*words)
     return result.exit_code, result.output
 
 

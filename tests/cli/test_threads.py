@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotrow.cli import _threads
-from hotrow.cli._threads import use_threads
+from hotrow.cli import _process
+from hotrow.cli._process import use_threads
 from hotrow.run.config import RunSection
 
 
@@ -32,7 +32,7 @@ def told(
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     now = "" if running is None else f"{load} 0.00 0.00 {running}/300 4711"
-    monkeypatch.setattr(_threads, "_RUNNING", SimpleNamespace(read_text=lambda: now))
+    monkeypatch.setattr(_process, "_RUNNING", SimpleNamespace(read_text=lambda: now))
     said: list[str] = []
     use_threads(RunSection(**settings), said.append)  # type: ignore[arg-type]
     return said

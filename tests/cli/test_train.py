@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import shutil
@@ -20,11 +19,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-import hotrow.cli.train
+import hotrow.run.session
+from commands import SMALL, events
+from commands import hotrow as invoke
 from hotrow import STRATEGIES
 from hotrow.checkpoint import SavedModel
 from hotrow.cli import make_app
-from hotrow.cli._show import Screen
+from hotrow.cli._watch import Screen
 from hotrow.run.config import CLICK_MODELS, load
 from hotrow.run.files import RunWriter, read_run, read_steps
 from hotrow.run.job import Job, build, same_bits
@@ -34,40 +35,12 @@ from hotrow.support.files import Disk
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.training.trainer import Trainer
 
-SMALL = """
-[run]
-name = "small"
-[data]
-rows = [400, 60, 5]
-batch_size = 16
-samples = 160
-eval_batches = 4
-[model]
-embedding_dim = 4
-bottom = [8]
-top = [8]
-[embedding]
-budget = "60%"
-[training]
-eval_every = 4
-check_equality = true
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with run.toml in it, and no run yet."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(SMALL)
-    return tmp_path
+RUN_TOML = SMALL + "[training]\neval_every = 4\ncheck_equality = true\n"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def train(*arguments: str) -> Result:
-    return CliRunner().invoke(make_app(), ["train", *arguments])
-
-
-def events(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return invoke("train", *arguments)
 
 
 def test_a_run_ends_with_a_true_summary() -> None:
@@ -111,7 +84,7 @@ def test_every_strategy_equals_all_fast(strategy: str) -> None:
 
 @pytest.mark.parametrize("kind", CLICK_MODELS)
 def test_every_kind_of_model_is_trained(kind: str) -> None:
-    settings = SMALL.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
+    settings = RUN_TOML.replace("bottom = [8]\ntop = [8]", f'kind = "{kind}"')
     Path("run.toml").write_text(settings)
     result = train("run.toml")
     assert result.exit_code == 0, result.output
@@ -467,7 +440,7 @@ def test_the_record_is_there_before_the_model_is(monkeypatch: pytest.MonkeyPatch
     def save(folder: Path, model: object) -> None:
         outcomes.append(read_run(folder.parent).outcome)
 
-    monkeypatch.setattr(hotrow.cli.train, "save_model", save)
+    monkeypatch.setattr(hotrow.run.session, "save_model", save)
     assert train("run.toml").exit_code == 0
     assert outcomes == ["interrupted"]
 
@@ -510,7 +483,7 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def differ(left: Job, right: Job) -> list[str]:
         return ["rows of table cat_0"]
 
-    monkeypatch.setattr(hotrow.cli.train, "differences", differ)
+    monkeypatch.setattr(hotrow.run.session, "differences", differ)
     result = train("run.toml")
     assert result.exit_code == 1
     assert "not equal to all-fast: rows of table cat_0" in result.stdout
@@ -518,7 +491,7 @@ def test_a_run_that_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_promises_no_bits_says_how_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.cli.train, "differences", lambda left, right: ["rows of table a"])
+    monkeypatch.setattr(hotrow.run.session, "differences", lambda left, right: ["rows of table a"])
     result = train("run.toml", "--set", "embedding.strategy=static-hybrid")
     assert result.exit_code == 0, result.output
     assert "not to the bit, and promised is: exact up to rounding" in result.stdout
@@ -570,9 +543,9 @@ def test_a_loss_that_is_no_number_ends_a_run() -> None:
     assert read_run("runs/small").outcome == "diverged"
     losses = [step.loss for step in read_steps("runs/small")]
     first = next(step for step, loss in enumerate(losses, 1) if loss is None or loss != loss)
-    assert f"warning: the loss is no number since step {first}, " in result.stderr
+    assert f"warning: the loss is NaN since step {first}, " in result.stderr
     assert len(losses) == first
-    assert "the model is not saved: its loss is no number" in result.stderr
+    assert "the model is not saved: its loss is NaN" in result.stderr
     assert not Path("runs/small/model").exists()
     told = CliRunner().invoke(make_app(), ["evaluate", "small"])
     assert told.exit_code == 2
@@ -647,7 +620,7 @@ def test_several_ranks_are_refused(
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     else:
         monkeypatch.setenv(launcher, "2")
-    result = CliRunner().invoke(make_app(), [command, "run.toml"])
+    result = invoke(command, "run.toml")
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: hotrow {command} was started as 2 ranks, ")
     assert result.stderr.count("\n") == 1
@@ -678,7 +651,7 @@ def test_a_run_worse_than_a_constant_prediction_says_so(
         return EvalRecord(10, 64, 0.5, 0.7, entropy)
 
     monkeypatch.setattr(Job, "evaluate", evaluate)
-    result = CliRunner().invoke(make_app(), ["train", "run.toml", "--quiet"])
+    result = train("run.toml", "--quiet")
     assert result.exit_code == 0
     told = " ".join(result.stdout.split())
     found = re.search(r"log-loss 0\.7000, normalised entropy (\S+): worse than always pred", told)

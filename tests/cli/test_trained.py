@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
-from typer.testing import CliRunner, Result
 
-from hotrow.cli import make_app
+from commands import hotrow
+from commands import settings as options
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.files import read_run
@@ -38,13 +38,9 @@ SMALL = (
 PREPARED = ("data.kind=prepared", "data.folder=prepared", "embedding.budget=4KB")
 
 
-def hotrow(*words: str | Path) -> Result:
-    return CliRunner().invoke(make_app(), [str(word) for word in words])
-
-
 def train(name: str, *settings: str) -> None:
-    given = (*SMALL, f"run.name={name}", *settings)
-    result = hotrow("train", "--json", *(word for each in given for word in ("--set", each)))
+    given = options(*SMALL, f"run.name={name}", *settings)
+    result = hotrow("train", "--json", *given)
     assert result.exit_code == 0, result.output
 
 
@@ -385,7 +381,7 @@ def test_predicting_changes_no_mode_and_no_random_number() -> None:
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
 def test_help_names_every_option(command: str) -> None:
-    result = CliRunner().invoke(make_app(), [command, "--help"], env={"COLUMNS": "200"})
+    result = hotrow(command, "--help", COLUMNS="200")
     for words in ("--data", "--split", "--set", "--json", "--runs"):
         assert words in result.output
     assert "bool" not in result.output

@@ -8,8 +8,10 @@ import pytest
 
 from hotrow.report import comparison
 from hotrow.report.advice import advise
-from hotrow.report.cells import remarks
-from hotrow.report.charts import Chart
+from hotrow.report.charts import Bars
+from hotrow.report.comparison import comparison_document, remarks
+from hotrow.report.document import Charts, Section
+from hotrow.report.page import page_of
 from hotrow.support.records import ComparisonRecord, Figures
 
 
@@ -109,23 +111,20 @@ def test_bars_are_of_what_the_advice_is_of(
     """Whole runs, and not the median step, which says little where steps differ."""
     found = figures("lookahead", 5000, samples_per_second=7777, slow_run=4900, fast_run=5100)
     record = record_of(found, outcome="finished" if has_charts else "under way")
-    drawn: list[Chart] = []
-
-    def charts(every: list[Chart]) -> str:
-        drawn.extend(every)
-        return ""
-
-    if has_charts:
-        monkeypatch.setattr(comparison, "charts", charts)
-        monkeypatch.setattr(comparison, "library", lambda: "")
-    text = comparison.page_of(record)
+    monkeypatch.setattr(comparison, "library", lambda: "")
+    document = comparison_document(record)
     assert "with 5,000 samples/s" in advise(record)
+    assert isinstance(document.parts[1], Section)
+    (charts,) = document.parts[1].parts
+    assert isinstance(charts, Charts)
+    assert charts.is_plain != has_charts
+    (bars,) = charts.drawn[0].series
+    assert isinstance(bars, Bars)
+    assert (list(bars.values), list(bars.low), list(bars.high)) == ([5000], [4900], [5100])
     if not has_charts:
+        text = page_of(document)
         assert "5,000</text>" in text
         assert "7,777" not in text
-        return
-    (bars,) = drawn[0].series
-    assert (list(bars.values), list(bars.low), list(bars.high)) == ([5000], [4900], [5100])
 
 
 def test_strategies_worse_than_a_constant_prediction_are_named() -> None:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from hotrow.report import page as pages
-from hotrow.report.charts import Bars, Chart, Line, Spans, show_chart
+from hotrow.report.charts import Bars, Chart, Line, Spans
+
+
+def show_chart(chart: Chart) -> str:
+    return pages.page("t", [pages.charts([chart])])
 
 
 def data_of(html: str) -> dict[str, Any]:

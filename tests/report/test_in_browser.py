@@ -15,9 +15,10 @@ import pytest
 from test_advice import figures
 
 from browser import CHROMIUM, Browser, chromium
-from hotrow.report.comparison import page_of
+from hotrow.report.comparison import comparison_document
 from hotrow.report.curves import Curve
-from hotrow.report.runs import Seen, page_of_runs
+from hotrow.report.page import page_of
+from hotrow.report.runs import RunView, runs_document
 from hotrow.support.records import (
     ComparisonRecord,
     EvalRecord,
@@ -43,7 +44,7 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-def run(name: str, steps: int, strategy: str) -> Seen:
+def run(name: str, steps: int, strategy: str) -> RunView:
     def step(number: int) -> StepRecord:
         loss = 0.45 + 0.4 / number**0.5 + 0.01 * (number * 7919 % 13 - 6) / 6
         return StepRecord(
@@ -76,7 +77,7 @@ def run(name: str, steps: int, strategy: str) -> Seen:
         for n in range(6)
         for stage, start, length in stages
     ]
-    return Seen(name, record, Curve.of(step(n + 1) for n in range(steps)), spans)
+    return RunView(name, record, Curve.of(step(n + 1) for n in range(steps)), spans)
 
 
 def drawn(browser: Browser) -> list[list[int]]:
@@ -111,7 +112,7 @@ def paths_in(browser: Browser, chart: int) -> int:
 def test_a_page_of_two_runs(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     runs = [run("first", 50, "lookahead"), run("second", 900, "lru")]
     page = tmp_path / "report.html"
-    page.write_text(page_of_runs(runs))
+    page.write_text(page_of(runs_document(runs)))
     look(browser, page, width=width, dark=dark, name="report")
     loss, auc, speed, parts, hits, link, tables, waits, memory, *timelines = drawn(browser)
     assert loss == [50, 450, 450, 450]  # with the band of a run that has two steps for a point
@@ -138,7 +139,9 @@ def assert_theme(browser: Browser, *, dark: bool) -> None:
 
 def test_a_legend_hides_a_run_and_shows_it_again(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(page_of_runs([run("first", 30, "lookahead"), run("second", 30, "lru")]))
+    page.write_text(
+        page_of(runs_document([run("first", 30, "lookahead"), run("second", 30, "lru")]))
+    )
     browser.open(page, width=1280)
     for expected in (1, 2):
         browser.evaluate("document.querySelector('figure button').click()")
@@ -165,7 +168,8 @@ def test_a_page_of_a_comparison(browser: Browser, tmp_path: Path, width: int, da
         for name, rate in names.items()
     ]
     page = tmp_path / "compare.html"
-    page.write_text(page_of(comparison([*strategies, figures("static", float("nan"))])))
+    record = comparison([*strategies, figures("static", float("nan"))])
+    page.write_text(page_of(comparison_document(record)))
     look(browser, page, width=width, dark=dark, name="compare")
     assert drawn(browser) == [[4], [4, 4], [4], [4]]
     assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 5

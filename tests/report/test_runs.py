@@ -8,15 +8,17 @@ import pytest
 
 from hotrow.report.charts import Bars
 from hotrow.report.curves import Curve
-from hotrow.report.runs import Seen, tables_hit
+from hotrow.report.runs import RunView, tables_hit
 from hotrow.support.records import RunRecord, Summary, TableRecord
 
 SUMMARY = Summary(1, 32, 0.1, 320.0, 0.5, 0.7, 0.6, 100, 0.75, 0.1, 1920)
 
 
-def run(number: int, tables: dict[str, TableRecord]) -> Seen:
+def run(number: int, tables: dict[str, TableRecord]) -> RunView:
     name = f"run-{number}"
-    return Seen(name, RunRecord(name, "", "finished", {}, {}, {}, SUMMARY, tables=tables), Curve())
+    return RunView(
+        name, RunRecord(name, "", "finished", {}, {}, {}, SUMMARY, tables=tables), Curve()
+    )
 
 
 def tables(prefix: str) -> dict[str, TableRecord]:

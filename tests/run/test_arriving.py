@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_files import STEP
 
-from hotrow.cli._show import JsonLines, Screen, _facts
+from hotrow.cli._watch import RunLines, Screen, progress_facts
 from hotrow.run.files import RunWriter, read_steps
 from hotrow.run.tally import STEPS_BEHIND, Arriving, Tally
 from hotrow.support.records import LateStepRecord, StepRecord
@@ -67,13 +67,13 @@ def test_a_device_that_failed_does_not_take_the_summary_along() -> None:
 
 def test_showing_progress_asks_the_device_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     device, tally = Device(), Tally()
-    for show in (Screen(), JsonLines()):
+    for show in (Screen(), RunLines()):
         with show.progress("training", steps=3) as advance:
             tally.add(device.record(1))
             advance(tally)
     assert device.asked == []
     assert math.isnan(tally.loss)
-    assert not any("loss" in each for each in _facts(tally))
+    assert not any("loss" in each for each in progress_facts(tally))
     line = capsys.readouterr().out.splitlines()[-1]
     assert json.loads(line)["loss"] is None
 

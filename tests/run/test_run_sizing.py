@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from hotrow.cli import make_app
 from hotrow.engine.profile import save_profile
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.report.sized import page_of_size
+from hotrow.report.page import page_of
+from hotrow.report.sized import size_document
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.sizing.budgets import budget_for
@@ -145,7 +146,7 @@ def test_tables_smaller_than_batches_are_all_fast(config: RunConfig) -> None:
     assert (record.chosen, record.best) == (record.best[0], (record.chosen,))
     assert record.chosen.strategy == "all-fast"
     assert "slots that are enough for batches need at least as much" in record.notes[0]
-    assert "Take all-fast" in page_of_size(record)
+    assert "Take all-fast" in page_of(size_document(record))
 
 
 def test_no_budget_is_larger_than_the_memory(config: RunConfig, sizing: Sizing) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hotrow.cli._exits import INTERRUPTED, USER_ERROR
-from hotrow.cli._show import one_line_warnings
+from hotrow.cli._output import one_line_warnings
+from hotrow.cli._process import INTERRUPTED, USER_ERROR
 from hotrow.support.messages import settings_written
 from hotrow.support.startup import interrupts_raise
 from hotrow.support.version import __version__
@@ -58,7 +58,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback()(_without_command)
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         if not name.startswith("_"):
             command = getattr(import_module(f"{__name__}.{name}"), name)
@@ -72,7 +72,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _options(
+def _without_command(
     version: bool = typer.Option(
         False,
         "--version",

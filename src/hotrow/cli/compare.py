@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import TaskProgressColumn
 
-from hotrow.cli._declared import JsonLinesFlag, RunFile, Settings
-from hotrow.cli._exits import DIVERGED, FAILED_STRATEGY, INTERRUPTED, UNEQUAL
-from hotrow.cli._ranks import refuse_ranks
-from hotrow.cli._show import one_line_warnings, tell_people
-from hotrow.cli._stop import StopAfterStep
-from hotrow.cli._threads import use_threads
-from hotrow.report.advice import advise
-from hotrow.report.cells import (
-    RESULT,
-    SPEED,
-    conditions,
-    remarks,
-    result_cells,
-    speed_cells,
-    speed_title,
+from hotrow.cli._options import JsonLinesFlag, RunFile, Settings
+from hotrow.cli._output import JsonLines, one_line_warnings, progress_bar, warn_people
+from hotrow.cli._process import (
+    DIVERGED,
+    FAILED_STRATEGY,
+    INTERRUPTED,
+    UNEQUAL,
+    refuse_ranks,
+    use_threads,
 )
-from hotrow.report.comparison import page_of
+from hotrow.report.advice import advise
+from hotrow.report.comparison import comparison_document
+from hotrow.report.page import page_of
+from hotrow.report.terminal import show_parts
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
+from hotrow.run.stopping import StopAfterStep
 from hotrow.study.compare import USUAL, Comparison, Turn, choose
 from hotrow.study.systems import SYSTEMS
 from hotrow.support.records import ComparisonRecord, Figures
+
+Advance = Callable[[Turn], None]
 
 _SHORT = "training.steps=64"  # of the built-in job, so that all of them take about a minute
 
@@ -120,9 +119,9 @@ def compare(
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
     config = load(file, overrides=[*([_SHORT] if file is None else []), *(settings or ())])
-    names = None if strategies is None else [each.strip() for each in strategies.split(",")]
+    names = None if strategies is None else [name.strip() for name in strategies.split(",")]
     entries = choose(config, names, repeat=repeat)
-    show: _Show = _JsonLines(quiet) if as_json else _Screen(quiet)
+    show = _Lines(quiet) if as_json else _Screen(quiet)
     with one_line_warnings(show.warn):
         use_threads(config.run, show.warn)
         comparison = Comparison(config, entries, warm_up=warm_up)
@@ -150,7 +149,7 @@ def _folder(out: Path | None, name: str) -> Path:
 
 
 def _run(
-    comparison: Comparison, show: _Show, stop: StopAfterStep, folder: Path
+    comparison: Comparison, show: _Screen | _Lines, stop: StopAfterStep, folder: Path
 ) -> ComparisonRecord:
     """Whatever ends it, the files in the folder say how far it came."""
     outcome, turns = "interrupted", comparison.run(folder)
@@ -158,7 +157,7 @@ def _run(
         with show.progress(comparison) as advance:
             for turn in turns:
                 advance(turn)
-                if turn.stage in ("finished", "failed"):
+                if _is_over(turn):
                     _write(comparison, "under way", folder)
                 if stop.asked:
                     break
@@ -173,7 +172,7 @@ def _run(
 def _write(comparison: Comparison, outcome: str, folder: Path) -> ComparisonRecord:
     record = comparison.record(outcome)
     record = replace(record, advice=advise(record))
-    write_comparison(folder, record, page_of(record))
+    write_comparison(folder, record, page_of(comparison_document(record)))
     return record
 
 
@@ -194,81 +193,54 @@ def _breaks_its_word(figures: Figures) -> bool:
     return (figures.contract == "exact" and figures.equal == "no") or figures.repeatable is False
 
 
-class _Show(Protocol):
-    def warn(self, message: str) -> None: ...
-    def progress(self, comparison: Comparison) -> Any: ...
-    def end(self, record: ComparisonRecord, folder: Path) -> None: ...
-
-
 class _Screen:
-    """A bar on stderr, and tables that fit 80 columns."""
+    """A bar on stderr, and the document at the end."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
 
     def warn(self, message: str) -> None:
         if not self._quiet:
-            tell_people(message)
+            warn_people(message)
 
     @contextmanager
-    def progress(self, comparison: Comparison) -> Iterator[Any]:
+    def progress(self, comparison: Comparison) -> Iterator[Advance]:
         console = Console(stderr=True, highlight=False)
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            transient=True,
-            disable=self._quiet or not console.is_terminal,
-        )
+        is_off = self._quiet or not console.is_terminal
+        bar = progress_bar(console, TaskProgressColumn(), transient=True, disable=is_off)
         task = bar.add_task("reading batches", total=comparison.total_steps)
         done, last = 0, 0.0
 
         def advance(turn: Turn) -> None:
             nonlocal done, last
-            if turn.stage in ("finished", "failed"):
+            if _is_over(turn):
                 done += comparison.steps
                 if not self._quiet:
                     console.print(_line(turn))
             # Not with every step: on a GPU that takes as long as a step does.
             if turn.stage != "training" or monotonic() - last > 0.1:
                 last = monotonic()
-                is_turn_over = turn.stage in ("finished", "failed")
-                at = done if is_turn_over or turn.stage == "reading" else done + turn.steps
+                at = done if _is_over(turn) or turn.stage == "reading" else done + turn.steps
                 bar.update(task, description=_where(turn), completed=at)
 
         with bar:
             yield advance
 
     def end(self, record: ComparisonRecord, folder: Path) -> None:
-        console = Console(highlight=False)
-        title = speed_title(record).replace(" ", "\n")
-        heads = ["strategy", *(name.replace("fast ", "fast\n") or title for name in SPEED)]
-        console.print(_table(heads, record, speed_cells))
-        narrow = [name.replace("/", "/\n").replace("to all", "to\nall") for name in RESULT]
-        console.print(_table(["strategy", *narrow], record, result_cells))
-        for remark in remarks(record):
-            console.print(f"- {remark}", soft_wrap=True, markup=False)
+        show_parts(comparison_document(record).parts, quiet=self._quiet)
         if not self._quiet:
-            console.print(conditions(record), soft_wrap=True, markup=False)
-        console.print(record.advice, style="bold", soft_wrap=True, markup=False)
-        if not self._quiet:
-            console.print(f"written to {folder}; open {folder / COMPARISON_PAGE}", soft_wrap=True)
+            typer.echo(f"written to {folder}; open {folder / COMPARISON_PAGE}")
 
 
-class _JsonLines:
-    """One JSON object per line, the table last; progress at most once a second."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
+class _Lines(JsonLines):
+    """JSON objects, the table last."""
 
     def warn(self, message: str) -> None:
-        self._write("warning", message=message)
+        self.write("warning", message=message)
 
     @contextmanager
-    def progress(self, comparison: Comparison) -> Iterator[Any]:
-        self._write(
+    def progress(self, comparison: Comparison) -> Iterator[Advance]:
+        self.write(
             "start",
             strategies=[entry.kind.name for entry in comparison.entries],
             steps=comparison.steps,
@@ -276,23 +248,19 @@ class _JsonLines:
             budget_bytes=comparison.budget_bytes,
             rows_bytes=comparison.rows_bytes,
         )
-        last = 0.0
 
         def advance(turn: Turn) -> None:
-            nonlocal last
-            if turn.stage in ("finished", "failed") or monotonic() - last > 1:
-                last = monotonic()
-                over = turn.stage in ("finished", "failed")
-                self._write("repetition" if over else "progress", **asdict(turn))
+            if self.progress_is_due(now=_is_over(turn)):
+                self.write("repetition" if _is_over(turn) else "progress", **asdict(turn))
 
         yield advance
 
     def end(self, record: ComparisonRecord, folder: Path) -> None:
         typer.echo(to_json({"event": "table", "folder": str(folder), **to_dict(record)}))
 
-    def _write(self, event: str, **facts: Any) -> None:
-        if not self._quiet:
-            typer.echo(to_json({"event": event, **facts}))
+
+def _is_over(turn: Turn) -> bool:
+    return turn.stage in ("finished", "failed")
 
 
 def _where(turn: Turn) -> str:
@@ -302,20 +270,8 @@ def _where(turn: Turn) -> str:
 
 
 def _line(turn: Turn) -> str:
-    """What stays on the screen of a turn that is over."""
+    """Return what stays on the screen of a turn that is over."""
     what = f"{turn.strategy}, {turn.repetition} of {turn.repetitions}"
     if turn.stage == "failed":
         return f"{what}: [red]failed[/]"
     return f"{what}: {turn.samples_per_second:,.0f} samples/s, loss {turn.loss:.4f}"
-
-
-def _table(heads: Sequence[str], record: ComparisonRecord, cells: Any) -> Table:
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for head in heads:
-        wraps = head == "contract" or head.startswith("equal")
-        is_text = wraps or head == "strategy"
-        justify: Any = "left" if is_text else "right"
-        table.add_column(head, justify=justify, no_wrap=not wraps, min_width=8 if wraps else None)
-    for each in record.strategies:
-        table.add_row(each.strategy, *cells(each))
-    return table

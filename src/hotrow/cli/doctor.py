@@ -9,16 +9,16 @@ import shutil
 import subprocess
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 
 from hotrow import kernels
+from hotrow.cli._options import JsonFlag
+from hotrow.cli._output import show
 from hotrow.embedding.collection import _OLDEST_CAPABILITY
-from hotrow.run.files import environment, package_version, to_json
+from hotrow.report.document import Document, Section, facts_table
+from hotrow.run.files import environment, package_version
 from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes
 
@@ -30,11 +30,7 @@ CGROUP_LIMITS = (
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="The same facts for machines.")
-    ] = False,
-) -> None:
+def doctor(as_json: JsonFlag = False) -> None:
     """Say what this machine has and what will be used.
 
     **Examples**
@@ -44,12 +40,11 @@ def doctor(
     - `hotrow doctor --json | jq .used`
     """
     facts = examine()
-    if as_json:
-        typer.echo(to_json(facts))
-        return
-    console = Console()
-    for title, part in facts.items():
-        console.print(_table(title, part))
+    sections = [
+        Section(title.replace("_", " "), [facts_table(_named(part))])
+        for title, part in facts.items()
+    ]
+    show(Document("", sections, [facts]), as_json=as_json)
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -205,17 +200,11 @@ _NONE = {
 }
 
 
-def _table(title: str, facts: dict[str, Any]) -> Table:
-    table = Table(
-        title=title.replace("_", " "),
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2),
-    )
-    for key, value in facts.items():
-        table.add_row(key.removesuffix("_bytes").replace("_", " "), _words(key, value))
-    return table
+def _named(facts: dict[str, Any]) -> dict[str, str]:
+    return {
+        key.removesuffix("_bytes").replace("_", " "): _words(key, value)
+        for key, value in facts.items()
+    }
 
 
 def _words(key: str, value: Any) -> str:

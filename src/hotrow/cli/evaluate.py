@@ -5,27 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
-from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
-from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
-from hotrow.run.files import to_json
+from hotrow.cli._options import JsonFlag, OtherData, Runs, Settings, Split, TrainedRun
+from hotrow.cli._output import JsonLines, counted, counting, one_line_warnings, show, warn_people
+from hotrow.report.document import Document, facts_table
 from hotrow.run.open_run import open_trained
-from hotrow.run.source import Split
 from hotrow.support.records import WORSE_THAN_CONSTANT, EvalRecord
 
 
 def evaluate(
     run: TrainedRun,
-    split: Annotated[
-        str, typer.Option(help="Samples to evaluate: test, validation or train.")
-    ] = "test",
+    split: Split = "test",
     data: OtherData = None,
-    settings: RunSettings = None,
+    settings: Settings = None,
     as_json: JsonFlag = False,
     runs: Runs = Path("runs"),
 ) -> None:
@@ -60,39 +52,27 @@ def evaluate(
     Generated clicks are drawn batch by batch, so that another `data.batch_size` makes others of
     them.
     """
-    show: Show = JsonLines() if as_json else Screen()
-    with one_line_warnings(show.warn):
+    with one_line_warnings(JsonLines().warn if as_json else warn_people):
         job = open_trained(run, runs=runs, data=data, overrides=settings or ())
         part = job.samples.split(split)
-        with counted(f"evaluating {split}", part.samples) as advance:
-            found = job.trainer.evaluate(advance(part.batches))
-    if as_json:
-        about = {"split": split, "split_samples": part.total, **asdict(found)}
-        typer.echo(to_json({"event": "evaluation", "run": run, **about}))
-    else:
-        Console(highlight=False).print(_table(split, part, found))
-
-
-def _table(split: str, part: Split, found: EvalRecord) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2))
+        with counting(f"evaluating {split}", part.samples) as advance:
+            record = job.trainer.evaluate(counted(part.batches, advance))
     of_all = "" if part.samples == part.total else f" of {part.total:,} (data.eval_batches)"
-    facts = {
+    named = {
         "split": split,
-        "samples": f"{found.samples:,}{of_all}",
-        "AUC": _shown(found.auc, log_loss=found.log_loss),
-        "log-loss": _shown(found.log_loss, log_loss=found.log_loss),
-        "normalised entropy": _shown(found.normalised_entropy, log_loss=found.log_loss),
+        "samples": f"{record.samples:,}{of_all}",
+        "AUC": _shown(record.auc, record),
+        "log-loss": _shown(record.log_loss, record),
+        "normalised entropy": _shown(record.normalised_entropy, record),
     }
-    if found.is_worse_than_constant:
-        facts["normalised entropy"] += f", {WORSE_THAN_CONSTANT}"
-    for name, value in facts.items():
-        table.add_row(name, value)
-    return table
+    if record.is_worse_than_constant:
+        named["normalised entropy"] += f", {WORSE_THAN_CONSTANT}"
+    facts = {"event": "evaluation", "run": run, "split": split, "split_samples": part.total}
+    show(Document("", [facts_table(named)], [facts | asdict(record)]), as_json=as_json)
 
 
-def _shown(number: float, *, log_loss: float) -> str:
-    if math.isnan(number):
-        return (
-            "none: scores are no numbers" if math.isnan(log_loss) else "none: all labels are alike"
-        )
-    return f"{number:.6f}"
+def _shown(value: float, record: EvalRecord) -> str:
+    if math.isnan(value):
+        why = "scores are NaN" if math.isnan(record.log_loss) else "all labels are alike"
+        return f"none: {why}"
+    return f"{value:.6f}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hotrow.checkpoint.tables import export_tables
-from hotrow.cli._declared import Runs
+from hotrow.cli._options import Runs
 from hotrow.run.files import RUN_FILE, STEPS_FILE
 from hotrow.run.open_run import find_run, settings_of_record
 from hotrow.run.resume import settings_of

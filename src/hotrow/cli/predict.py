@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from hotrow.cli._declared import JsonFlag, OtherData, Runs, RunSettings, TrainedRun
-from hotrow.cli._show import JsonLines, Screen, Show, counted, one_line_warnings
-from hotrow.run.files import to_json
+from hotrow.cli._options import JsonFlag, OtherData, Runs, Settings, Split, TrainedRun
+from hotrow.cli._output import JsonLines, counted, counting, one_line_warnings, show, warn_people
+from hotrow.report.document import Document, Text
 from hotrow.run.open_run import open_trained
 from hotrow.run.predictions import check_arrow, write_scores
 from hotrow.support.messages import many
@@ -19,14 +18,12 @@ from hotrow.support.messages import many
 def predict(
     run: TrainedRun,
     out: Annotated[Path, typer.Option("--out", "-o", help="The Parquet file to write.")],
-    split: Annotated[
-        str, typer.Option(help="Samples to score: test, validation or train.")
-    ] = "test",
+    split: Split = "test",
     data: OtherData = None,
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="Replace the file if it is there.")
     ] = False,
-    settings: RunSettings = None,
+    settings: Settings = None,
     as_json: JsonFlag = False,
     runs: Runs = Path("runs"),
 ) -> None:
@@ -50,17 +47,14 @@ def predict(
     """
     check_arrow()
     _check_place(out, force=force)
-    show: Show = JsonLines() if as_json else Screen()
-    with one_line_warnings(show.warn):
+    with one_line_warnings(JsonLines().warn if as_json else warn_people):
         job = open_trained(run, runs=runs, data=data, overrides=settings or ())
         part = job.samples.split(split, whole=True)
-        with counted(f"scoring {split}", part.samples) as advance:
-            done = write_scores(job, advance(part.batches), out)
-    if as_json:
-        facts = {"event": "prediction", "run": run, "split": split, "samples": done}
-        typer.echo(to_json(facts | {"out": str(out)}))
-    else:
-        Console(highlight=False).print(f"{many(done, 'score')} written to {out}", soft_wrap=True)
+        with counting(f"scoring {split}", part.samples) as advance:
+            done = write_scores(job, counted(part.batches, advance), out)
+    facts = {"event": "prediction", "run": run, "split": split, "samples": done, "out": str(out)}
+    text = Text(f"{many(done, 'score')} written to {out}")
+    show(Document("", [text], [facts]), as_json=as_json)
 
 
 def _check_place(out: Path, *, force: bool) -> None:

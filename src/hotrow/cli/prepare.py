@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from hotrow.cli._declared import JsonLinesFlag
+from hotrow.cli._options import JsonLinesFlag
+from hotrow.cli._output import JsonLines, progress_bar
 from hotrow.data.prepared.format import Manifest
 from hotrow.data.prepared.job import Settings, Watch
 from hotrow.data.prepared.sources import KINDS, open_source
 from hotrow.data.prepared.work import prepare as prepare_files
-from hotrow.run.files import to_json
+from hotrow.report.document import Table
+from hotrow.report.terminal import show_parts
 from hotrow.support.messages import many
 from hotrow.support.units import parse_bytes, show_bytes
 
@@ -141,14 +141,7 @@ class _Bar(Watch):
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-        )
+        self._bar = progress_bar(self._console, "{task.percentage:>3.0f}%", "{task.fields[rate]}")
         self._task: Any = None
         self._started = 0.0
 
@@ -175,13 +168,17 @@ class _Bar(Watch):
     def end(self, manifest: Manifest, out: Path) -> None:
         if self._task is None:
             return  # there was nothing to do, which was said
-        table = Table(box=None, padding=(0, 2))
-        for name in ("table", "rows", "values", "ids"):
-            table.add_column(name, justify="left" if name in ("table", "ids") else "right")
-        for each in manifest.tables:
-            values = "not counted" if each.values is None else f"{each.values:,}"
-            table.add_row(escape(each.name), f"{each.rows:,}", values, each.ids)
-        self._console.print(table)
+        cells = [
+            [
+                table.name,
+                f"{table.rows:,}",
+                "not counted" if table.values is None else f"{table.values:,}",
+                table.ids,
+            ]
+            for table in manifest.tables
+        ]
+        heads = ("table", "rows", "values", "ids")
+        show_parts([Table(heads, cells, words=("ids",))], self._console)
         if bad := manifest.source["bad_rows"]:
             self._console.print(f"[yellow]{many(bad, 'bad row')} left out[/], the first of them:")
             for example in manifest.source["bad_examples"]:
@@ -195,32 +192,27 @@ class _Bar(Watch):
         self._console.print(f"written to {escape(str(out))}", soft_wrap=True)
 
 
-class _Lines(Watch):
-    """One JSON object per line; progress at most once a second."""
-
-    def __init__(self) -> None:
-        self._title, self._total, self._last = "", 0, 0.0
+class _Lines(JsonLines, Watch):
+    """The same as JSON objects."""
 
     def stage(self, title: str, total: int) -> None:
-        self._title, self._total = title, total
-        self._write("stage", stage=title, total=total)
+        self._stage = {"stage": title, "total": total}
+        self.write("stage", **self._stage)
 
     def advance(self, done: int, samples: int) -> None:
-        if monotonic() - self._last >= 1:
-            self._last = monotonic()
-            self._write(
-                "progress", stage=self._title, done=done, total=self._total, samples=samples
-            )
+        if self.progress_is_due():
+            stage, total = self._stage["stage"], self._stage["total"]
+            self.write("progress", stage=stage, done=done, total=total, samples=samples)
 
     def say(self, text: str) -> None:
-        self._write("message", text=text)
+        self.write("message", text=text)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def end(self, manifest: Manifest, out: Path) -> None:
-        self._write(
+        self.write(
             "end",
             folder=str(out),
             samples={name: manifest.samples(name) for name in manifest.splits},
@@ -229,6 +221,3 @@ class _Lines(Watch):
             bad_rows=manifest.source["bad_rows"],
             bad_examples=manifest.source["bad_examples"],
         )
-
-    def _write(self, event: str, **facts: Any) -> None:
-        typer.echo(to_json({"event": event, **facts}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,24 +10,27 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from hotrow.cli._bars import batches_bar, busy_with
-from hotrow.cli._declared import JsonFlag
-from hotrow.cli._html import HtmlFile, check_html, write_html
-from hotrow.cli._numbers import read_slots
-from hotrow.cli._places import check_folder
+from hotrow.cli._options import (
+    HtmlFile,
+    JsonFlag,
+    check_at_least,
+    check_folder,
+    check_html,
+    read_slots,
+)
+from hotrow.cli._output import counting, show
 from hotrow.data.prepared.columns import read_columns
 from hotrow.data.prepared.format import MANIFEST
 from hotrow.engine.profile import save_profile
-from hotrow.report.profiled import page_of_profile
+from hotrow.report.profiled import profile_document
 from hotrow.run.config import load
-from hotrow.run.files import plain, to_dict, to_json
+from hotrow.run.files import plain, to_dict
 from hotrow.study.lookups import Lookups, OfFolder, OfParquet, OfRun
-from hotrow.study.profiling import SLOT_PARTS, DataProfile, TableProfile, profile_lookups
-from hotrow.study.skew import TOP, Estimate
+from hotrow.study.profiling import SLOT_PARTS, DataProfile, profile_lookups
+from hotrow.study.skew import TOP
 from hotrow.study.tracked_rows import BYTES_PER_ROW
-from hotrow.support.units import parse_bytes, show_bytes
+from hotrow.support.units import parse_bytes
 
 _BATCH_SIZE = 2048
 
@@ -122,13 +125,11 @@ def profile(
     - `hotrow profile prepared/kaggle --html profile.html`
     """
     check_html(html)
-    for name, value, least in (("--periods", periods, 1), ("--period", period, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
-    for name, given in (("--batches", batches), ("--batch-size", batch_size)):
-        if given is not None and given < 1:
-            raise ValueError(f"{name} must be at least 1, not {given}")
-    with busy_with(f"opening {escape(str(data))}"):  # a Parquet file is read to number its values
+    check_at_least(1, periods=periods, period=period, batches=batches, batch_size=batch_size)
+    console = Console(stderr=True)
+    opening = console.status(f"opening {escape(str(data))}")
+    # A Parquet file is read to number its values, which takes an unknown time.
+    with opening if console.is_terminal else nullcontext():
         lookups = _opened(
             data, columns, categories, time, period, split, batch_size, batches, settings or ()
         )
@@ -138,37 +139,28 @@ def profile(
         raise ValueError(
             f"--warm-up must leave batches to count, of {lookups.num_batches:,}; not {warm_up:,}"
         )
-    wanted = slots and [read_slots(part, num_rows) for part in slots.split(",")]
+    wanted = read_slots(slots, num_rows) if slots else None
     hot_part, memory_bytes = _percent(hot), _bytes(memory)
     check_folder("--out", out)
-    bar = batches_bar()
-    task = bar.add_task("counting", total=2 * lookups.num_batches)
-    with nullcontext() if as_json else bar:
+    total = 2 * lookups.num_batches
+    with counting("counting", total, "batches", quiet=as_json) as advance:
         found = profile_lookups(
             lookups,
             memory_bytes=memory_bytes,
-            slots=wanted or None,
+            slots=wanted,
             first=first,
             hot_part=hot_part,
             periods=periods,
             seed=seed,
-            advance=lambda count: bar.advance(task, count),
+            advance=advance,
         )
+    facts = _facts(found.profile)
     if out is not None:
-        save_profile(out, found.counts, facts=_facts(found.profile))
-    write_html(html, page_of_profile(_facts(found.profile)) if html is not None else "")
-    if as_json:
-        typer.echo(to_json(_facts(found.profile)))
-        return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # a file has room for whole numbers
-    for part in _shown(found.profile):
-        console.print(part, soft_wrap=isinstance(part, str))
-    if out is not None:
-        console.print(f"counts written to {escape(str(out))}", soft_wrap=True)
-    if html is not None:
-        console.print(f"page written to {escape(str(html))}", soft_wrap=True)
+        save_profile(out, found.counts, facts=facts)
+    counted_bytes = BYTES_PER_ROW * found.profile.followed_rows
+    show(profile_document(facts, counted_bytes=counted_bytes), as_json=as_json, html=html)
+    if out is not None and not as_json:
+        typer.echo(f"counts written to {out}")
 
 
 def _opened(
@@ -249,133 +241,3 @@ def _facts(found: DataProfile) -> dict[str, Any]:
         curve["rows_per_batch"] = plain(one.per_batch)
         curve["miss_ratio"] = plain(one.ratio)
     return facts
-
-
-# -- for people --------------------------------------------------------------------------
-
-
-def _shown(found: DataProfile) -> Iterable[Table | str]:
-    yield (
-        f"{escape(found.data)}: {found.samples:,} samples in {found.batches:,} batches of "
-        f"{found.batch_size:,}"
-    )
-    yield _tables(found)
-    yield "\nThe hottest rows of all tables"
-    yield _coverage(found)
-    yield "\nDifferent rows of consecutive batches, counted side by side"
-    yield _working_sets(found)
-    if len(found.total.drift.own) > 1:
-        yield f"\nAccesses to the {found.total.drift.hot_rows:,} hottest rows"
-        yield _drift(found.total)
-    yield (
-        f"\nRows fetched for a batch, of {found.total.unique_rows:,.0f}; the last "
-        f"{found.curves[0].batches:,} batches counted"
-    )
-    yield _curves(found)
-    if found.curves[0].slots.min() < found.floors[0]:
-        yield (
-            f"A batch has up to {found.floors[0]:,} different rows: a smaller --batch-size, or "
-            f"--slots {found.floors[0]} or more, will fit"
-        )
-    yield (
-        "Rows of static are chosen by what these batches read, and there from the start: their "
-        "first fetches do not count, as those of lru and belady do, so that it may fetch fewer"
-    )
-    yield "\n" + _how(found)
-    yield from found.notes
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
-    return table
-
-
-def _share(found: Estimate) -> str:
-    return f"{found.value:.1%}" + (f" ±{found.error:.1%}" if found.error > 5e-5 else "")
-
-
-def _count(found: Estimate) -> str:
-    return f"{found.value:,.0f}" + (f" ±{found.error:,.0f}" if found.error >= 0.5 else "")
-
-
-def _tables(found: DataProfile) -> Table:
-    shown = _table(
-        "table", "rows", "read", "accesses", "/sample", "/batch", "top 1%", "top 10%",
-        "Zipf",
-    )  # fmt: skip
-    for each in (*found.tables, found.total):
-        if each is found.total:
-            shown.add_section()
-        shown.add_row(
-            escape(each.name),
-            f"{each.rows:,}",
-            _count(each.distinct),
-            f"{each.accesses:,}",
-            f"{each.lookups_per_sample:.3g}",
-            f"{each.unique_rows:,.0f}",
-            _share(each.coverage.top(0.01)),
-            _share(each.coverage.top(0.1)),
-            f"{each.zipf.skew:.2f} ±{each.zipf.error:.1%}",
-        )
-    return shown
-
-
-def _coverage(found: DataProfile) -> Table:
-    shown = _table("of the rows", "rows", "accesses", "all-hot samples")
-    hot = dict(zip(found.all_hot.rows.tolist(), found.all_hot.samples.tolist(), strict=True))
-    at_least = "" if found.is_exact else "≥"
-    for part in TOP:
-        rows = max(1, int(part * found.total.rows))
-        share = hot.get(rows, float("nan"))
-        shown.add_row(
-            f"{part:.1%}",
-            f"{rows:,}",
-            _share(found.total.coverage.top(part)),
-            "not known" if share != share else f"{at_least}{share:.1%}",
-        )
-    return shown
-
-
-def _working_sets(found: DataProfile) -> Table:
-    shown = _table("batches", "on average", "at most")
-    for each in found.total.working_sets:
-        shown.add_row(f"{each.batches:,}", _count(each.mean), f"{each.most:,.0f}")
-    return shown
-
-
-def _drift(total: TableProfile) -> Table:
-    drift = total.drift
-    shown = _table("period", "of its own", "of the one before", "of the first")
-    before = zip(drift.own[1:], drift.previous, drift.first, strict=True)
-    shown.add_row("1", f"{drift.own[0]:.1%}", "", "")
-    for number, shares in enumerate(before, start=2):
-        shown.add_row(str(number), *(f"{share:.1%}" for share in shares))
-    return shown
-
-
-def _curves(found: DataProfile) -> Table:
-    shown = _table("slots", *(each.policy for each in found.curves))
-    for place, slots in enumerate(found.curves[0].slots.tolist()):
-        cells = []
-        # The bound of a sample needs room for its largest batch, which a sample may overestimate.
-        unknown = "does not fit" if slots < found.floors[0] else "not known"
-        for each in found.curves:
-            rows = each.per_batch[place]
-            spread = (each.high[place] - each.low[place]) / 2 / max(1, each.batches)
-            error = f" ±{spread:,.0f}" if spread and not found.is_exact else ""
-            cells.append(unknown if rows != rows else f"{rows:,.0f}{error}")
-        shown.add_row(f"{slots:,}", *cells)
-    return shown
-
-
-def _how(found: DataProfile) -> str:
-    held = f"{found.floors[0]:,} slots hold any batch, {found.floors[1]:,} any two together"
-    if found.is_exact:
-        most = show_bytes(BYTES_PER_ROW * found.followed_rows)
-        return f"{held}. Counted exactly, in {most} at most, {found.seconds:.0f} s"
-    return (
-        f"{held}. Estimated from {found.followed_rows:,} rows: the hottest of the first batches, "
-        f"and {found.sampled_part:.1%} of the others; ± is the error. {found.seconds:.0f} s"
-    )

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from hotrow.cli._bars import batches_bar
-from hotrow.cli._declared import JsonFlag, RunFile, Settings
-from hotrow.cli._html import HtmlFile, check_html, write_html
-from hotrow.cli._numbers import check_dense_ms, read_depths
-from hotrow.cli._places import check_file
-from hotrow.cli._ranks import refuse_ranks
-from hotrow.report.sized import HEADS, advice, cells, conditions, page_of_size
+from hotrow.cli._options import (
+    Batches,
+    DenseMs,
+    HtmlFile,
+    JsonFlag,
+    RunFile,
+    Settings,
+    WarmUp,
+    check_at_least,
+    check_dense_ms,
+    check_file,
+    check_html,
+    read_depths,
+)
+from hotrow.cli._output import counting, show
+from hotrow.cli._process import refuse_ranks
+from hotrow.report.sized import advice, size_document
 from hotrow.run.config import load, read_settings
-from hotrow.run.files import to_json
 from hotrow.sizing.machines import THIS, machines
 from hotrow.study.sizing import DEPTHS, Sizing, machine_of
 from hotrow.study.sizing import size as size_of
@@ -41,18 +47,12 @@ def size(
         ),
     ] = THIS,
     reach: Annotated[float, typer.Option(help="Of all-fast's speed, what is enough.")] = 0.95,
-    dense_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Milliseconds that the dense part of a step takes there.",
-            show_default="timed on this machine, guessed for others",
-        ),
-    ] = None,
+    dense_ms: DenseMs = None,
     depths: Annotated[
         str, typer.Option(help="Batches known ahead that are tried, with commas between.")
     ] = ",".join(map(str, DEPTHS)),
-    batches: Annotated[int, typer.Option(help="Batches that are counted.")] = 50,
-    warm_up: Annotated[int, typer.Option(help="Batches before those, not counted.")] = 100,
+    batches: Batches = 50,
+    warm_up: WarmUp = 100,
     settings: Settings = None,
     out: Annotated[
         Path | None,
@@ -104,9 +104,8 @@ def size(
     if not 0 < reach <= 1:
         raise ValueError(f"--reach must be above 0 and at most 1, such as 0.95, not {reach:g}")
     check_dense_ms(dense_ms)
-    for name, value, least in (("--batches", batches, 1), ("--warm-up", warm_up, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
+    check_at_least(1, batches=batches)
+    check_at_least(0, warm_up=warm_up)
     for setting in settings or ():
         _refuse_found(setting)
     known = read_depths(depths)
@@ -117,9 +116,7 @@ def size(
     place = machine_of(machine, config)
     # The trace is read twice for its curves, and once for the planner.
     total = 3 * (warm_up + batches) + max(known)
-    bar = batches_bar()
-    task = bar.add_task("counting and planning", total=total)
-    with nullcontext() if as_json else bar:
+    with counting("counting and planning", total, "batches", quiet=as_json) as advance:
         sizing = Sizing(
             config,
             place,
@@ -127,20 +124,15 @@ def size(
             warm_up=warm_up,
             depths=known,
             dense_ms=dense_ms,
-            on_batch=lambda: bar.advance(task),
+            on_batch=advance,
         )
         record = size_of(sizing, reach=reach)
     if out is not None:
         text = toml.written(_settings(record, file, settings or ()), head=_head(record))
         Disk(out.parent).write(out.name, [text.encode()])
-    write_html(html, page_of_size(record) if html is not None else "")
-    if as_json:
-        typer.echo(to_json(record))
-        return
-    _print(record)
-    for what, path in (("settings", out), ("page", html)):
-        if path is not None:
-            typer.echo(f"{what} written to {path}")
+    show(size_document(record), as_json=as_json, html=html)
+    if out is not None and not as_json:
+        typer.echo(f"settings written to {out}")
 
 
 def _refuse_found(setting: str) -> None:
@@ -169,20 +161,3 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
 def _head(record: SizeRecord) -> str:
     asked = f"hotrow size --machine {record.machine['name']} --reach {record.reach:g}"
     return f"{asked}. {advice(record)}"
-
-
-def _print(record: SizeRecord) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # a file has room for whole numbers
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in HEADS:
-        justify: Any = "left" if head in ("strategy", "fill", "waits for") else "right"
-        table.add_column(head, justify=justify, no_wrap=True)
-    for each in record.best:
-        table.add_row(*cells(each), style="bold" if each == record.chosen else "")
-    console.print(conditions(record), soft_wrap=True, markup=False)
-    console.print(table)
-    for note in record.notes:
-        console.print(f"- {note}", soft_wrap=True, markup=False)
-    console.print(advice(record), style="bold", soft_wrap=True, markup=False)

@@ -13,8 +13,8 @@ from hotrow.checkpoint import Checkpoint, SavedModel
 from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
 from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME
-from hotrow.cli._declared import JsonFlag, Runs
-from hotrow.cli._exits import USER_ERROR
+from hotrow.cli._options import JsonFlag, Runs
+from hotrow.cli._process import USER_ERROR
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST, read_manifest
 from hotrow.data.prepared.spool import WORK

@@ -1,17 +1,14 @@
-"""Charts as HTML, drawn by Plotly in the reader's browser. Knows no runs.
+"""Charts as data: titles, and lines, bars or spans, which Plotly draws in a reader's browser.
 
-A chart is data: titles, and lines, bars or spans. `LIBRARY` comes once per page, inlined, so that a
-page needs no network.
+Knows no runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 # Told apart on white and on black.
 COLOURS = (
@@ -19,8 +16,22 @@ COLOURS = (
 )  # fmt: skip
 
 
+class _Series:
+    """What all series have."""
+
+    name: str
+    colour: int
+
+    @property
+    def hue(self) -> str:
+        return COLOURS[self.colour % len(COLOURS)]
+
+    def _trace(self, **values: Any) -> dict[str, Any]:
+        return {"name": self.name, "legendgroup": self.name, **values}
+
+
 @dataclass(frozen=True)
-class Line:
+class Line(_Series):
     """A curve; `low` and `high` are drawn as a band around it."""
 
     name: str
@@ -31,29 +42,34 @@ class Line:
     colour: int = 0
     has_dots: bool = False
     is_dashed: bool = False  # so that one below it is seen
+    labels: ClassVar[Sequence[str]] = ()
 
     def traces(self) -> list[dict[str, Any]]:
-        colour = _colour(self.colour)
         kind = "lines+markers" if self.has_dots or len(self.x) < 3 else "lines"
-        line = {
-            "type": "scatter", "mode": kind, "name": self.name, "legendgroup": self.name,
-            "x": _short(self.x), "y": _short(self.y),
-            "line": {"color": colour, "width": 2, "dash": "dash" if self.is_dashed else "solid"},
-            "connectgaps": False,
-        }  # fmt: skip
+        dash = "dash" if self.is_dashed else "solid"
+        line = self._trace(
+            type="scatter", mode=kind, x=_short(self.x), y=_short(self.y),
+            line={"color": self.hue, "width": 2, "dash": dash}, connectgaps=False,
+        )  # fmt: skip
         if not self.low:
             return [line]
-        # Seen from behind the curve, and not by whoever asks what is under the pointer.
+        # The band is behind the curve, and does not answer the pointer.
         edge = {
             "type": "scatter", "mode": "lines", "x": line["x"], "line": {"width": 0},
             "hoverinfo": "skip", "legendgroup": self.name,
         }  # fmt: skip
-        band = {"fill": "tonexty", "fillcolor": colour + "30"}
+        band = {"fill": "tonexty", "fillcolor": self.hue + "30"}
         return [edge | {"y": _short(self.low)}, edge | band | {"y": _short(self.high)}, line]
+
+    def cells(self, form: str) -> Iterator[tuple[float, str]]:
+        """Yield the points as texts, empty for a gap; half the band's width is the error."""
+        for place, (x, y) in enumerate(zip(self.x, self.y, strict=True)):
+            error = (self.high[place] - self.low[place]) / 2 if self.low else 0.0
+            yield x, with_error(y, error, form) if math.isfinite(y) else ""
 
 
 @dataclass(frozen=True)
-class Bars:
+class Bars(_Series):
     """Horizontal bars, a label for each; `low` and `high` are drawn upon them."""
 
     name: str
@@ -64,11 +80,10 @@ class Bars:
     colour: int = 0
 
     def traces(self) -> list[dict[str, Any]]:
-        bars = {
-            "type": "bar", "orientation": "h", "name": self.name, "legendgroup": self.name,
-            "y": list(self.labels),
-            "x": _short(self.values), "marker": {"color": _colour(self.colour)},
-        }  # fmt: skip
+        bars = self._trace(
+            type="bar", orientation="h", y=list(self.labels), x=_short(self.values),
+            marker={"color": self.hue},
+        )  # fmt: skip
         if self.low:
             above = [high - value for high, value in zip(self.high, self.values, strict=True)]
             below = [value - low for low, value in zip(self.low, self.values, strict=True)]
@@ -78,27 +93,32 @@ class Bars:
             }  # fmt: skip
         return [bars]
 
+    def cells(self, form: str) -> Iterator[tuple[str, str]]:
+        for label, value in zip(self.labels, self.values, strict=True):
+            yield label, format(value, form) if math.isfinite(value) else ""
+
 
 @dataclass(frozen=True)
-class Spans:
-    """What was at work from when to when, a row for each lane."""
+class Spans(_Series):
+    """What was at work from when to when, a row for each label."""
 
     name: str
-    lanes: Sequence[str]
+    labels: Sequence[str]
     starts: Sequence[float]
     lengths: Sequence[float]
     colour: int = 0
 
     def traces(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "type": "bar", "orientation": "h", "name": self.name, "legendgroup": self.name,
-                "y": list(self.lanes),
-                "base": _short(self.starts), "x": _short(self.lengths),
-                "marker": {"color": _colour(self.colour)}, "width": 0.7,
-                "hovertemplate": "%{y}: %{x:.3~f} from %{base:.3~f}<extra></extra>",
-            }
-        ]  # fmt: skip
+        bars = self._trace(
+            type="bar", orientation="h", y=list(self.labels), base=_short(self.starts),
+            x=_short(self.lengths), marker={"color": self.hue}, width=0.7,
+            hovertemplate="%{y}: %{x:.3~f} from %{base:.3~f}<extra></extra>",
+        )  # fmt: skip
+        return [bars]
+
+    def cells(self, form: str) -> Iterator[tuple[str, str]]:
+        for label, length in zip(self.labels, self.lengths, strict=True):
+            yield label, format(length, form)
 
 
 @dataclass(frozen=True)
@@ -115,124 +135,89 @@ class Chart:
     x_log: bool = False  # a curve's numbers are spread by their logarithms
     from_zero: bool = False  # the axis of values begins with 0
     is_stacked: bool = False
-    order: tuple[str, ...] = ()  # of the lanes or labels, from the top down
+    order: tuple[str, ...] = ()  # of the labels, from the top down
+    cell: str = ""  # how Python formats a value where a table stands for the chart; empty: nowhere
+    gaps: Mapping[Any, str] = field(default_factory=dict)  # in that table: why a point is missing
 
     @property
     def is_flat(self) -> bool:
         """Whether its labels stand at the left, and values go to the right."""
-        return any(isinstance(each, Bars | Spans) for each in self.series)
+        return any(not isinstance(series, Line) for series in self.series)
 
     @property
     def height(self) -> int:
         if not self.is_flat:
             return 320
-        labels = {label for each in self.series for label in _labels(each)}
+        labels = {label for series in self.series for label in series.labels}
         beside = 1 if self.barmode != "group" else len(self.series)
         return 80 + len(labels) * max(26, 16 * beside)
 
     @property
     def barmode(self) -> str:
-        if any(isinstance(each, Spans) for each in self.series):
+        if any(isinstance(series, Spans) for series in self.series):
             return "overlay"
         return "stack" if self.is_stacked else "group"
 
+    def figure(self) -> dict[str, Any]:
+        """Return what Plotly draws."""
+        x: dict[str, Any] = {"title": {"text": self.x}, "tickformat": self.x_format}
+        y: dict[str, Any] = {"title": {"text": self.y}, "tickformat": self.y_format}
+        if self.from_zero:
+            (x if self.is_flat else y)["rangemode"] = "tozero"
+        if self.is_flat:
+            y |= {"type": "category", "autorange": "reversed"}
+            if self.order:
+                y |= {"categoryorder": "array", "categoryarray": list(self.order)}
+        elif self.x_log:
+            x["type"] = "log"
+        else:
+            x["rangemode"] = "tozero"
+        layout = {
+            "xaxis": x, "yaxis": y, "height": self.height, "barmode": self.barmode,
+            "showlegend": False,
+        }  # fmt: skip
+        data = [trace for series in self.series for trace in series.traces()]
+        return {"data": data, "layout": layout}
+
 
 def has_points(chart: Chart) -> bool:
-    return any(trace.get("x") for each in chart.series for trace in each.traces())
-
-
-def show_chart(chart: Chart) -> str:
-    """A figure: the title and the note as text, a place for the picture, and its data."""
-    data = [trace for each in chart.series for trace in each.traces()]
-    x: dict[str, Any] = {"title": {"text": chart.x}, "tickformat": chart.x_format}
-    y: dict[str, Any] = {"title": {"text": chart.y}, "tickformat": chart.y_format}
-    values = x if chart.is_flat else y
-    if chart.from_zero:
-        values["rangemode"] = "tozero"
-    if chart.is_flat:
-        y |= {"type": "category", "autorange": "reversed"}
-        if chart.order:
-            y |= {"categoryorder": "array", "categoryarray": list(chart.order)}
-    elif chart.x_log:
-        x["type"] = "log"
-    else:
-        x["rangemode"] = "tozero"
-    layout = {
-        "xaxis": x, "yaxis": y, "height": chart.height,
-        "barmode": chart.barmode, "showlegend": False,
-    }  # fmt: skip
-    # No text may end the script it stands in.
-    text = json.dumps({"data": data, "layout": layout}, separators=(",", ":"), allow_nan=False)
-    text = text.replace("<", "\\u003c")
-    note = f'<p class="faint">{escape(chart.note)}</p>' if chart.note else ""
-    legend = "".join(
-        f'<li><button aria-pressed="true" style="--colour:{_colour(each.colour)}">'
-        f"{escape(each.name)}</button></li>"
-        for each in chart.series
-    )
-    legend = f"<ul>{legend}</ul>" if len(chart.series) > 1 else ""
-    label = escape(f"{chart.title}: {chart.y or chart.x}")
-    return (
-        f"<figure><h3>{escape(chart.title)}</h3>{note}{legend}"
-        f'<div class="chart" role="img" aria-label="{label}" style="height:{chart.height}px"></div>'
-        f'<script type="application/json">{text}</script></figure>'
-    )
+    return any(trace.get("x") for series in chart.series for trace in series.traces())
 
 
 def library() -> str | None:
-    """Plotly, and what draws a page's charts with it; None: it is not installed."""
+    """Return Plotly, which is put into a page once; None: it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         return None
-    return f"<script>{get_plotlyjs()}</script><script>{_DRAW}</script>"
+    script: str = get_plotlyjs()
+    return script
 
 
-# Colours are the page's own, also when a reader changes from light to dark.
-_DRAW = """
-(() => {
-  const style = getComputedStyle(document.documentElement);
-  const boxes = [...document.querySelectorAll(".chart")];
-  const themed = (layout) => {
-    const [ink, line, paper] = ["--ink", "--line", "--paper"].map((x) => style.getPropertyValue(x));
-    const axis = {gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true};
-    return {...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: {family: "system-ui, sans-serif", size: 13, color: ink},
-      hoverlabel: {bgcolor: paper, bordercolor: line, font: {color: ink}},
-      hovermode: layout.yaxis.type === "category" ? "closest" : "x unified",
-      margin: {l: 8, r: 16, t: 8, b: 8},
-      xaxis: {...layout.xaxis, ...axis}, yaxis: {...layout.yaxis, ...axis}};
-  };
-  const draw = (how) => boxes.forEach((box) => {
-    const {data, layout} = JSON.parse(box.nextElementSibling.textContent);
-    const ink = style.getPropertyValue("--ink");
-    data.filter((each) => each.error_x).forEach((each) => each.error_x.color = ink);
-    Plotly[how](box, data, themed(layout), {responsive: true, displaylogo: false,
-      displayModeBar: false});
-  });
-  draw("newPlot");
-  document.querySelectorAll("figure button").forEach((button) => button.onclick = () => {
-    const shown = button.ariaPressed === "false";
-    button.ariaPressed = String(shown);
-    const box = button.closest("figure").querySelector(".chart");
-    const mine = box.data.flatMap((each, i) => each.legendgroup === button.textContent ? [i] : []);
-    Plotly.restyle(box, {visible: shown}, mine);
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw("react"));
-})();
-"""
-
-
-def _labels(series: Line | Bars | Spans) -> Sequence[str]:
-    if isinstance(series, Line):
-        return ()
-    return series.labels if isinstance(series, Bars) else series.lanes
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+def with_error(value: float, error: float, form: str) -> str:
+    """Return a value with its error, where that has a digit other than 0."""
+    shown = format(error, form)
+    has_error = error > 0 and any(digit in "123456789" for digit in shown)
+    return format(value, form) + (f" ±{shown}" if has_error else "")
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
     """Six digits are more than a screen shows; what is no number is a gap."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def lines_by_name(points: Iterable[tuple[str, float, float]]) -> tuple[Line, ...]:
+    """Return a line with dots for each name, of its (x, y) in the order given."""
+    named: dict[str, list[tuple[float, float]]] = {}
+    for name, x, y in points:
+        named.setdefault(name, []).append((x, y))
+    return tuple(
+        Line(name, [x for x, _ in some], [y for _, y in some], colour=colour, has_dots=True)
+        for colour, (name, some) in enumerate(named.items())
+    )
+
+
+def name_with_depth(strategy: str, depth: int | None, depths: Collection[int | None]) -> str:
+    """Return the name of a strategy's line; lookahead has one for each depth."""
+    is_one_of_many = strategy == "lookahead" and len(depths) > 1
+    return f"{strategy}, {depth} ahead" if is_one_of_many else strategy

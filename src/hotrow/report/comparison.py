@@ -1,136 +1,173 @@
-"""A comparison as a page: with charts where plotly is installed, with one plain drawing else."""
+"""A comparison as a document: with charts where plotly is installed, else one plain drawing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from html import escape
 
-from hotrow.report.cells import (
-    NONE,
-    RESULT,
-    SPEED,
-    conditions,
-    remarks,
-    result_cells,
-    speed_cells,
-    speed_title,
-)
 from hotrow.report.charts import Bars, Chart, library
-from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
-from hotrow.support.records import ComparisonRecord, Figures
+from hotrow.report.document import (
+    NONE,
+    Bullets,
+    Charts,
+    Document,
+    Part,
+    Section,
+    Table,
+    Text,
+    number,
+    rate,
+)
+from hotrow.support.messages import few, many
+from hotrow.support.records import WORSE_THAN_CONSTANT, ComparisonRecord, Figures
+from hotrow.support.units import show_bytes
 
 _EQUAL = "equal to all-fast"
-_SPEED_NOTE = "The median of whole runs, and from the slowest to the fastest repetition."
 
 
-def page_of(record: ComparisonRecord) -> str:
-    """The whole page."""
-    timed = [each for each in record.strategies if each.whole_run > 0]
-    left_over = remarks(record)
-    return page(
-        f"hotrow compare: {record.name}",
-        [
-            paragraph(record.advice, "advice") if record.advice else "",
-            paragraph(f"{record.started}, {record.outcome}. {conditions(record)}", "faint"),
-            heading("Speed"),
-            _speeds(timed, record),
-            heading("Figures"),
-            _table(record),
-            heading("Remarks") if left_over else "",
-            bullets(left_over),
-            heading("What they are"),
-            bullets([f"{each.strategy}: {each.summary or NONE}" for each in record.strategies]),
-            _settings(record),
-        ],
-    )
+def comparison_document(record: ComparisonRecord) -> Document:
+    timed = [figures for figures in record.strategies if figures.whole_run > 0]
+    summaries = [f"{figures.strategy}: {figures.summary or NONE}" for figures in record.strategies]
+    parts: list[Part] = [
+        Text(f"{record.started}, {record.outcome}. {conditions(record)}", "faint"),
+        Section("Speed", [_speeds(timed, record)]),
+        Section("Figures", [_table(record)]),
+        Section("What they are", [Bullets(summaries)], only="page"),
+        Section("Settings and machine", [_settings(record)], is_folded=True),
+    ]
+    if noted := remarks(record):
+        parts.insert(3, Section("Remarks", [Bullets(noted)]))
+    if record.advice:
+        parts.insert(0, Text(record.advice, "advice"))
+    return Document(f"hotrow compare: {record.name}", parts)
 
 
-def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> str:
-    if not timed:
-        return paragraph("No strategy was timed.")
-    # Under way a page is written after every turn, and has no use for a library of megabytes.
-    if record.outcome == "under way" or library() is None:
-        return _drawing(timed)
-    names = [each.strategy for each in timed]
-    speeds = Bars(
+def _speeds(timed: Sequence[Figures], record: ComparisonRecord) -> Part:
+    names = tuple(figures.strategy for figures in timed)
+    rates = Bars(
         "samples/s",
         names,
-        [each.whole_run for each in timed],
-        low=[each.slow_run for each in timed],
-        high=[each.fast_run for each in timed],
+        [figures.whole_run for figures in timed],
+        low=[figures.slow_run for figures in timed],
+        high=[figures.fast_run for figures in timed],
     )
-    mib = 2**20
-    parts = list(dict.fromkeys(part for each in timed for part in each.memory))
-    memory = [
-        Bars(part, names, [each.memory.get(part, 0) / mib for each in timed], colour=place)
-        for place, part in enumerate(parts)
-    ]
-    hits = Bars("hit rate", names, [each.hit_rate for each in timed], colour=2)
-    moved = Bars("KiB", names, [each.bytes_per_sample / 1024 for each in timed], colour=1)
-    order = tuple(names)
-    return charts(
-        [
-            Chart(
-                "Samples per second", "samples/s", "", (speeds,), order=order, from_zero=True,
-                note=_SPEED_NOTE,
-            ),
-            Chart(
-                "Fast memory by part", "MiB", "", tuple(memory), order=order, is_stacked=True,
-                note=f"The budget is {record.budget_bytes / mib:,.1f} MiB.",
-            ),
-            Chart(
-                "Hit rate", "share of lookups", "", (hits,), order=order, x_format=".0%",
-                from_zero=True, note="Lookups that caused no fetch.",
-            ),
-            Chart("Moved per sample", "KiB, both ways", "", (moved,), order=order, from_zero=True),
-        ]
+    speed = Chart(
+        "Samples per second", "samples/s", "", (rates,), order=names, from_zero=True,
+        note="The median of whole runs, and from the slowest to the fastest repetition.",
     )  # fmt: skip
-
-
-def _drawing(timed: Sequence[Figures]) -> str:
-    """A bar for each whole run, with a line from the slowest to the fastest repetition upon it."""
-    scale = 480 / max(each.fast_run for each in timed)
-    height = 30 * len(timed) + 8
-    rows = []
-    for place, each in enumerate(timed):
-        top = 30 * place + 6
-        low, middle, high = (
-            130 + scale * rate for rate in (each.slow_run, each.whole_run, each.fast_run)
-        )
-        rows.append(
-            f'<text x="0" y="{top + 15}">{escape(each.strategy)}</text>'
-            f'<rect class="bar" x="130" y="{top}" width="{middle - 130:.1f}" height="20" />'
-            f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{top + 10}" '
-            f'y2="{top + 10}" />'
-            f'<text x="{max(middle, high) + 8:.1f}" y="{top + 15}">'
-            f"{each.whole_run:,.0f}</text>"
-        )
-    return (
-        f'<div class="plain"><svg viewBox="0 0 720 {height}" role="img" aria-label="Samples per '
-        f'second">{"".join(rows)}</svg></div><p class="faint">Samples per second. {_SPEED_NOTE}</p>'
+    # Under way a page is written after every turn, and has no use for a library of megabytes.
+    if record.outcome == "under way" or library() is None:
+        return Charts([speed], "No strategy was timed.", is_plain=True)
+    parts = dict.fromkeys(part for figures in timed for part in figures.memory)
+    memory = tuple(
+        Bars(part, names, [figures.memory.get(part, 0) / 2**20 for figures in timed], colour=place)
+        for place, part in enumerate(parts)
     )
+    hits = Bars("hit rate", names, [figures.hit_rate for figures in timed], colour=2)
+    moved = Bars("KiB", names, [figures.bytes_per_sample / 1024 for figures in timed], colour=1)
+    every = [
+        speed,
+        Chart(
+            "Fast memory by part", "MiB", "", memory, order=names, is_stacked=True,
+            note=f"The budget is {record.budget_bytes / 2**20:,.1f} MiB.",
+        ),
+        Chart(
+            "Hit rate", "share of lookups", "", (hits,), order=names, x_format=".0%",
+            from_zero=True, note="Lookups that caused no fetch.",
+        ),
+        Chart("Moved per sample", "KiB, both ways", "", (moved,), order=names, from_zero=True),
+    ]  # fmt: skip
+    return Charts(every, "No strategy was timed.")
 
 
-def _table(record: ComparisonRecord) -> str:
-    heads = ["strategy", *(name or speed_title(record) for name in SPEED), *RESULT]
-    rows = [_cells(each) for each in record.strategies]
-    bad = [(number, _EQUAL) for number, row in enumerate(rows) if row[-1] in ("no", "failed")]
-    return table(heads, rows, words=("contract", _EQUAL), bad=bad)
+def _table(record: ComparisonRecord) -> Table:
+    over = f" over {record.baseline}" if record.baseline is not None else ""
+    heads = (
+        "strategy", "contract", "samples/s", "step p50 (p20-p80)", f"speed-up{over}", "fast memory",
+        "hit rate", "rows/sample", "bytes/sample", "samples", "AUC", "log-loss", _EQUAL,
+    )  # fmt: skip
+    rows = [_cells(figures) for figures in record.strategies]
+    bad = {(number, _EQUAL) for number, row in enumerate(rows) if row[-1] in ("no", "failed")}
+    return Table(heads, rows, words=("contract", _EQUAL), bad=bad)
 
 
 def _cells(figures: Figures) -> list[str]:
-    texts = [figures.strategy, *speed_cells(figures), *result_cells(figures)]
-    if figures.outcome == "failed" and figures.samples == 0:
-        texts[-1] = "failed"
-    return texts
+    has_run = figures.samples > 0
+    moved, has_failed = figures.bytes_per_sample, figures.outcome == "failed"
+    return [
+        figures.strategy,
+        figures.contract,
+        number(figures.whole_run, ",.0f"),
+        rate(
+            figures.samples_per_second,
+            figures.slow_samples_per_second,
+            figures.fast_samples_per_second,
+        ),
+        number(figures.speed_up, ".2f"),
+        show_bytes(figures.fast_bytes) if has_run else NONE,
+        f"{figures.hit_rate:.1%}" if has_run else NONE,
+        number(figures.rows_per_sample, ".2f"),
+        NONE if math.isnan(moved) else show_bytes(moved),
+        f"{figures.samples:,}" if has_run else NONE,
+        number(figures.auc, ".4f"),
+        number(figures.log_loss, ".4f"),
+        equality(figures) if has_run else "failed" if has_failed else NONE,
+    ]
 
 
-def _settings(record: ComparisonRecord) -> str:
-    """Settings and machine, for whoever wants to repeat it."""
+def equality(figures: Figures) -> str:
+    if figures.strategy == "all-fast":
+        return NONE
+    words = {"bits": "bits", "tolerance": "within tolerance", "no": "no"}
+    return words.get(figures.equal, "not compared")
+
+
+def remarks(record: ComparisonRecord) -> list[str]:
+    """Return what does not fit a table: failures, differences, what was left out."""
+    lines = list(record.notes)
+    for figures in record.strategies:
+        name, done = figures.strategy, figures.repetitions
+        if figures.outcome == "failed":
+            lines.append(f"{name} failed: {figures.message}")
+        if figures.outcome == "diverged":
+            lines.append(f"{name}: the loss is NaN at the end")
+        if done and figures.outcome == "unfinished":
+            lines.append(f"{name}: {done} of {many(record.repetitions, 'repetition')} done")
+        elif figures.is_optional and 0 < done < record.repetitions:
+            lines.append(f"{name} was trained once, to compare with")
+        if figures.equal_note:
+            lines.append(f"{name}: {equality(figures)}; {figures.equal_note}")
+        if figures.repeat_note:
+            lines.append(f"{name} did not repeat itself: {figures.repeat_note}")
+    if worse := [each.strategy for each in record.strategies if each.normalised_entropy > 1]:
+        lines.append(f"{few(worse)}: {WORSE_THAN_CONSTANT} (normalised entropy above 1)")
+    return lines
+
+
+def conditions(record: ComparisonRecord) -> str:
+    """Return what the figures are of, in a sentence or two."""
+    where = record.environment.get("gpu") or record.environment["device"]
+    tolerance, batch = record.tolerance, record.settings["data"]["batch_size"]
+    return (
+        f"{many(record.steps, 'step')} of {many(batch, 'sample')}, "
+        f"{many(record.repetitions, 'repetition')} in turn, the first "
+        f"{many(record.warm_up, 'step')} of each left out of speeds; "
+        f"{show_bytes(record.rows_bytes)} of rows with their state, a budget of "
+        f"{show_bytes(record.budget_bytes)}; on {where}, torch's threads: "
+        f"{record.environment['threads']}. Within tolerance: every loss differs by at most "
+        f"{tolerance['relative']:g} of its value plus {tolerance['absolute']:g}, and so do "
+        f"{1 - tolerance['outliers']:.0%} of the dense weights, rows and row state whose bits "
+        "differ; or, where rounding was carried further, both are at most twice as far as all-fast "
+        "is from itself with the samples of each batch in another order."
+    )
+
+
+def _settings(record: ComparisonRecord) -> Text:
+    """Return settings and machine, for repeating the comparison."""
     lines = [
         f"{section}.{key} = {value}"
         for section, values in record.settings.items()
         for key, value in values.items()
     ]
     lines += [f"{key}: {value}" for key, value in record.environment.items()]
-    return details("Settings and machine", f"<pre>{escape(chr(10).join(lines))}</pre>")
+    return Text("\n".join(lines), "code")

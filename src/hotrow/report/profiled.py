@@ -1,13 +1,14 @@
-"""How skewed data are, as a page: from the facts that `hotrow profile --json` tells."""
+"""How skewed data are, as a document: from the facts that `hotrow profile --json` prints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hotrow.report.charts import COLOURS, Chart, Line
-from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.report.charts import COLOURS, Chart, Line, with_error
+from hotrow.report.document import Bullets, Charts, Document, Part, Section, Table, Text
+from hotrow.support.units import show_bytes
 
 _TABLES_DRAWN = len(COLOURS) - 1
 _TABLES = (
@@ -21,60 +22,57 @@ _WHAT = {
 }
 
 
-def page_of_profile(facts: Mapping[str, Any]) -> str:
-    """The whole page."""
-    total, tables = facts["total"], facts["tables"]
-    top = total["top"]["1.0%"]["value"]
-    return page(
+def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Document:
+    """`counted_bytes`: the most that counting took."""
+    total, floors = facts["total"], facts["floors"]
+    tables = [_cells(each) for each in (total, *facts["tables"])]
+    return Document(
         f"hotrow profile: {facts['data']}",
         [
-            paragraph(
-                f"The hottest 1 % of the rows have {top:.1%} of the accesses. "
-                f"{facts['floors'][0]:,} slots hold any batch, {facts['floors'][1]:,} any two "
-                "together.",
+            Text(
+                f"The hottest 1 % of the rows have {total['top']['1.0%']['value']:.1%} of the "
+                f"accesses. {floors[0]:,} slots hold any batch, {floors[1]:,} any two together.",
                 "advice",
             ),
-            paragraph(
+            Text(
                 f"{facts['samples']:,} samples in {facts['batches']:,} batches of "
                 f"{facts['batch_size']:,}; {total['accesses']:,} accesses to {total['rows']:,} "
-                f"rows, {_how(facts)}.",
+                f"rows. {_how(facts, counted_bytes)}, {facts['seconds']:.0f} s.",
                 "faint",
             ),
-            bullets(facts["notes"]),
-            heading("Skew"),
-            charts([coverage(facts), all_hot(facts)]),
-            heading("Fast memory"),
-            charts([misses(facts), working_sets(total)]),
-            heading("Drift"),
-            charts([drift(total)]) or paragraph("One period alone.", "faint"),
-            heading("Tables"),
-            table(_TABLES, [_cells(each) for each in (total, *tables)], marked=[0]),
-            _shares(total),
+            Bullets(facts["notes"]),
+            Section("Skew", [Charts([coverage(facts), _all_hot(facts)])]),
+            Section("Fast memory", list(_fast_memory(facts))),
+            Section("Drift", [Charts([_drift(total)], "One period alone.")]),
+            Section("Tables", [Table(_TABLES, tables, marked=[0])]),
+            Section("The hottest rows of all tables", [_hottest(facts)]),
         ],
+        facts=[facts],
     )
 
 
-def _how(facts: Mapping[str, Any]) -> str:
+def _how(facts: Mapping[str, Any], counted_bytes: int) -> str:
     if facts["sampled_part"] == 1:
-        return "counted exactly"
+        return f"Counted exactly, in {show_bytes(counted_bytes)} at most"
     return (
-        f"estimated from {facts['followed_rows']:,} of them; bands and ± show how far off it may be"
+        f"Estimated from {facts['followed_rows']:,} rows: the hottest of the first batches, and "
+        f"{facts['sampled_part']:.1%} of the others; bands and ± show how far off it may be"
     )
 
 
 def coverage(facts: Mapping[str, Any]) -> Chart:
-    """Of all tables, and of those with most accesses; of as many, with most rows."""
+    """Draw all tables together, and those with most accesses; of equal ones, with most rows."""
     tables = sorted(facts["tables"], key=lambda each: (-each["accesses"], -each["rows"]))
     tables = tables[:_TABLES_DRAWN]
     lines = []
     for colour, each in enumerate((facts["total"], *(tables if len(facts["tables"]) > 1 else ()))):
-        found = each["coverage"]
-        share, error = found["share"], found["error"]
+        curve = each["coverage"]
+        share, error = curve["share"], curve["error"]
         band: dict[str, Any] = {}
         if any(error):
             band["low"] = [max(0.0, x - e) for x, e in zip(share, error, strict=True)]
             band["high"] = [min(1.0, x + e) for x, e in zip(share, error, strict=True)]
-        rows = [100 * count / found["num_rows"] for count in found["rows"]]
+        rows = [100 * count / curve["num_rows"] for count in curve["rows"]]
         lines.append(Line(each["name"], rows, share, colour=colour, is_dashed=colour > 0, **band))
     left = len(facts["tables"]) - len(lines) + 1
     note = "How much of the accesses go to how many rows, the hottest first."
@@ -86,19 +84,48 @@ def coverage(facts: Mapping[str, Any]) -> Chart:
     )  # fmt: skip
 
 
-def all_hot(facts: Mapping[str, Any]) -> Chart:
-    found, rows = facts["all_hot"], facts["total"]["rows"]
-    x = [100 * count / rows for count in found["rows"]]
-    line = Line("samples", x, _numbers(found["samples"]), colour=2, has_dots=True)
+def _all_hot(facts: Mapping[str, Any]) -> Chart:
+    hot, rows = facts["all_hot"], facts["total"]["rows"]
+    x = [100 * count / rows for count in hot["rows"]]
+    line = Line("samples", x, _numbers(hot["samples"]), colour=2, has_dots=True)
     return Chart(
         "All-hot samples", "% of the rows that are hot", "share of samples", (line,),
         "Samples that read hot rows alone.", y_format=".0%", from_zero=True, x_log=True,
     )  # fmt: skip
 
 
-def misses(facts: Mapping[str, Any]) -> Chart:
-    """By how many slots there are."""
-    lines = []
+def _hottest(facts: Mapping[str, Any]) -> Table:
+    """Tell what share of the accesses the hottest rows have, and of the samples."""
+    total, hot = facts["total"], facts["all_hot"]
+    samples = dict(zip(hot["rows"], hot["samples"], strict=True))
+    at_least = "" if facts["sampled_part"] == 1 else "≥"
+    cells = []
+    for part, share in total["top"].items():
+        rows = max(1, int(float(part.removesuffix("%")) / 100 * total["rows"]))
+        known = samples.get(rows)
+        all_hot = "not known" if known is None else f"{at_least}{known:.1%}"
+        cells.append([part, f"{rows:,}", _estimate(share, ".1%"), all_hot])
+    return Table(("of the rows", "rows", "accesses", "all-hot samples"), cells)
+
+
+def _fast_memory(facts: Mapping[str, Any]) -> Iterator[Part]:
+    yield Charts([_misses(facts), _working_sets(facts["total"])])
+    floor = facts["floors"][0]
+    if min(facts["curves"][0]["slots"]) < floor:
+        yield Text(
+            f"A batch has up to {floor:,} different rows: a smaller --batch-size, or --slots "
+            f"{floor} or more, will fit"
+        )
+    yield Text(
+        "Rows of static are chosen by what these batches read, and there from the start: their "
+        "first fetches do not count, as those of lru and belady do, so that it may fetch fewer",
+        "faint",
+    )
+
+
+def _misses(facts: Mapping[str, Any]) -> Chart:
+    """Draw the rows fetched by how many slots there are."""
+    lines, floor = [], facts["floors"][0]
     for colour, curve in enumerate(facts["curves"]):
         batches = max(1, curve["batches"])
         band: dict[str, Any] = {}
@@ -107,39 +134,48 @@ def misses(facts: Mapping[str, Any]) -> Chart:
         name = f"{curve['policy']}: {_WHAT.get(curve['policy'], '')}"
         rows = _numbers(curve["rows_per_batch"])
         lines.append(Line(name, curve["slots"], rows, colour=colour, has_dots=True, **band))
+    first = facts["curves"][0]
+    # The bound of a sample needs room for its largest batch, which a sample may overestimate.
+    gaps = {slots: "does not fit" if slots < floor else "not known" for slots in first["slots"]}
     return Chart(
         "Rows fetched for a batch", "slots", "rows", tuple(lines),
-        f"Of {facts['total']['unique_rows']:,.0f} different ones. What has no point does not fit, "
-        "or is not known of a sample.",
-        from_zero=True, x_log=True,
+        f"Of {facts['total']['unique_rows']:,.0f} different ones, in the last "
+        f"{first['batches']:,} batches. What is missing does not fit, or is not known of a "
+        "sample.",
+        from_zero=True, x_log=True, cell=",.0f", gaps=gaps,
     )  # fmt: skip
 
 
-def working_sets(total: Mapping[str, Any]) -> Chart:
+def _working_sets(total: Mapping[str, Any]) -> Chart:
     sets = total["working_sets"]
     x = [each["batches"] for each in sets]
-    mean = Line("on average", x, [each["mean"]["value"] for each in sets], has_dots=True)
+    value, error = ([each["mean"][key] for each in sets] for key in ("value", "error"))
+    band: dict[str, Any] = {}
+    if any(error):
+        band["low"] = [v - e for v, e in zip(value, error, strict=True)]
+        band["high"] = [v + e for v, e in zip(value, error, strict=True)]
+    mean = Line("on average", x, value, has_dots=True, **band)
     most = Line("at most", x, [each["most"] for each in sets], colour=1, has_dots=True)
     return Chart(
         "Different rows of consecutive batches", "batches", "rows", (mean, most),
-        from_zero=True, x_log=True,
+        from_zero=True, x_log=True, cell=",.0f",
     )  # fmt: skip
 
 
-def drift(total: Mapping[str, Any]) -> Chart:
-    found = total["drift"]
-    if len(found["own"]) < 2:
-        return Chart("Accesses to hot rows", "period", "share", ())
-    periods = list(range(1, len(found["own"]) + 1))
-    lines = (
-        Line("hottest of the period itself", periods, found["own"], has_dots=True),
-        Line("of the one before", periods[1:], found["previous"], colour=1, has_dots=True),
-        Line("of the first", periods[1:], found["first"], colour=2, has_dots=True),
-    )
+def _drift(total: Mapping[str, Any]) -> Chart:
+    drift = total["drift"]
+    title = f"Accesses to the {drift['hot_rows']:,} hottest rows"
+    lines: tuple[Line, ...] = ()
+    if len(drift["own"]) > 1:
+        periods = list(range(1, len(drift["own"]) + 1))
+        lines = (
+            Line("hottest of the period itself", periods, drift["own"], has_dots=True),
+            Line("of the one before", periods[1:], drift["previous"], colour=1, has_dots=True),
+            Line("of the first", periods[1:], drift["first"], colour=2, has_dots=True),
+        )
     return Chart(
-        "Accesses to hot rows", "period", "share of accesses", lines,
-        f"The {found['hot_rows']:,} hottest rows.", y_format=".0%", from_zero=True,
-    )  # fmt: skip
+        title, "period", "share of accesses", lines, y_format=".0%", from_zero=True, cell=".1%"
+    )
 
 
 def _cells(each: Mapping[str, Any]) -> list[str]:
@@ -156,14 +192,8 @@ def _cells(each: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shares(total: Mapping[str, Any]) -> str:
-    rows = [[part, _estimate(share, ".2%")] for part, share in total["top"].items()]
-    return details("Shares of the hottest rows", table(["of the rows", "of the accesses"], rows))
-
-
-def _estimate(found: Mapping[str, float], form: str) -> str:
-    text = format(found["value"], form)
-    return f"{text} ±{format(found['error'], form)}" if found["error"] else text
+def _estimate(estimate: Mapping[str, float], form: str) -> str:
+    return with_error(estimate["value"], estimate["error"], form)
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:

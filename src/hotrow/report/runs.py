@@ -1,21 +1,30 @@
-"""One run, or several beside each other: as a page, as texts, and as plain values."""
+"""One run, or several beside each other, as a document."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hotrow.report.cells import NONE
 from hotrow.report.charts import Bars, Chart, Line, Spans
 from hotrow.report.curves import Bin, Curve
-from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.report.document import (
+    NONE,
+    Bullets,
+    Charts,
+    Document,
+    Part,
+    Section,
+    Table,
+    Text,
+    number,
+)
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
 from hotrow.support.units import show_bytes
 
-SUMMARY = (
+_SUMMARY = (
     "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",
     "moved", "waited", "fast memory", "equal to all-fast",
 )  # fmt: skip
@@ -30,39 +39,40 @@ _STAGES = (
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All that is known of a run."""
+class RunView:
+    """What is known of a run."""
 
-    name: str  # which no other has
+    name: str  # unique
     record: RunRecord
     curve: Curve
-    spans: Sequence[Span] = ()  # of a trace; none: there is none
+    spans: Sequence[Span] = ()  # of a trace, if there is one
+    values: Mapping[str, Any] = field(default_factory=dict)  # the record for --json
 
 
-def page_of_runs(runs: Sequence[Seen]) -> str:
-    """The whole page."""
+def runs_document(runs: Sequence[RunView]) -> Document:
     limits = [f"{run.name}: {run.record.limit.message}." for run in runs if run.record.limit]
-    timelines = [(run, timeline(run)) for run in runs if run.spans]
-    return page(
+    rows = [_summary_cells(run) for run in runs]
+    timelines = [timeline(run) for run in runs if run.spans]
+    return Document(
         "hotrow report: " + ", ".join(run.name for run in runs),
         [
-            paragraph(" ".join(limits), "advice") if len(limits) == 1 else bullets(limits),
-            heading("Summary"),
-            table(SUMMARY, [summary_cells(run) for run in runs], words=_WORDS, bad=_bad(runs)),
-            heading("Learning"),
-            charts([losses(runs), aucs(runs)]),
-            heading("Speed"),
-            charts([speeds(runs), parts_of_a_step(runs)]),
-            heading("Rows"),
-            charts([hit_rates(runs), link_use(runs), tables_hit(runs), waits(runs)]),
-            heading("Fast memory"),
-            charts([memory(runs)]) or paragraph("No part of it was recorded.", "faint"),
-            heading("Some steps"),
-            charts([found for _, found in timelines])
-            or paragraph("No trace; hotrow train --trace steps=20 records one.", "faint"),
-            heading("Settings and environment"),
-            _settings(runs),
+            Text(limits[0], "advice") if len(limits) == 1 else Bullets(limits),
+            Section("Summary", [Table(_SUMMARY, rows, words=_WORDS, bad=_bad(runs))]),
+            Section("Learning", [Charts([losses(runs), aucs(runs)])]),
+            Section("Speed", [Charts([speeds(runs), parts_of_a_step(runs)])]),
+            Section(
+                "Rows",
+                [Charts([hit_rates(runs), link_use(runs), tables_hit(runs), waits(runs)])],
+            ),
+            Section("Hit rates", [_hit_rates_by_table(runs)], only="terminal"),
+            Section("Fast memory", [Charts([memory(runs)], "No part of it was recorded.")]),
+            Section(
+                "Some steps",
+                [Charts(timelines, "No trace; hotrow train --trace steps=20 records one.")],
+            ),
+            Section("Settings and environment", list(_settings(runs))),
         ],
+        facts=[{"runs": [{**run.values, "name": run.name, "curve": _curve(run)} for run in runs]}],
     )
 
 
@@ -70,7 +80,7 @@ def page_of_runs(runs: Sequence[Seen]) -> str:
 
 
 def _lines(
-    runs: Sequence[Seen], of: Callable[[Bin], float], *, of_loss: bool = False
+    runs: Sequence[RunView], of: Callable[[Bin], float], *, of_loss: bool = False
 ) -> tuple[Line, ...]:
     found = []
     for colour, run in enumerate(runs):
@@ -89,14 +99,14 @@ def _lines(
     return tuple(found)
 
 
-def _binned(runs: Sequence[Seen]) -> str:
+def _binned(runs: Sequence[RunView]) -> str:
     widths = {run.curve.width for run in runs}
     if widths == {1}:
         return "A point for each step."
     return f"Each point is the mean of up to {max(widths):,} steps."
 
 
-def losses(runs: Sequence[Seen]) -> Chart:
+def losses(runs: Sequence[RunView]) -> Chart:
     note = _binned(runs)
     if any(run.curve.width > 1 for run in runs):
         note += " The band goes from the least to the largest."
@@ -105,7 +115,7 @@ def losses(runs: Sequence[Seen]) -> Chart:
     )
 
 
-def aucs(runs: Sequence[Seen]) -> Chart:
+def aucs(runs: Sequence[RunView]) -> Chart:
     lines = []
     for colour, run in enumerate(runs):
         found = [each for each in run.record.evaluations if math.isfinite(each.auc)]
@@ -119,7 +129,7 @@ def aucs(runs: Sequence[Seen]) -> Chart:
     return Chart("AUC", "step", "AUC", tuple(lines), note)
 
 
-def speeds(runs: Sequence[Seen]) -> Chart:
+def speeds(runs: Sequence[RunView]) -> Chart:
     lines = tuple(
         Line(run.name, run.curve.ends, run.curve.values(lambda x: x.samples_per_second), colour=i)
         for i, run in enumerate(runs)
@@ -129,7 +139,7 @@ def speeds(runs: Sequence[Seen]) -> Chart:
     return Chart("Samples per second", title, "samples/s", lines, _binned(runs), from_zero=True)
 
 
-def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
+def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
     """On a CPU they add up to a step; beside a GPU the host launches, and waits now and then."""
     named: dict[str, Callable[[Any], float]] = {
         "reading batches": lambda x: x.read_seconds,
@@ -160,7 +170,7 @@ def parts_of_a_step(runs: Sequence[Seen]) -> Chart:
     )  # fmt: skip
 
 
-def waits(runs: Sequence[Seen]) -> Chart:
+def waits(runs: Sequence[RunView]) -> Chart:
     return Chart(
         "Training waited for rows", "step", "share of a step",
         _lines(runs, lambda x: x.waited), y_format=".3~%", from_zero=True,
@@ -168,7 +178,7 @@ def waits(runs: Sequence[Seen]) -> Chart:
     )  # fmt: skip
 
 
-def hit_rates(runs: Sequence[Seen]) -> Chart:
+def hit_rates(runs: Sequence[RunView]) -> Chart:
     return Chart(
         "Hit rate", "step", "share of lookups", _lines(runs, lambda x: x.hit_rate),
         "The share of lookups that caused no fetch, for batches that were planned meanwhile.",
@@ -176,13 +186,13 @@ def hit_rates(runs: Sequence[Seen]) -> Chart:
     )  # fmt: skip
 
 
-def link_use(runs: Sequence[Seen]) -> Chart:
+def link_use(runs: Sequence[RunView]) -> Chart:
     lines = _lines(runs, lambda x: x.bytes_per_second / 2**20)
     note = "Between slow and fast memory, both ways."
     return Chart("Moved per second", "step", "MiB/s", lines, note, from_zero=True)
 
 
-def tables_hit(runs: Sequence[Seen]) -> Chart:
+def tables_hit(runs: Sequence[RunView]) -> Chart:
     """Those with most lookups, and of these with most different rows; runs without any of them are
     left out."""
     known = [run for run in runs if run.record.tables]
@@ -216,7 +226,7 @@ def tables_hit(runs: Sequence[Seen]) -> Chart:
     )  # fmt: skip
 
 
-def memory(runs: Sequence[Seen]) -> Chart:
+def memory(runs: Sequence[RunView]) -> Chart:
     known = [run for run in runs if any(run.record.memory.values())]
     order = tuple(run.name for run in known)
     parts = list(dict.fromkeys(part for run in known for part in run.record.memory))
@@ -227,7 +237,7 @@ def memory(runs: Sequence[Seen]) -> Chart:
     return Chart("By part", "MiB", "", bars, is_stacked=True, order=order)
 
 
-def timeline(run: Seen) -> Chart:
+def timeline(run: RunView) -> Chart:
     """The stages of a few steps in the middle of a trace."""
     spans = run.spans
     edges = [span.start for span in spans if span.name == "train" and span.place == "host"]
@@ -264,8 +274,8 @@ def timeline(run: Seen) -> Chart:
 _WORDS = ("strategy", "outcome", "equal to all-fast")
 
 
-def summary_cells(run: Seen) -> list[str]:
-    """For the columns of SUMMARY."""
+def _summary_cells(run: RunView) -> list[str]:
+    """For the columns of _SUMMARY."""
     record, found = run.record, run.record.summary
     fast = sum(record.memory.values())
     total = run.curve.total
@@ -274,29 +284,25 @@ def summary_cells(run: Seen) -> list[str]:
         str(record.settings.get("embedding", {}).get("strategy", NONE)),
         record.outcome,
         f"{found.steps:,}",
-        _number(found.samples_per_second, ",.0f"),
-        _number(found.loss, ".4f"),
-        _number(found.auc, ".4f"),
-        _number(found.log_loss, ".4f"),
+        number(found.samples_per_second, ",.0f"),
+        number(found.loss, ".4f"),
+        number(found.auc, ".4f"),
+        number(found.log_loss, ".4f"),
         f"{found.hit_rate:.1%}",
         show_bytes(found.bytes_moved),
-        _number(total.waited, ".1%"),
+        number(total.waited, ".1%"),
         show_bytes(fast) if fast else NONE,
         {None: "not compared", True: "bits", False: "no"}[found.equal_to_all_fast],
     ]
 
 
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else NONE
-
-
-def _bad(runs: Sequence[Seen]) -> list[tuple[int, str]]:
+def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:
     unequal = [i for i, run in enumerate(runs) if run.record.summary.equal_to_all_fast is False]
     failed = [i for i, run in enumerate(runs) if run.record.outcome in ("failed", "diverged")]
     return [(i, "equal to all-fast") for i in unequal] + [(i, "outcome") for i in failed]
 
 
-def settings_of(record: RunRecord) -> dict[str, str]:
+def _settings_of(record: RunRecord) -> dict[str, str]:
     """Settings and environment by their full names."""
     found = dict(_flat(record.settings))
     return found | {f"environment: {key}": value for key, value in _flat(record.environment)}
@@ -310,40 +316,44 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
             yield f"{before}{key}", NONE if value is None else str(value)
 
 
-def settings_table(runs: Sequence[Seen]) -> tuple[list[list[str]], list[list[str]]]:
-    """The settings in which runs differ, with a value for each run, and those that all share, with
-    one; a run of an earlier version that has not ended has none, and differs from nobody."""
-    every = [settings_of(run.record) for run in runs]
+def _settings(runs: Sequence[RunView]) -> Iterator[Part]:
+    """The settings in which runs differ, with a value for each run, and those that all share."""
+    every = [_settings_of(run.record) for run in runs]
     differing: list[list[str]] = []
     shared: list[list[str]] = []
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, NONE) for each in every]
+        # A run of an earlier version that has not ended has no settings, and differs from none.
         known = {value for each, value in zip(every, values, strict=True) if each}
         if len(known) == 1:
             shared.append([name, *known])
         else:
             differing.append([name, *values])
-    return differing, shared
-
-
-def _settings(runs: Sequence[Seen]) -> str:
-    differing, shared = settings_table(runs)
     names = [run.name for run in runs]
-    heads = ["setting", *names]
-    parts = []
-    if len(runs) > 1:
-        told = "" if differing else "All runs have the same."
-        parts.append(
-            table(heads, differing, words=names, marked=range(len(differing)))
-            if differing
-            else paragraph(told)
-        )
+    if differing:
+        yield Table(["setting", *names], differing, words=names, marked=range(len(differing)))
+    elif len(runs) > 1:
+        yield Text("All runs have the same.")
     title = f"{len(shared)} settings" + (" that all share" if len(runs) > 1 else "")
-    parts.append(details(title, table(["setting", "value"], shared, words=["value"])))
-    return "".join(parts)
+    yield Section(title, [Table(["setting", "value"], shared, words=["value"])], is_folded=True)
 
 
-def to_values(run: Seen) -> dict[str, Any]:
+def _hit_rates_by_table(runs: Sequence[RunView]) -> Table:
+    tables = dict.fromkeys(name for run in runs for name in run.record.tables)
+    rows = [
+        [
+            name,
+            *(
+                f"{run.record.tables[name].hit_rate:.1%}" if name in run.record.tables else NONE
+                for run in runs
+            ),
+        ]
+        for name in tables
+    ]
+    return Table(["table", *(run.name for run in runs)], rows)
+
+
+def _curve(run: RunView) -> dict[str, Any]:
     """A run's curve for machines: one list for each quantity, all of the same length."""
     bins = run.curve.bins
     return {

@@ -1,23 +1,43 @@
-"""How much fast memory a run needs: in a sentence, as cells of a table, and as a page."""
+"""How much fast memory a run needs: in a sentence, and as a document."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from hotrow.report.cells import NONE, short
-from hotrow.report.charts import Bars, Chart, Line
-from hotrow.report.page import bullets, charts, details, heading, page, paragraph, table
+from hotrow.report.charts import Bars, Chart, Line, lines_by_name, name_with_depth
+from hotrow.report.document import NONE, Bullets, Charts, Document, Section, Table, Text, rate
 from hotrow.support.records import SizedOption, SizeRecord
 from hotrow.support.units import show_bytes
 
-HEADS = (
+_HEADS = (
     "strategy", "budget", "of rows", "pinned", "ahead", "fill", "ms/step", "speed", "samples/s",
     "waits for",
 )  # fmt: skip
+_WORDS = ("waits for", "fill")
+
+
+def size_document(record: SizeRecord) -> Document:
+    marked = [place for place, option in enumerate(record.best) if option == record.chosen]
+    best, tried = ([_cells(each) for each in some] for some in (record.best, record.options))
+    return Document(
+        f"hotrow size: {record.name}",
+        [
+            Text(advice(record), "advice"),
+            Text(_conditions(record), "faint"),
+            Bullets(record.notes),
+            Section(
+                "Of each strategy, the smallest that is enough",
+                [Table(_HEADS, best, words=_WORDS, marked=marked)],
+            ),
+            Section("By budget", [Charts([_speeds(record), _moved(record), _parts(record)])]),
+            Section("All that was tried", [Table(_HEADS, tried, words=_WORDS)], is_folded=True),
+        ],
+        facts=[record],
+    )
 
 
 def advice(record: SizeRecord) -> str:
-    """What to take."""
+    """Return what to take."""
     best = record.chosen
     if best.strategy == "all-fast":
         return (
@@ -32,8 +52,8 @@ def advice(record: SizeRecord) -> str:
     )
 
 
-def conditions(record: SizeRecord) -> str:
-    """What the figures are of."""
+def _conditions(record: SizeRecord) -> str:
+    """Return what the figures are of."""
     where = record.machine["gpu"] or "a CPU"
     guessed = {"guessed": "guessed from the model's size", "given": "with the dense part as given"}
     how = guessed.get(record.all_fast_is, record.all_fast_is)
@@ -45,8 +65,7 @@ def conditions(record: SizeRecord) -> str:
     )
 
 
-def cells(option: SizedOption) -> list[str]:
-    """For the columns of HEADS."""
+def _cells(option: SizedOption) -> list[str]:
     return [
         option.strategy,
         show_bytes(option.budget_bytes),
@@ -63,84 +82,51 @@ def cells(option: SizedOption) -> list[str]:
 
 def _rate(option: SizedOption) -> str:
     low, high = option.low_samples_per_second, option.high_samples_per_second
-    return f"{short(option.samples_per_second)} ({short(low)}-{short(high)})"
+    return rate(option.samples_per_second, low, high)
 
 
-def page_of_size(record: SizeRecord) -> str:
-    """The whole page."""
-    marked = [place for place, each in enumerate(record.best) if each == record.chosen]
-    rows = [cells(each) for each in record.best]
-    return page(
-        f"hotrow size: {record.name}",
-        [
-            paragraph(advice(record), "advice"),
-            paragraph(conditions(record), "faint"),
-            bullets(record.notes),
-            heading("Of each strategy, the smallest that is enough"),
-            table(HEADS, rows, words=("waits for", "fill"), marked=marked),
-            heading("By budget"),
-            charts([speeds(record), moved(record), parts(record)]),
-            details(
-                "All that was tried",
-                table(HEADS, [cells(each) for each in record.options], words=("waits for",)),
-            ),
-        ],
+def _by_budget(record: SizeRecord, value: Callable[[SizedOption], float]) -> tuple[Line, ...]:
+    depths = {option.depth for option in record.options if option.strategy == "lookahead"}
+    return lines_by_name(
+        (
+            name_with_depth(option.strategy, option.depth, depths),
+            option.budget_bytes / 2**20,
+            value(option),
+        )
+        for option in record.options
     )
 
 
-def _named(record: SizeRecord) -> dict[str, Sequence[SizedOption]]:
-    depths = {each.depth for each in record.options if each.strategy == "lookahead"}
-    found: dict[str, list[SizedOption]] = {}
-    for each in record.options:
-        name = each.strategy
-        if name == "lookahead" and len(depths) > 1:
-            name += f", {each.depth} ahead"
-        found.setdefault(name, []).append(each)
-    return dict(found)
-
-
-def speeds(record: SizeRecord) -> Chart:
-    lines = []
-    for colour, (name, some) in enumerate(_named(record).items()):
-        x = [each.budget_bytes / 2**20 for each in some]
-        y = [each.of_all_fast for each in some]
-        lines.append(Line(name, x, y, colour=colour, has_dots=True))
+def _speeds(record: SizeRecord) -> Chart:
+    lines = _by_budget(record, lambda option: option.of_all_fast)
     if lines:
         every = [x for line in lines for x in line.x]
         ends, goal = [min(every), max(every)], [record.reach] * 2
-        lines.append(Line("asked for", ends, goal, colour=7, is_dashed=True))
+        lines += (Line("asked for", ends, goal, colour=7, is_dashed=True),)
     return Chart(
-        "Speed", "budget, MiB", "of all-fast's", tuple(lines), "Predicted.",
+        "Speed", "budget, MiB", "of all-fast's", lines, "Predicted.",
         y_format=".0%", from_zero=True, x_log=True,
     )  # fmt: skip
 
 
-def moved(record: SizeRecord) -> Chart:
-    lines = tuple(
-        Line(
-            name,
-            [each.budget_bytes / 2**20 for each in some],
-            [each.moved_rows for each in some],
-            colour=colour,
-            has_dots=True,
-        )
-        for colour, (name, some) in enumerate(_named(record).items())
-    )
+def _moved(record: SizeRecord) -> Chart:
+    lines = _by_budget(record, lambda option: option.moved_rows)
     return Chart(
         "Rows moved", "budget, MiB", "rows per step", lines,
         "In and out, once all slots are taken.", from_zero=True, x_log=True,
     )  # fmt: skip
 
 
-def parts(record: SizeRecord) -> Chart:
-    names = tuple(each.strategy for each in record.best)
+def _parts(record: SizeRecord) -> Chart:
+    names = tuple(option.strategy for option in record.best)
     values = {
         "as all-fast": [record.all_fast_ms for _ in record.best],
-        "planning": [each.planning_ms for each in record.best],
-        "moving rows": [each.moving_ms for each in record.best],
+        "planning": [option.planning_ms for option in record.best],
+        "moving rows": [option.moving_ms for option in record.best],
     }
     bars = tuple(
-        Bars(name, names, each, colour=colour) for colour, (name, each) in enumerate(values.items())
+        Bars(name, names, times, colour=colour)
+        for colour, (name, times) in enumerate(values.items())
     )
     return Chart(
         "Parts of a step", "milliseconds", "", bars, order=names,

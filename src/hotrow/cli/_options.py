@@ -1,0 +1,131 @@
+"""Options that several commands have, declared once, and checks of what users give."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotrow.report.charts import library
+
+RunFile = Annotated[
+    Path | None, typer.Argument(help="TOML file of the run; without it a built-in job runs.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting; repeatable."),
+]
+JsonLinesFlag = Annotated[
+    bool,
+    typer.Option("--json", metavar="", help="The same facts for machines, one object per line."),
+]
+JsonFlag = Annotated[bool, typer.Option("--json", metavar="", help="The same facts for machines.")]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="A page with charts, written beside; one that is there is replaced. Needs plotly.",
+    ),
+]
+
+# Of commands that read a trained model.
+TrainedRun = Annotated[str, typer.Argument(help="The run's folder, or its name in --runs.")]
+OtherData = Annotated[
+    Path | None, typer.Option(help="Another prepared folder, with the tables that the model has.")
+]
+Split = Annotated[str, typer.Option(help="Samples to read: test, validation or train.")]
+Runs = Annotated[Path, typer.Option(help="Folder of runs.")]
+
+# Of commands that read a trace.
+Batches = Annotated[int, typer.Option(help="Batches that are counted.")]
+WarmUp = Annotated[int, typer.Option(help="Batches before those, not counted.")]
+DenseMs = Annotated[
+    float | None,
+    typer.Option(
+        help="Milliseconds that the dense part of a step takes on --machine.",
+        show_default="timed on this machine, guessed for others",
+    ),
+]
+
+
+def check_at_least(least: int, **given: int | None) -> None:
+    """Refuse numbers that are too small, by their options' names."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+
+
+def check_dense_ms(value: float | None) -> None:
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"--dense-ms must be a number of at least 0, not {value:g}")
+
+
+def read_slots(text: str, num_rows: int) -> list[int]:
+    """Read numbers of slots, or percent of all rows, with commas between."""
+    return [_slots(part.strip(), num_rows) for part in text.split(",")]
+
+
+def _slots(text: str, num_rows: int) -> int:
+    try:
+        is_share = text.endswith("%")
+        count = int(float(text[:-1]) / 100 * num_rows) if is_share else int(text)
+    except (ValueError, OverflowError):  # inf% is a number, too
+        raise ValueError(
+            f"--slots: cannot read {text!r}; write numbers or percent, such as 1%,5%,100000"
+        ) from None
+    if not 0 < count <= num_rows:
+        raise ValueError(f"--slots: {text} makes {count:,} slots; there may be 1 to {num_rows:,}")
+    return count
+
+
+def read_depths(text: str) -> list[int]:
+    """Read numbers of batches, with commas between."""
+    depths = []
+    for part in text.split(","):
+        try:
+            depths.append(int(part))
+        except ValueError:
+            raise ValueError(
+                f"--depths: cannot read {part.strip()!r}; write 50 or 50,200"
+            ) from None
+    check_at_least(0, depths=min(depths))
+    return depths
+
+
+def check_html(page: Path | None) -> None:
+    """Check, before anything takes time, that a page can be drawn, and written there."""
+    if page is not None and library() is None:
+        raise ValueError(
+            "--html needs plotly, which is not installed; pip install plotly, or leave --html out"
+        )
+    check_file("--html", page, such_as="page.html")
+
+
+def check_file(option: str, path: Path | None, *, such_as: str) -> None:
+    """Check, before anything takes time, that a file can be written there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file in it: {path / such_as}")
+    check_folder(option, path.parent, of=path)
+
+
+def check_folder(option: str, folder: Path | None, *, of: Path | None = None) -> None:
+    """Likewise, that files can be written into a folder, which is made."""
+    if folder is None:
+        return
+    path = of or folder
+    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{option} {path}: {parent} is no folder; name another place")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} cannot be written ({error.strerror}); name another place"
+        ) from None

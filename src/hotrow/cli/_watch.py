@@ -1,0 +1,252 @@
+"""What people see of a run while it is trained, and what machines read instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text as StyledText
+
+from hotrow.cli._output import JsonLines, warn_people
+from hotrow.report.document import Section, Table, facts_table
+from hotrow.report.terminal import show_parts
+from hotrow.run.files import to_dict, to_json
+from hotrow.run.job import Job
+from hotrow.run.saving import Saved
+from hotrow.run.session import Advance, Result
+from hotrow.run.strategy_names import find_named
+from hotrow.run.tally import Tally
+from hotrow.run.tracing import TRACE_FILE
+from hotrow.support.messages import apart, few, many
+from hotrow.support.records import WORSE_THAN_CONSTANT, RunRecord
+from hotrow.support.units import show_bytes
+
+
+class _View(Progress):
+    """A bar, and below it a line of as many facts as there is room for, the first ones first."""
+
+    facts: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        fitting = (" · ".join(self.facts[:count]) for count in range(len(self.facts), 0, -1))
+        line = next((line for line in fitting if cell_len(line) <= self.console.width), "")
+        yield StyledText(line, style="dim")
+
+
+class Screen:
+    """Tables and a progress bar."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console, self._quiet = Console(highlight=False), quiet
+        self._memory: Mapping[str, int] = {}
+        self._all_rows = 0
+
+    def warn(self, message: str) -> None:
+        warn_people(message)
+
+    def start(self, job: Job, folder: Path) -> None:
+        config, embedding = job.config, job.embedding
+        self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
+        if self._quiet:
+            return
+        # Whatever the run's file says of generated tables.
+        whose = f" of {escape(config.data.folder)}" if config.data.folder is not None else ""
+        self._console.print(
+            f"[bold]{folder}[/]: {config.model.kind}, "
+            f"{many(len(embedding.tables), 'table')}{whose}, {many(embedding.num_rows, 'row')} "
+            f"({show_bytes(embedding.bytes_total)} with optimizer state), "
+            f"strategy {config.embedding.strategy}"
+        )
+        for dim, choice in embedding.fills().items():
+            self._console.print(f"rows of width {dim} move {choice}")
+        self._show_memory(self._memory)
+
+    @contextmanager
+    def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
+        bar = _View(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+            disable=self._quiet,
+        )
+        task = bar.add_task(title, total=steps, speed="")
+        taken = sum(self._memory.values())
+        # Last: the first to go, since it stays the same, and was printed before.
+        memory = [f"memory {show_bytes(taken)}"] if title == "training" else []
+
+        def advance(tally: Tally) -> None:
+            speed = f"{tally.samples_per_second:,.0f} samples/s"
+            bar.facts = [*progress_facts(tally), *memory]
+            total = tally.expected or max(steps, tally.steps)
+            bar.update(task, completed=tally.steps, total=total, speed=speed)
+
+        with bar:
+            yield advance
+
+    def _show_memory(self, memory: Mapping[str, int]) -> None:
+        # Without slots nothing is taken before the first batch.
+        if any(memory.values()) and not self._quiet:
+            rows = [
+                [part, show_bytes(size), f"{size / self._all_rows:.2%}"]
+                for part, size in (*memory.items(), ("total", sum(memory.values())))
+            ]
+            table = Table(("part", "bytes", "of all rows"), rows)
+            show_parts([Section("fast memory", [table])], self._console)
+
+    def differs(self, what: list[str]) -> None:
+        self._console.print(f"[red]not equal to all-fast:[/] {few(what)}")
+
+    def resumed(self, step: int, checkpoint: Path) -> None:
+        self._console.print(f"goes on after step {step:,}, from {checkpoint}", soft_wrap=True)
+
+    def saved(self, saved: Saved) -> None: ...
+
+    def end(self, result: Result) -> None:
+        record, folder, saved = result.record, result.folder, result.saved
+        if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
+            self._show_memory(record.memory)
+        show_parts([facts_table(_summary(record))], self._console)
+        goes_on = f"; hotrow train {folder} --resume goes on from it"
+        where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
+        where += goes_on if where and record.outcome != "finished" else ""
+        if self._quiet:
+            if where and record.outcome == "interrupted":
+                typer.echo(where, err=True)
+            return
+        typer.echo(f"written to {folder}; hotrow report {folder} draws it")
+        if (trace := folder / TRACE_FILE).is_file():
+            typer.echo(f"trace in {trace}; https://ui.perfetto.dev and chrome://tracing open it")
+        if result.model is not None:
+            typer.echo(f"model saved to {result.model}; hotrow evaluate {folder} reads it")
+        if where:
+            typer.echo(where)
+
+
+class RunLines(JsonLines):
+    """The same as JSON objects."""
+
+    def start(self, job: Job, folder: Path) -> None:
+        embedding = job.embedding
+        self.write(
+            "start",
+            folder=str(folder),
+            steps=job.total_steps,
+            strategy=job.config.embedding.strategy,
+            rows=embedding.num_rows,
+            slots=embedding.num_slots,
+            bytes_total=embedding.bytes_total,
+            memory=embedding.memory(),
+            fills={str(dim): asdict(choice) for dim, choice in embedding.fills().items()},
+        )
+
+    @contextmanager
+    def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
+        self._last = -math.inf  # the first step of each stage is written
+
+        def advance(tally: Tally) -> None:
+            if self.progress_is_due(now=tally.steps == steps):
+                self.write(
+                    "progress",
+                    stage=title,
+                    step=tally.steps,
+                    samples_per_second=tally.samples_per_second,
+                    loss=tally.loss,
+                    auc=tally.auc,
+                    hit_rate=tally.hit_rate,
+                    bytes_per_second=tally.bytes_per_second,
+                    waited=tally.waited,
+                )
+
+        yield advance
+
+    def differs(self, what: list[str]) -> None:
+        self.write("differs", what=what)
+
+    def resumed(self, step: int, checkpoint: Path) -> None:
+        self.write("resumed", step=step, checkpoint=str(checkpoint))
+
+    def saved(self, saved: Saved) -> None:
+        facts = {"step": saved.step, "seconds": saved.seconds, "pause": saved.pause}
+        self.write("checkpoint", folder=str(saved.folder), **facts, waited=saved.waited)
+
+    def end(self, result: Result) -> None:
+        model, saved = result.model, result.saved
+        facts = {
+            "event": "end",
+            "folder": str(result.folder),
+            "model": None if model is None else str(model),
+            "checkpoint": None if saved is None else str(saved.folder),
+            **to_dict(result.record),
+        }
+        typer.echo(to_json(facts))
+
+
+def progress_facts(tally: Tally) -> list[str]:
+    loss = [f"loss {tally.loss:.3f}"] if tally.losses else []
+    auc = [] if math.isnan(tally.auc) else [f"AUC {tally.auc:.3f}"]
+    waited = [] if math.isnan(tally.waited) else [f"waited {tally.waited:.0%}"]
+    moved = [f"hits {tally.hit_rate:.1%}", f"link {show_bytes(tally.bytes_per_second)}/s"]
+    return [*loss, *auc, *moved, *waited]
+
+
+def _summary(record: RunRecord) -> dict[str, str]:
+    summary, limit = record.summary, record.limit
+    contract = find_named(record.settings["embedding"]["strategy"]).contract
+    equality = {
+        None: "not compared",
+        True: "yes, to the bit: rows, row state, dense weights, "
+        + many(summary.steps, "loss", "losses"),
+        False: "NO" if contract == "exact" else f"not to the bit, and promised is: {contract}",
+    }
+    # A run that was stopped has seen no test sample.
+    split = "validation" if record.outcome == "interrupted" else "test"
+    facts = {
+        "outcome": f"{record.outcome} after {many(summary.steps, 'step')}, "
+        + many(summary.samples, "sample"),
+        f"{split} AUC": "not evaluated" if math.isnan(summary.auc) else f"{summary.auc:.4f}",
+        f"{split} log-loss": _log_loss(record),
+        "hit rate": f"{summary.hit_rate:.2%} of {many(summary.lookups, 'lookup')}",
+        "slots": _slots(record),
+        **record.told,
+    }
+    if summary.chunked_batches:
+        chunked = many(summary.chunked_batches, "batch", "batches")
+        facts["too large for the slots"] = f"{chunked}, in chunks"
+    facts["moved"] = show_bytes(summary.bytes_moved)
+    facts["speed"] = f"{summary.samples_per_second:,.0f} samples/s"
+    if limit is not None:
+        facts["limited by"] = f"{limit.name}, {limit.share:.0%} of a step"
+    facts["equal to all-fast"] = equality[summary.equal_to_all_fast]
+    return facts
+
+
+def _slots(record: RunRecord) -> str:
+    if not record.summary.fast_rows_share:
+        return "none: rows stay in slow memory"
+    strategy = find_named(record.settings["embedding"]["strategy"]).rows
+    kept = "" if strategy.keeps_rows else ", none kept between batches"
+    return f"for {record.summary.fast_rows_share:.2%} of the rows{kept}"
+
+
+def _log_loss(record: RunRecord) -> str:
+    if not record.evaluations:
+        return "not evaluated"
+    last = record.evaluations[-1]
+    if math.isnan(last.normalised_entropy):
+        return f"{last.log_loss:.4f}"
+    entropy, _ = apart(last.normalised_entropy, 1.0, digits=4, kind="f")
+    text = f"{last.log_loss:.4f}, normalised entropy {entropy}"
+    return f"{text}: {WORSE_THAN_CONSTANT}" if last.is_worse_than_constant else text

@@ -1,0 +1,116 @@
+"""Documents: what a command shows, wherever it is shown.
+
+A document has a title, parts (texts, tables, charts, sections of them), and facts. `terminal.py`
+prints the parts, `page.py` makes an HTML page of them, and `--json` prints the facts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+from hotrow.report.charts import Chart, has_points
+
+NONE = "-"  # a cell without a value
+
+
+@dataclass(frozen=True)
+class Text:
+    """One paragraph. `kind`: "advice" stands out, "faint" does not, "code" keeps its lines."""
+
+    text: str
+    kind: str = ""
+    is_text = True
+
+
+@dataclass(frozen=True)
+class Bullets:
+    lines: Sequence[str]
+    is_bullets = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts. `words`: columns of text, at the left; `bad`: cells, by row and column, that
+    stand out; `marked`: rows that do."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[str] = ()
+    bad: Collection[tuple[int, str]] = ()
+    marked: Collection[int] = ()
+    is_table = True
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Charts side by side where there is room. `otherwise`: shown where none has a point."""
+
+    charts: Sequence[Chart]
+    otherwise: str = ""
+    is_plain: bool = False  # drawn without a script
+    is_charts = True
+
+    @property
+    def drawn(self) -> list[Chart]:
+        return [chart for chart in self.charts if has_points(chart)]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Parts below a heading. A folded section is for pages alone."""
+
+    title: str
+    parts: Sequence[Part]
+    is_folded: bool = False
+    only: str = ""  # "page" or "terminal"; empty: both
+
+
+Part: TypeAlias = Text | Bullets | Table | Charts | Section
+
+
+@dataclass(frozen=True)
+class Document:
+    """`facts`: what `--json` prints, an object for each line."""
+
+    title: str
+    parts: Sequence[Part]
+    facts: Sequence[Any] = ()
+
+
+def number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else NONE
+
+
+def rate(value: float, low: float, high: float) -> str:
+    """Return a rate and its spread, with three digits each: 5.09M (4.9M-5.2M)."""
+    return NONE if math.isnan(value) else f"{_short(value)} ({_short(low)}-{_short(high)})"
+
+
+def _short(value: float) -> str:
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Names and values without a heading."""
+    return Table(("", " "), list(facts.items()), words=("", " "))
+
+
+def table_of(chart: Chart) -> Table:
+    """The points of a chart with few of them: a row for each, a column for each series."""
+    columns = [dict(series.cells(chart.cell)) for series in chart.series]
+    points: Iterable[Any] = dict.fromkeys(chain.from_iterable(columns))
+    rows = [
+        [
+            point if isinstance(point, str) else f"{point:,}",
+            *(column.get(point) or chart.gaps.get(point, NONE) for column in columns),
+        ]
+        for point in points
+    ]
+    return Table([chart.x, *(series.name for series in chart.series)], rows)

@@ -1,0 +1,396 @@
+"""One run, from its settings to its records: train, evaluate, save, compare."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hotrow.checkpoint import save_model
+from hotrow.checkpoint.folder import go_back
+from hotrow.checkpoint.model import bytes_of
+from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.run.board import Board, TensorBoard, check_board
+from hotrow.run.config import RunConfig
+from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
+from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
+from hotrow.run.resume import Resumed, has_ended
+from hotrow.run.resume import resume as go_on
+from hotrow.run.saving import Saved, Saving, not_finite
+from hotrow.run.stopping import StopAfterStep
+from hotrow.run.tally import Tally, limit_of
+from hotrow.run.tracing import ChromeTrace, Traced, Tracing
+from hotrow.run.training import record_of, told_of
+from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
+from hotrow.support.units import show_bytes
+
+Advance = Callable[[Tally], None]
+
+
+class Observer(Protocol):
+    """What a run reports to while it goes on."""
+
+    def warn(self, message: str) -> None: ...
+    def start(self, job: Job, folder: Path) -> None: ...
+    def progress(self, title: str, *, steps: int) -> AbstractContextManager[Advance]: ...
+    def differs(self, what: list[str]) -> None: ...
+    def resumed(self, step: int, checkpoint: Path) -> None: ...
+    def saved(self, saved: Saved) -> None: ...
+    def end(self, result: Result) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    record: RunRecord
+    folder: Path
+    model: Path | None  # where it was saved
+    saved: Saved | None  # the last checkpoint
+    unsaved: OSError | None  # why one of both was not
+
+
+def train_run(
+    config: RunConfig,
+    *,
+    runs: Path,
+    folder: Path | None,
+    traced: Traced | None,
+    observer: Observer,
+    stop: StopAfterStep,
+) -> Result | None:
+    """Train in a new folder of `runs`, or go on in `folder`. None: that run has ended before."""
+    if config.run.tensorboard:
+        check_board()
+    if folder is not None:
+        refuse_busy(folder)
+    samples = open_data(config)
+    steps = total_steps(config, samples)
+    traced = None if traced is None else traced.within(steps)
+    samples.split("test")  # refuses one that is empty, before anything was trained
+    if config.training.eval_every is not None:
+        samples.split("validation")
+    if folder is not None and has_ended(folder, config, steps):
+        observer.warn(
+            f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
+            "training.steps or training.patience make it longer"
+        )
+        return None
+    if folder is None:
+        before, job = None, build(config, samples)
+    else:
+        before = go_on(config, folder, samples, observer.warn)
+        job = before.job
+    with (
+        _writer(runs, config, folder, before) as run,
+        _board(config, run.folder, job.done) as board,
+        stop,
+    ):
+        observer.start(job, run.folder)
+        if before is not None:
+            observer.resumed(before.step, before.checkpoint)
+        if config.run.save:
+            _warn_of_little_room(job, run.folder, observer)
+        tracing = _tracing(config, run.folder, traced)
+        result = Session(job, run, board, observer, stop, tracing, before).run(steps)
+        observer.end(result)
+    return result
+
+
+def _writer(
+    runs: Path, config: RunConfig, folder: Path | None, before: Resumed | None
+) -> RunWriter:
+    if folder is None or before is None:
+        return RunWriter(runs, name=config.run.name)
+    return RunWriter.going_on(folder, after=before.step)
+
+
+def _board(config: RunConfig, folder: Path, done: int) -> Board:
+    return TensorBoard(folder, config, done) if config.run.tensorboard else Board()
+
+
+def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
+    return Tracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
+
+
+def _warn_of_little_room(job: Job, folder: Path, observer: Observer) -> None:
+    needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
+    if free < needed:
+        observer.warn(
+            f"the model will take {show_bytes(needed, beside=free)}, and {folder} has "
+            f"{show_bytes(free, beside=needed)} free: make room before the run ends, or it is not "
+            "saved"
+        )
+
+
+class Session:
+    """A run under way. Whatever happens, its record says how far it came."""
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunWriter,
+        board: Board,
+        observer: Observer,
+        stop: StopAfterStep,
+        tracing: Tracing,
+        before: Resumed | None,
+    ) -> None:
+        self._job, self._run, self._config = job, run, job.config
+        self._board, self._observer, self._stop, self._tracing = board, observer, stop, tracing
+        self._tally, started, last = Tally(), now(), None
+        self._resumed_after: tuple[int, ...] = ()
+        if before is not None:
+            self._tally, started = before.tally, before.started
+            self._resumed_after = before.resumed_after
+            last = Saved(before.checkpoint, before.step)
+        self._saving = Saving(
+            job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
+            warn=observer.warn, tell=observer.saved,
+        )  # fmt: skip
+        device, threads = self._config.run.device, torch.get_num_threads()
+        self._start = StartRecord(
+            started,
+            settings=asdict(self._config),
+            environment=environment(device=device, threads=threads),
+            memory=job.embedding.memory(),
+        )
+        self._outcome = "failed"
+        self._is_equal: bool | None = None
+        self._model: Path | None = None
+        self._unsaved: list[str] = []
+
+    def run(self, steps: int) -> Result:
+        """Train, evaluate, save and compare."""
+        saving = self._saving
+        try:
+            self._run.start(self._start)
+            self._train(steps)
+            self._after_training()
+        except KeyboardInterrupt:
+            self._outcome = "interrupted"
+            saving.abandon()
+            if saving.last is not None:
+                raise KeyboardInterrupt(_whole(self._run.folder, saving.last)) from None
+            raise
+        except Exception as error:
+            saving.end()
+            if saving.last is not None:
+                self._observer.warn(_how_to_go_on(error, self._run.folder, saving.last))
+            raise
+        finally:
+            saving.end()
+            unsaved = OSError("; ".join(self._unsaved)) if self._unsaved else None
+            try:
+                record = self._finish()
+            except OSError as error:
+                is_saved = self._model is not None
+                saved = f"the model is in {self._model}" if is_saved else "the model was not saved"
+                raise OSError(f"{error}; {saved}") from unsaved
+        return Result(record, self._run.folder, self._model, saving.last, unsaved)
+
+    def _after_training(self) -> None:
+        config, stop, warn = self._config, self._stop, self._observer.warn
+        why_not = self._why_no_model()
+        ended = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
+        self._save_last()
+        place = self._run.folder / MODEL_FOLDER
+        if config.run.save:  # first: whatever fails from here on, what was trained is kept
+            self._outcome = "interrupted"  # unless it gets further
+            with contextlib.suppress(OSError):  # raised at the end, when it is tried again
+                self._finish()  # before the disk may be full
+            self._outcome = "failed"
+            if why_not is None:
+                self._save_model(place)
+            else:
+                warn(f"the model is not saved: {why_not}")
+        if place.exists() and not (config.run.save and why_not is None):
+            warn(f"{place} stays as it was before this run went on")
+        if not stop.asked:
+            self._evaluate(at_end=True)
+        self._outcome = ended
+        if config.training.check_equality and not stop.asked:
+            self._is_equal = self._is_equal_to_all_fast()
+
+    def _finish(self) -> RunRecord:
+        record = self._record()
+        self._run.finish(record)
+        return record
+
+    def _save_last(self) -> None:
+        """A run that was stopped, or has checkpoints, leaves one of its last step."""
+        config, saving = self._config, self._saving
+        has_some = config.checkpoint.is_on or saving.last is not None
+        if has_some or (self._stop.asked and config.run.save):
+            try:
+                saving.save(self._job.trainer.step)
+            except OSError as error:
+                self._unsaved.append(f"the last checkpoint was not saved: {error}")
+
+    def _save_model(self, folder: Path) -> None:
+        """A full disk does not take the record of what was trained with it."""
+        try:
+            if folder.exists():  # of the same run, before it went on
+                shutil.rmtree(folder)
+            save_model(folder, self._job.model)
+            self._model = folder
+        except OSError as error:
+            self._unsaved.append(f"the model was not saved: {error}")
+
+    def _evaluate(self, *, at_end: bool = False) -> None:
+        self._tally.evaluations.append(self._job.evaluate(at_end=at_end))
+        self._board.evaluation(self._tally.evaluations[-1])
+
+    def _train(self, steps: int) -> None:
+        job, tally, training = self._job, self._tally, self._config.training
+        every, verify_every = training.eval_every, training.verify_every
+        shadow = Shadow([job.embedding], step=job.done) if verify_every else None
+        is_verified = True  # what was trained so far
+        with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
+            for record in job.train():
+                tracing.step(tally.steps + 1)
+                tally.add(record)
+                self._run.step(record)
+                self._board.step(record)
+                tally.expected = job.known_steps
+                if every and record.step % every == 0 and record.step != tally.expected:
+                    self._evaluate()
+                advance(tally)
+                if shadow is not None and verify_every:
+                    is_verified = record.step % verify_every == 0
+                    if is_verified:
+                        shadow.verify(record.step)  # before what is wrong is saved
+                self._saving.after_step(record.step)
+                settled = _has_settled(tally.evaluations, training.patience)
+                if self._stop.asked or settled or self._has_diverged():
+                    break
+        if shadow is not None:
+            if not is_verified:  # the last rows are saved, too
+                shadow.verify(record.step)
+            shadow.end()
+        tally.finish()
+        limit = self._limit()
+        if limit is not None and limit.is_to_be_told:
+            self._observer.warn(limit.message)
+        if self._has_diverged():
+            self._saving.end()  # the last good checkpoint may be under way
+            self._warn_of_divergence()
+
+    def _warn_of_divergence(self) -> None:
+        losses, last = self._tally.losses, self._saving.last
+        first = next(step for step, loss in enumerate(losses, 1) if math.isnan(loss))
+        message = (
+            f"the loss is NaN since step {first:,}, and no later step would change that: training "
+            "has ended. Lower learning rates, training.schedule.warmup_steps or "
+            "training.clip_norm may help"
+        )
+        if last is not None:
+            message += (
+                f"; `hotrow train {self._run.folder} --resume --set checkpoint.strict=false` "
+                f"with such settings goes on after step {last.step:,}"
+            )
+        self._observer.warn(message)
+
+    def _has_diverged(self) -> bool:
+        """Return whether the loss is NaN: so are the dense weights, from that step on."""
+        return bool(self._tally.losses) and math.isnan(self._tally.loss)
+
+    def _why_no_model(self) -> str | None:
+        """Return what is wrong with the model, if anything."""
+        if self._has_diverged():
+            return "its loss is NaN"
+        name = not_finite(self._job)  # the loss of the last step is that of weights before it
+        return None if name is None else f"{name} holds values that are no numbers"
+
+    def _is_equal_to_all_fast(self) -> bool | None:
+        """Train the same job with every row in fast memory and compare all bits of both."""
+        losses = self._tally.losses
+        reference, tally = build(all_fast(self._config)), Tally()
+        with self._observer.progress("all-fast", steps=len(losses)) as advance:
+            for record in reference.train():
+                tally.add(record)
+                advance(tally)
+                if self._stop.asked:
+                    return None
+                if tally.steps == len(losses):
+                    break
+        tally.finish()
+        # As text, in which a NaN equals a NaN and floats are written to their last bit.
+        unlike = [] if repr(losses) == repr(tally.losses) else ["losses"]
+        unlike += differences(self._job, reference)
+        if unlike:
+            self._observer.differs(unlike)
+        return not unlike
+
+    def _record(self) -> RunRecord:
+        job, tally, start = self._job, self._tally, self._start
+        embedding = job.embedding
+        traffic = embedding.traffic()
+        return RunRecord(
+            name=self._run.name,
+            started=start.started,
+            outcome=self._outcome,
+            settings=start.settings,
+            environment=start.environment,
+            memory=embedding.memory(),
+            summary=tally.summary(
+                fast_rows_share=embedding.num_slots / embedding.num_rows,
+                equal_to_all_fast=self._is_equal,
+                chunked_batches=traffic.chunked_batches,
+            ),
+            evaluations=tuple(tally.evaluations),
+            data=job.samples.described(),
+            resumed_after=self._resumed_after,
+            saving=self._saving.figures(),
+            has_model=self._model is not None,
+            system=record_of(job.trainer.system),
+            told=told_of(job.trainer.system),
+            tables={
+                name: TableRecord(
+                    table.lookups, table.unique_rows, table.fetched_rows, table.evicted_rows
+                )
+                for name, table in traffic.per_table.items()
+            },
+            times=tally.times(),
+            limit=self._limit(),
+        )
+
+    def _limit(self) -> Limit | None:
+        remedy = self._job.embedding.remedy_for_chunks()
+        return limit_of(self._tally.times(), device=self._config.run.device, remedy=remedy)
+
+
+def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
+    if isinstance(error, CorruptRows) and saved.step > error.since:
+        text = f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows"
+        before = go_back(saved.folder.parent, error.since)
+        if before is None:
+            return f"{text}, and there is none of step {error.since:,} or before: train anew"
+        return (
+            f"{text}: `latest` beside it names {before.name} again, from which "
+            f"`hotrow train {folder} --resume` goes on"
+        )
+    text = _whole(folder, saved)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        text += ", also with a smaller embedding.budget"
+    return text
+
+
+def _whole(folder: Path, saved: Saved) -> str:
+    return (
+        f"the checkpoint of step {saved.step:,} is whole, in {saved.folder}; "
+        f"`hotrow train {folder} --resume` goes on from it"
+    )
+
+
+def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
+    """Return whether the last `patience` evaluations were no better than the best before them."""
+    if patience is None or len(evaluations) <= patience:
+        return False
+    aucs = [-1.0 if math.isnan(each.auc) else each.auc for each in evaluations]
+    return not max(aucs[-patience:]) > max(aucs[:-patience])
