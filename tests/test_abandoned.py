@@ -448,3 +448,33 @@ def test_handlers_of_signals_are_put_back() -> None:
     gc.collect()
     embedding.flush()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_loop_over_an_iterator_that_lost_batches_warns() -> None:
+    table = hotrow.EmbeddingBagConfig("t", 1000, 4, ["f"])
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="50%")
+    numbers = (torch.full((1, 1), n) for n in range(60))
+    for _ in hotrow.ahead(numbers, embedding):
+        break
+    with pytest.warns(UserWarning, match=r"has dropped .* that it had read ahead.* depth=0"):
+        first = next(iter(hotrow.ahead(numbers, embedding)))
+    assert int(first) > 1
+    one_by_one = (torch.full((1, 1), n) for n in range(60))
+    for wanted in range(3):
+        for batch in hotrow.ahead(one_by_one, embedding, depth=0):
+            assert int(batch) == wanted
+            break
+
+
+def test_eval_in_another_thread_does_not_warn_the_one_that_trains() -> None:
+    table = hotrow.EmbeddingBagConfig("t", 1000, 4, ["f"])
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="50%")
+    model = torch.nn.ModuleDict({"embedding": embedding})
+    batches = [torch.full((1, 1), n) for n in range(8)]
+    for number, batch in enumerate(hotrow.ahead(batches, model)):
+        if number == 0:
+            other = threading.Thread(target=model.eval)
+            other.start()
+            other.join()
+        assert not model.training or number == 0
+        embedding(batch).values().sum().backward()  # a warning would be an error

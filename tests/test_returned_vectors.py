@@ -208,3 +208,12 @@ def test_a_saved_vector_that_is_changed_is_refused_as_in_torch(device: str) -> N
     vectors *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_an_in_place_operator_may_stand_behind_a_feature(device: str) -> None:
+    out = build(device)(torch.tensor([[1, 2], [3, 4]], device=device))
+    before = out["f"].clone()
+    out["f"] *= 2
+    assert torch.equal(out["f"], before * 2)
+    with pytest.raises(TypeError, match="can be changed in place, but not replaced"):
+        out["f"] = before

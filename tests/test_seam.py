@@ -1095,7 +1095,7 @@ def test_an_iterator_is_as_long_as_its_loader() -> None:
     ("optimizer", "message"),
     [
         (torch.optim.Adam, r"got the class torch\.optim\.adam\.Adam"),
-        (hotrow.Adam, r"got the class hotrow\.optim\.Adam"),
+        (hotrow.Adam, r"got the class hotrow\.kernels\.rules\.Adam"),
         (torch.optim.SGD([torch.ones(1)], lr=1.0), r"got torch\.optim\.sgd\.SGD"),
     ],
     ids=["torch's class", "our class", "torch's"],

@@ -7,11 +7,11 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from hotrow.inputs.held_batches import Held, Kept, gives_new_memory
 from hotrow.support.clock import Clock
 from hotrow.support.forks import bind_to_this_process
 from hotrow.support.interrupts import Standing, uninterrupted
-from hotrow.support.messages import few, warn
+from hotrow.support.messages import few, many, warn
 from hotrow.support.random_states import random_states, restore_random_states
 from hotrow.support.streams import Lanes, Mark, Name
 from hotrow.support.threads import may_wait
@@ -46,6 +46,8 @@ _MIXED_DRAWS = (
     "and let its data set draw from that; depth=0 reads no batch ahead"
 )
 _told_of_draws: WeakSet[nn.Module] = WeakSet()
+# Batches of iterators that were read ahead and dropped, because a loop was left early.
+_dropped: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Landing(Protocol):
@@ -183,8 +185,11 @@ class Ahead:
 
     def _note_mode(self) -> None:
         """Say so if a training loop seems to have left `eval()` on."""
-        trains = self._model.training and not any(
-            collection.evaluates_alone for collection in self._collections.values()
+        collections = self._collections.values()
+        # The model's mode alone does not tell: `eval()` in another thread changes it for all.
+        trains = any(collection.training for collection in collections) or (
+            self._model.training
+            and not any(collection.evaluates_alone for collection in collections)
         )
         if trains or not torch.is_grad_enabled():
             self._unplanned = 0
@@ -413,6 +418,19 @@ class _Read(Ticket):
             lanes.after("train", self.there)
 
 
+def _warn_of_dropped(loader: Iterator[Any]) -> None:
+    """Warn if an earlier loop over an iterator has read batches that it did not yield."""
+    with suppress(TypeError):
+        count = _dropped.pop(loader, 0)
+        if count:
+            warn(
+                "an earlier hotrow.ahead over this iterator was left early and has dropped "
+                f"{many(count, 'batch', 'batches')} that it had read ahead; this loop goes on "
+                "behind them. Use one hotrow.ahead for the whole iterator and take batches "
+                "from it with next(), or read none ahead with depth=0"
+            )
+
+
 class _Reader:
     """Reads the loader ahead of planning."""
 
@@ -429,6 +447,8 @@ class _Reader:
         is_kept: bool,
     ) -> None:
         self._loader, self._collections, self._ids = loader, collections, ids
+        if isinstance(loader, Iterator):
+            _warn_of_dropped(loader)
         self._can_split = hasattr(step, "split")
         self._reading = clock.part("read")
         self._strategy, self._landing = strategy, landing
@@ -556,6 +576,9 @@ class _Reader:
     def end(self) -> None:
         """Drop the batches that were read ahead."""
         self._known.clear()
+        if self._count > self.yielded and isinstance(self._loader, Iterator):
+            with suppress(TypeError):  # it has no weak references
+                _dropped[self._loader] = self._count - self.yielded
         if isinstance(self._iterator, Kept):
             self._iterator.end()
 

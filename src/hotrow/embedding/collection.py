@@ -151,6 +151,14 @@ class Embedded:
             raise KeyError(f"no feature {feature!r}; there are {few(self._columns)}")
         return vectors[feature]
 
+    def __setitem__(self, feature: str, vectors: Tensor) -> None:
+        """Take what Python assigns after `embedded[feature] *= 2`; other vectors are refused."""
+        if self[feature] is not vectors:
+            raise TypeError(
+                f"vectors of feature {feature!r} can be changed in place, but not replaced; keep "
+                "other vectors in a variable of your own"
+            )
+
     def to_dict(self) -> dict[str, Tensor]:
         vectors = self._by_name()
         return {name: vectors[name] for name in self._columns}
