@@ -89,9 +89,9 @@ def test_without_a_choice_it_says_so(strategy: Figures) -> None:
     )
 
 
-def test_where_every_loss_is_no_number_nothing_is_said_of_budgets() -> None:
+def test_where_every_loss_is_nan_nothing_is_said_of_budgets() -> None:
     said = advice(figures("all-fast", 9, outcome="diverged"), figures("lru", 9, outcome="diverged"))
-    assert said.startswith("No loss is a number at the end")
+    assert said.startswith("Every loss is NaN at the end")
 
 
 def test_of_a_comparison_that_was_stopped_at_once_there_is_none() -> None:

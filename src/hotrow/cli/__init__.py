@@ -54,7 +54,7 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
-        # A traceback full of tensors helps nobody; Python's own is shown for what is a bug.
+        # A bug shows Python's own traceback: one full of tensors is of no use.
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

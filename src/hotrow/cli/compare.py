@@ -110,8 +110,8 @@ def compare(
     **hybrid-plain** is what published systems were compared with: nn.EmbeddingBag with sparse
     gradients on the CPU. It is no strategy of a collection, and takes sgd, adagrad and adam.
 
-    A strategy that fails is told, and the others go on. Exit codes: 0; 1 an exact strategy is not
-    equal to all-fast, or one did not repeat its bits; 3 a loss is no number; 4 a strategy failed;
+    A strategy that fails is reported, and the others go on. Exit codes: 0; 1 an exact strategy is
+    not equal to all-fast, or one did not repeat its bits; 3 a loss is NaN; 4 a strategy failed;
     130 Ctrl-C, which ends after the step under way with what there is.
     """
     refuse_ranks("compare")

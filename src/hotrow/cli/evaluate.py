@@ -48,7 +48,7 @@ def evaluate(
       better than knowing nothing
 
     `data.eval_batches` of the run holds for test and validation, too; without it, and of train, all
-    samples count. Another folder must have been prepared into the same rows; what differs is told.
+    samples count. Another folder must have been prepared into the same rows; differences are named.
     Generated clicks are drawn batch by batch, so that another `data.batch_size` makes others of
     them.
     """

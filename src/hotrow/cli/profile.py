@@ -44,7 +44,7 @@ def profile(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="A folder for the counts, and for all that is told."),
+        typer.Option("--out", "-o", help="A folder for the counts and for all figures."),
     ] = None,
     columns: Annotated[
         Path | None,
@@ -108,7 +108,7 @@ def profile(
     least (Belady's bound).
 
     Everything is counted exactly while all rows fit into --memory, at 48 bytes a row. Else rows are
-    sampled by a hash of their ids, and what is estimated is told with its error (±), as far as
+    sampled by a hash of their ids, and estimates are shown with their error (±), as far as
     smaller samples were apart. Data are read twice.
 
     **Examples**

@@ -77,8 +77,8 @@ def verify(
         if as_json:
             typer.echo(to_json({"event": "verified", "folder": str(folder), **asdict(what)}))
         else:
-            told = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
-            typer.echo(f"{told}, {what.note or 'as written'}")
+            text = f"{folder}: {what.kind}, {many(what.files, 'file')}, {show_bytes(what.bytes)}"
+            typer.echo(f"{text}, {what.note or 'as written'}")
     if is_wrong:
         raise typer.Exit(USER_ERROR)
 
@@ -102,7 +102,7 @@ def _parts(path: Path) -> Iterator[Path]:
     for root in (path, path / IN_RUN):
         yield from named_in(root)
         latest = named_latest(root)
-        if latest is not None and not (root / latest).exists():  # of which that it is gone is told
+        if latest is not None and not (root / latest).exists():  # reported as missing
             yield root / latest
     if (path / MODEL_FOLDER / MANIFEST).is_file():
         yield path / MODEL_FOLDER

@@ -10,28 +10,28 @@ from hotrow.support.units import show_bytes
 
 
 def advise(record: ComparisonRecord) -> str:
-    """The fastest exact strategy within the budget, and what else is worth a thought."""
+    """Return the fastest exact strategy within the budget, and what else is worth a thought."""
     timed = [each for each in record.strategies if each.whole_run > 0]
     if not timed and record.outcome == "interrupted":
         return "It was stopped before any strategy had ended: there is nothing to choose from."
     if timed and all(each.outcome == "diverged" for each in timed):
         return (
-            "No loss is a number at the end: there is nothing to choose from. Smaller learning "
-            "rates may help."
+            "Every loss is NaN at the end: there is nothing to choose from. Smaller learning rates "
+            "may help."
         )
     right = [each for each in timed if _keeps_its_word(each) and each.outcome != "diverged"]
     affordable = [each for each in right if each.is_within_budget]
-    said = [_told_of_broken(timed)]
+    sentences = [_broken_promises(timed)]
     best = _fastest_of_best_contract(affordable)
     if best is None:
         budget = show_bytes(record.budget_bytes)
-        said.append(f"No strategy with all-fast's results ran within the budget of {budget}.")
+        sentences.append(f"No strategy with all-fast's results ran within the budget of {budget}.")
     else:
         others = [each for each in right if each is not best]
-        said += [_choice(best, record), _rivals(best, others), *_faster(best, others)]
+        sentences += [_choice(best, record), _rivals(best, others), *_faster(best, others)]
     if record.settings["run"]["device"] == "cpu":
-        said.append("On a CPU both memories are RAM: these speeds say nothing about a GPU.")
-    return " ".join(each for each in said if each)
+        sentences.append("On a CPU both memories are RAM: these speeds say nothing about a GPU.")
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _fastest_of_best_contract(affordable: Sequence[Figures]) -> Figures | None:
@@ -50,7 +50,7 @@ def _keeps_its_word(figures: Figures) -> bool:
     return not (figures.contract == "exact" and figures.equal == "no")
 
 
-def _told_of_broken(timed: Sequence[Figures]) -> str:
+def _broken_promises(timed: Sequence[Figures]) -> str:
     broken = [each.strategy for each in timed if not _keeps_its_word(each)]
     if not broken:
         return ""
@@ -68,7 +68,7 @@ def _choice(best: Figures, record: ComparisonRecord) -> str:
 
 
 def _is_within_spread(one: Figures, other: Figures) -> bool:
-    """Whether what lies between p20 and p80 overlaps, so that a run cannot tell them apart."""
+    """Return whether the ranges from p20 to p80 overlap: a run cannot tell the two apart."""
     return (
         one.fast_samples_per_second >= other.slow_samples_per_second
         and other.fast_samples_per_second >= one.slow_samples_per_second
@@ -89,7 +89,7 @@ def _rivals(best: Figures, others: Sequence[Figures]) -> str:
 
 
 def _faster(best: Figures, others: Sequence[Figures]) -> Iterator[str]:
-    """What is faster at a price."""
+    """Yield what is faster at a price."""
     for each in sorted(others, key=_speed, reverse=True):
         if _speed(each) <= _speed(best):
             continue
@@ -104,6 +104,6 @@ def _price(figures: Figures, best: Figures) -> str:
     if not figures.is_within_budget:
         return f"with {show_bytes(figures.fast_bytes)} of fast memory"
     if figures.contract == "changed":
-        mine, other = apart(figures.auc, best.auc, digits=4, kind="f")
-        return f"and changes the training: AUC {mine} instead of {other}"
+        auc, best_auc = apart(figures.auc, best.auc, digits=4, kind="f")
+        return f"and changes the training: AUC {auc} instead of {best_auc}"
     return figures.contract

@@ -202,7 +202,7 @@ def with_error(value: float, error: float, form: str) -> str:
 
 
 def _short(values: Sequence[float]) -> list[float | None]:
-    """Six digits are more than a screen shows; what is no number is a gap."""
+    """Round to six digits, more than a screen shows; NaN and infinity are gaps."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
