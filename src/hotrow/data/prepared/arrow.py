@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _FIRST_NEGATIVE = np.uint64(1 << 63)  # the bits of the least number of 64 bits 
 _MOST_WHOLE = 10**18  # whole numbers below it have up to 18 digits
 _WHOLE = r"^-?[0-9]{1,18}$"
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
+_LOWER = np.uint8(0x20)  # makes small letters of large ones
 _SHOWN = 40  # bytes of a text that an error shows
 
 
@@ -143,28 +145,28 @@ def floats(column: Any, *, truths: bool = False) -> NDArray[np.float64]:
         return _floats_of_texts(column, truths=truths)
     if arrow.types.is_boolean(column.type):
         column = column.cast(arrow.int8())
-    return _numpy(column.cast(arrow.float64(), safe=False).fill_null(math.nan))
+    return _numpy(column.cast(arrow.float64(), safe=False))
 
 
 def _floats_of_texts(column: Any, *, truths: bool) -> NDArray[np.float64]:
     arrow, compute = pyarrow(), pyarrow("compute")
     column = column.cast(options=compute.CastOptions(arrow.string(), allow_invalid_utf8=True))
     try:
-        plain = _numpy(column.cast(arrow.float64()).fill_null(math.nan))
+        plain = _numpy(column.cast(arrow.float64()))
         if np.isfinite(plain).all():
             return plain
     except arrow.ArrowInvalid:
         pass  # a text among them is no number
-    is_plain = compute.match_substring_regex(column, _NUMBER).fill_null(False)
-    numbers = compute.if_else(is_plain, column, arrow.scalar(None, arrow.string()))
-    found = _numpy(numbers.cast(arrow.float64()).fill_null(math.nan)).copy()
+    is_plain = _filled(compute.match_substring_regex(column, _NUMBER), False)
+    numbers = compute.if_else(is_plain, column, _scalar(None, "string"))
+    found = _numpy(numbers.cast(arrow.float64())).copy()
     left = ~_numpy(is_plain) & _numpy(column.is_valid())
     if not left.any():
         return found
     lower = compute.ascii_lower(column)
     words = {"nan": math.nan} | ({"true": 1.0, "false": 0.0} if truths else {})
     for word, value in words.items():
-        is_word = left & _numpy(compute.equal(lower, word).fill_null(False))
+        is_word = left & _numpy(_filled(compute.equal(lower, word), False))
         found[is_word] = value
         left &= ~is_word
     for place in np.flatnonzero(left).tolist():  # blanks around numbers, or no number at all
@@ -184,26 +186,28 @@ def whole_numbers(column: Any) -> tuple[NDArray[np.int64], Mask, Mask]:
     """Return the whole numbers of a column of texts; and which texts are empty, whose value is 0;
     and which are something else, or have more than 18 digits."""
     arrow, compute = pyarrow(), pyarrow("compute")
-    column = none_if_empty(column)
+    texts, column = column, none_if_empty(column)
     wrong: Mask = np.zeros(len(column), np.bool_)
     try:
         numbers = column.cast(arrow.int64())
-        is_plain = not compute.any(compute.match_substring(column, "x", ignore_case=True)).as_py()
+        is_plain = not (_text_bytes(texts)[0] | _LOWER == ord("x")).any()
     except arrow.ArrowInvalid:
         is_plain = False
     if not is_plain:  # Arrow would take 0x10 for a number
         is_whole = compute.match_substring_regex(column, _WHOLE)
-        wrong = ~_numpy(is_whole.fill_null(True))
-        none = arrow.scalar(None, column.type)
+        wrong = ~_numpy(_filled(is_whole, True))
+        none = _scalar(None, "string")
         numbers = compute.if_else(is_whole, column, none).cast(arrow.int64())
-    values = _numpy(numbers.fill_null(0))
+    values = _numpy(_filled(numbers, 0))
     return values, _numpy(column.is_null()), wrong | (np.abs(values) >= _MOST_WHOLE)
 
 
 def none_if_empty(column: Any) -> Any:
     """Replace empty texts by missing ones."""
     compute = pyarrow("compute")
-    return compute.if_else(compute.equal(column, ""), pyarrow().scalar(None, column.type), column)
+    return compute.if_else(
+        compute.equal(column, _scalar("", "string")), _scalar(None, "string"), column
+    )
 
 
 def column_keys(column: Any, *, has_negative: bool = False) -> Values:
@@ -220,7 +224,7 @@ def column_keys(column: Any, *, has_negative: bool = False) -> Values:
     elif types.is_integer(column.type) or types.is_boolean(column.type):
         is_unsigned = types.is_uint64(column.type)
         kind = arrow.uint64() if is_unsigned else arrow.int64()
-        values = Values(_numpy(column.cast(kind).fill_null(0)).astype(np.uint64))
+        values = Values(_numpy(_filled(column.cast(kind), 0)).astype(np.uint64))
         if is_unsigned and has_negative:
             values = hashed_at(values, values.keys >= _FIRST_NEGATIVE)
     else:
@@ -231,16 +235,23 @@ def column_keys(column: Any, *, has_negative: bool = False) -> Values:
 
 def texts_of(column: Any) -> Texts:
     """Return a column's texts; those that are missing are empty."""
-    texts = column.cast(pyarrow().large_binary()).fill_null(b"")
-    _, offsets, data = texts.buffers()
+    data, ends = _text_bytes(column)
+    padded = np.zeros(len(data) + PAD, np.uint8)
+    padded[: len(data)] = data
+    return Texts(padded, ends[:-1], np.diff(ends))
+
+
+def _text_bytes(column: Any) -> tuple[NDArray[np.uint8], Places]:
+    """Return the bytes of all texts, and where they begin, with the end of the last one."""
+    texts = _filled(column.cast(pyarrow().large_binary()), b"")
     if not len(texts):
-        return Texts(np.zeros(PAD, np.uint8), np.empty(0, np.int64), np.empty(0, np.int64))
+        return np.empty(0, np.uint8), np.zeros(1, np.int64)
+    _, offsets, data = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     first, last = int(ends[0]), int(ends[-1])
-    padded = np.zeros(last - first + PAD, np.uint8)
-    if last > first:
-        padded[: last - first] = np.frombuffer(data, np.uint8)[first:last]
-    return Texts(padded, ends[:-1] - first, np.diff(ends))
+    if first == last:
+        return np.empty(0, np.uint8), ends - first
+    return np.frombuffer(data, np.uint8)[first:last], ends - first
 
 
 def lists_of(column: Any) -> tuple[Any, Places]:
@@ -248,7 +259,7 @@ def lists_of(column: Any) -> tuple[Any, Places]:
     that is missing has none."""
     if pyarrow("types").is_null(column.type):
         return column.slice(0, 0), np.zeros(len(column), np.int64)
-    lengths = pyarrow("compute").list_value_length(column).fill_null(0)
+    lengths = _filled(pyarrow("compute").list_value_length(column), 0)
     return column.flatten(), _numpy(lengths).astype(np.int64)
 
 
@@ -258,9 +269,20 @@ def split_texts(column: Any, separator: str) -> tuple[Any, Places]:
     compute = pyarrow("compute")
     binary = column.cast(pyarrow().large_binary())
     parts, lengths = lists_of(compute.split_pattern(binary, separator))
-    is_part = compute.not_equal(parts, b"")
+    is_part = compute.not_equal(parts, _scalar(b"", "large_binary"))
     owners = np.repeat(np.arange(len(column)), lengths)[_numpy(is_part)]
     return parts.filter(is_part), np.bincount(owners, minlength=len(column))
+
+
+def _filled(column: Any, value: Any) -> Any:
+    """Replace missing values."""
+    return column.fill_null(_scalar(value, str(column.type))) if column.null_count else column
+
+
+@cache
+def _scalar(value: Any, kind: str) -> Any:
+    """Return a value of a type. Each new one takes long: pyarrow looks for pandas before."""
+    return pyarrow().scalar(value, kind)
 
 
 def _numpy(column: Any) -> NDArray[Any]:

@@ -46,8 +46,7 @@ class Texts:
     def __init__(self, data: NDArray[np.uint8], starts: Places, lengths: Places) -> None:
         # The 8 bytes from each position on, as one word: a view, in which words overlap.
         self._words = as_strided(data[:8].view(np.uint64), shape=(len(data) - 8,), strides=(1,))
-        self._starts, self._lengths = starts, lengths
-        self._has_nul = not data[:-PAD].all()
+        self._data, self._starts, self._lengths = data, starts, lengths
 
     def keys(self) -> Values:
         """Texts of up to 8 bytes are the number themselves. A hash stands for longer texts, and for
@@ -56,7 +55,7 @@ class Texts:
         keys = self._words[self._starts]
         keys &= _FIRST_BYTES[np.minimum(lengths, 8)]
         hashed = lengths > 8
-        if self._has_nul:
+        if not self._data[:-PAD].all():  # a NUL byte is in one of them
             hashed |= (lengths > 0) & (keys <= _FIRST_BYTES[np.clip(lengths - 1, 0, 8)])
         at = np.flatnonzero(hashed)
         if not len(at):

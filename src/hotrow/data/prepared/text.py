@@ -118,8 +118,13 @@ class TextFiles:
 
 def _count_lines(text: bytes) -> int:
     """bytes.count takes four times as long where lines are short."""
-    ends = int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))
-    return ends + (not text.endswith(b"\n") and bool(text))
+    ends = np.frombuffer(text, np.uint8) == ord("\n")
+    return int(np.count_nonzero(ends)) + _lacks_end(text)
+
+
+def _lacks_end(text: bytes) -> bool:
+    """Whether the last line has no end, as that of a file may."""
+    return bool(text) and not text.endswith(b"\n")
 
 
 def read_rows(
@@ -137,9 +142,11 @@ def read_rows(
     reader, arrow = pyarrow("csv", what="text is read"), pyarrow()
     for _ in range(skipped):
         text = text[text.find(b"\n") + 1 or len(text) :]
-    num_lines = _count_lines(text)
+    is_end = np.frombuffer(text, np.uint8) == ord("\n")
+    num_lines = int(np.count_nonzero(is_end)) + _lacks_end(text)
     reasons: dict[int, str] = {}
-    if is_odd := _is_odd(text, quotes):
+    has_empty = num_lines > 1 and bool((is_end[1:] & is_end[:-1]).any())
+    if is_odd := has_empty or _is_odd(text, quotes):
         text = _rewritten(text, separator, width, quotes, reasons)
     bad: list[int] = []
     first: list[BadLine] = []
@@ -184,12 +191,12 @@ def _wrong_width(columns: int, width: int) -> str:
 
 
 def _is_odd(text: bytes, quotes: bool) -> bool:
-    """Whether Arrow would read lines otherwise: where they are empty, have quotes, or returns that
-    end no line; of lines that are not UTF-8 it cannot say that they are bad."""
+    """Whether Arrow would read lines otherwise: where the first is empty, or one that ends in a
+    return; where they have quotes, or returns that end no line. Of lines that are not UTF-8 it
+    cannot say that they are bad."""
     return (
         (quotes and b'"' in text)
         or text.startswith((b"\n", b"\r\n"))
-        or b"\n\n" in text
         or (b"\r" in text and (b"\n\r\n" in text or _has_lone_return(text)))
         or not _is_utf8(text)
     )
