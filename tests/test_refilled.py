@@ -828,3 +828,65 @@ def test_overlapping_windows_of_one_tensor_are_right_and_bounded() -> None:
     held = [kept.read(8).batch for _ in range(300)]
     assert all(torch.equal(batch, values[3 * n : 3 * n + 50]) for n, batch in enumerate(held))
     assert len(kept._given._spans) < 20
+
+
+def test_a_refilling_loader_is_recognised_where_nobody_says_what_is_held() -> None:
+    class Refills:
+        buffer = torch.zeros(4)
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(300):
+                yield self.buffer.fill_(number)
+
+    loader = Refills()
+    for _ in range(3):
+        assert [int(batch[0]) for batch in Kept(loader)] == [*range(300)]
+
+
+def test_parts_known_to_be_shared_are_copied_from_the_first_batch_of_a_pass_on() -> None:
+    class Labels:
+        """Eight batches in a pass, with one buffer for labels that is constant at first."""
+
+        read, buffer = 0, np.zeros(4, dtype=np.float32)
+
+        def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+            for _ in range(8):
+                if self.read >= 72:
+                    self.buffer[:] = self.read
+                self.read += 1
+                yield self.read - 1, torch.zeros(4), torch.from_numpy(self.buffer)
+
+    loader = Labels()
+    for _ in range(14):
+        kept = Kept(loader)
+        held = [kept.read(number) for number in range(8)]
+        assert all(kept.check(each) is None for each in held)
+        for each in held:
+            number, _, label = each.batch
+            assert int(label[0]) == (number if number >= 72 else 0)
+        kept.end()
+
+
+def test_a_partly_copied_batch_may_compute_tensors_when_asked() -> None:
+    class Lazy:
+        def __init__(self, values: Tensor) -> None:
+            self._values, self._offsets = values, None
+
+        def offsets(self) -> None:
+            self._offsets = torch.arange(5)
+
+    shared = torch.zeros(4)
+    kept = Kept((Lazy(torch.arange(4) + number), shared) for number in range(80))
+    held = deque()
+    for number in range(80):
+        held.append(kept.read(min(number, 2)))
+        held[-1].batch[0].offsets()
+        held[-1].note_computed()
+        if len(held) > 2:
+            assert kept.check(held.popleft()) is None
+
+
+def test_copies_resolve_conjugated_and_negated_views() -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    for batch in (numbers.conj(), numbers.conj().imag):
+        assert torch.equal(Kept(iter([batch])).read(1).batch, batch)

@@ -367,7 +367,7 @@ class HostRows(RowGroup):
 
     def _vectors_of(self, ids: Tensor) -> Tensor:
         self.settle()
-        vectors = torch.empty(ids.numel(), self.dim)
+        vectors = torch.empty(ids.numel(), self.dim, dtype=torch.float32, device="cpu")
         self._columns[0].read(ids.clamp(min=0) if self._skips else ids, out=vectors)
         if self._skips:
             vectors.masked_fill_((ids < 0).unsqueeze(1), 0.0)

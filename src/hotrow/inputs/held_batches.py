@@ -68,10 +68,15 @@ class Held:
     def note_computed(self) -> None:
         """Note tensors that the batch itself has computed and kept since it was read, as TorchRec's
         jagged tensors and cached properties do when `ids=` asks for them."""
-        if self._parts is not None and self._clones is None:
+        if self._parts is not None and not self.is_copy:
             before = dict(zip(map(id, self._parts), self._versions, strict=True))
+            clones = {}
+            if self._clones is not None:
+                clones = dict(zip(map(id, self._parts), self._clones, strict=True))
             self._parts = parts_in(self._origin)
             self._versions = [before.get(id(part), _version(part)) for part in self._parts]
+            if self._clones is not None:
+                self._clones = [clones.get(id(part), part) for part in self._parts]
 
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
@@ -149,6 +154,18 @@ class _Habits:
     def __init__(self) -> None:
         self.reuses = False  # every batch is copied from now on
         self.reads = self.most_held = 0
+        self.num_parts = 0  # of a batch, and which of them were ever in memory of another batch
+        self.shared: set[int] = set()
+
+    def note_shared(self, parts: Sequence[Part], shared: Sequence[Part]) -> Sequence[Part]:
+        """Remember which parts of batches are shared; return those to copy of this batch."""
+        if shared:
+            numbers = {id(part): number for number, part in enumerate(parts)}
+            self.shared |= {numbers[id(part)] for part in shared}
+        if not self.shared or len(parts) != self.num_parts:
+            is_first, self.num_parts = not self.num_parts, len(parts)
+            return parts if self.shared and not is_first else shared
+        return [part for number, part in enumerate(parts) if number in self.shared]
 
 
 class _Given:
@@ -171,7 +188,7 @@ class _Given:
         The last `held` batches before it are held; None: any of the last ones may be.
         """
         parts, habits = parts_in(batch), self.habits
-        shared: list[Part] = []
+        shared: Sequence[Part] = ()
         habits.reads += 1
         if habits.reuses:
             self.forget()
@@ -179,7 +196,9 @@ class _Given:
             while len(self._recent) > (_MOST_HELD if held is None else held + _MARGIN):
                 for span in self._recent.popleft():
                     self._release(span)
-            shared = self._note(parts, weakly=held is None)
+            shared = habits.note_shared(parts, self._note(parts, weakly=held is None))
+            # Nothing compares values where it is not known how many batches are held.
+            habits.reuses = bool(shared) and held is None
         # A window that grows by one per step reads two: overlaps show while it grows.
         habits.most_held = max(habits.most_held, held or 0)
         first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * habits.most_held + 8)
@@ -376,7 +395,8 @@ def _clone(part: Part) -> Part:
     if part.requires_grad:  # a copy would not get its gradient
         return part
     locked = torch.cuda.is_initialized() and part.is_pinned()
-    if part.device.type != "cpu" or not part.is_contiguous() or type(part) is not Tensor:
+    is_plain = type(part) is Tensor and part.device.type == "cpu" and part.is_contiguous()
+    if not is_plain or part.is_conj() or part.is_neg() or part._is_zerotensor():
         return torch.empty_like(part, pin_memory=True).copy_(part) if locked else part.clone()
     # Not by torch, whose threads would then spin on the cores that others need.
     made = torch.empty_like(part, pin_memory=locked)

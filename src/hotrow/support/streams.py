@@ -372,8 +372,11 @@ def _keep_off_captures() -> None:
 
     @wraps(of_torch)
     def wait(device: Any = None) -> None:
-        with _capturing:
-            of_torch(device)
+        # A thread of autograd's that works for a capture would wait for itself; CUDA refuses it.
+        if torch._C._current_graph_task_id() == -1 and not capturing():
+            with _capturing:
+                pass  # not held while waiting: threads of several devices may need each other
+        of_torch(device)
 
     torch.cuda.synchronize = wait
 
@@ -406,7 +409,8 @@ def _mend_capture(stream: torch.cuda.Stream, node: Tensor) -> bool:
         return False
     driver.cuStreamEndCapture(handle, ctypes.byref(graph))
     if driver.cuStreamBeginCapture_v2(handle, _THREAD_LOCAL) == 0:
-        node.zero_()  # torch warns of a graph without nodes
+        with torch.cuda.stream(stream):
+            node.zero_()  # torch warns of a graph without nodes
     return True
 
 
