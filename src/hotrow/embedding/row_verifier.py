@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.engine.planner import PINNED
+from hotrow.engine.rules import PINNED
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.scratchpad import FREE
 from hotrow.store.changed import TouchedRows

@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hotrow.engine.planner import Pins, Planner
+from hotrow.engine.planner import Planner
+from hotrow.engine.rules import Pins
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
 from hotrow.kernels import for_device

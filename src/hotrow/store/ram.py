@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
-from hotrow.store.changed import TouchedRows
+from hotrow.store.changed import ChangedRows, TouchedRows
+from hotrow.store.frozen import FrozenRows
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.forks import bind_to_this_process
 from hotrow.support.host_memory import check_fits
@@ -24,13 +26,35 @@ _CHUNK_FLOATS = 1 << 20
 
 
 class Store:
-    """Two verbs over rows that lie somewhere: `read` and `write`."""
+    """All rows, with two verbs (`read` and `write`), and what is known of every row.
 
-    snapshot: Snapshot | None = None  # somebody reads all rows as they were
-    touched: TouchedRows | None = None  # somebody wants to know who of these was written
+    Two engines can train the rows of one store, so what outlives either of them is kept here:
+    which rows are frozen, which were changed, and snapshots.
+    """
 
-    def __init__(self, rows: Tensor) -> None:
+    snapshot: Snapshot | None = None  # rows as they were, read while others write
+    touched: TouchedRows | None = None  # whether each of a few rows was written
+    changed: ChangedRows | None = None  # the rows written since a checkpoint; None: not noted
+    why_no_snapshot: str | None = None  # why not every write goes through `will_write`
+
+    def __init__(
+        self, rows: Tensor, *, device: torch.device | None = None, untrained: Sequence[int] = ()
+    ) -> None:
+        """`device`: where steps change rows, the CPU if None; `untrained`: padding rows."""
         self.rows = rows  # [num_rows, width] float32
+        self._device = device or torch.device("cpu")
+        self.frozen = FrozenRows(len(rows), self._device, untrained)
+
+    def note_changes(self) -> None:
+        """Remember which rows are written from now on."""
+        if self.changed is None:
+            self.changed = ChangedRows(len(self.rows), self._device)
+        self.changed.clear()  # at their address, where captured steps note
+
+    def note_changed(self, ids: Tensor) -> None:
+        """Rows, each given once, get other bits by a step or a caller."""
+        if self.changed is not None:
+            self.changed.note(ids)
 
     def read(self, ids: Tensor, out: Tensor) -> Tensor:
         """Copy the rows of `ids` into `out`."""
