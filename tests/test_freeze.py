@@ -71,7 +71,7 @@ def put_back(embedding: Any, case: Case) -> Outcome:
 def ids_of(embedding: Any, frozen: Frozen) -> list[tuple[Any, Tensor]]:
     found = []
     for table, rows in ({} if frozen is None else frozen).items():
-        group, base, _ = embedding._place(table)
+        group, base, _ = embedding._rows.find(table)
         found.append(
             (group, (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows) + base)
         )

@@ -757,7 +757,7 @@ class StandIn:
         known = replace(arrival, works=tuple(works))
 
         def arrivals(part: Item, first: int) -> list[Any]:
-            return [(embedding, embedding.part(known, part["ids"], first))]
+            return [(embedding, embedding.pipeline.part(known, part["ids"], first))]
 
         self._split = replace(split, arrivals=arrivals)
         self.updated = [(embedding, None)]

@@ -469,7 +469,7 @@ def test_an_error_in_the_background_is_told_in_the_loop(
     with pytest.raises(RuntimeError, match=r"in the background \(OSError: no such page\)"):
         train(embedding, ONE_HOT.batches(20))
     with pytest.raises(RuntimeError, match="no such page"):  # and never forgotten
-        embedding.flush()
+        embedding.row_access.flush()
 
 
 def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(

@@ -68,7 +68,7 @@ def begin_checkpoint(
     begun = perf_counter()
     collections = list(collections_of(model).values())
     log_bytes = parse_bytes(log, total=max(10_000, sum(each.bytes_total for each in collections)))
-    reasons = (each.why_no_snapshot() for each in collections)
+    reasons = (each.row_access.why_no_snapshot() for each in collections)
     reason = next((each for each in reasons if each is not None), None)
     prepared = prepare(
         folder, model, parts, step=step, extra=extra, keep=keep, full_every=full_every,
@@ -150,7 +150,9 @@ class Save:
         try:
             for each in prepared.collections:
                 part = self.log_bytes * each.bytes_total // max(1, total)
-                snapshots = each.take_snapshots(part, only_changed=prepared.since is not None)
+                snapshots = each.row_access.take_snapshots(
+                    part, only_changed=prepared.since is not None
+                )
                 self._waits += [snapshot.waits for snapshot in snapshots]
             thread.start()
         except BaseException:
@@ -160,7 +162,7 @@ class Save:
         self._thread = thread
         being_saved[prepared.root.resolve()] = self
         for each in prepared.collections:
-            each.being_saved = self
+            each.row_access.being_saved = self
         atexit.register(self._at_exit)
 
     def _run(self) -> None:
@@ -179,7 +181,7 @@ class Save:
     def _end_snapshots(self) -> None:
         assert self._prepared is not None
         for each in self._prepared.collections:
-            each.end_snapshots()
+            each.row_access.end_snapshots()
 
     def _write_rows(self, disk: Disk) -> tuple[CheckpointTable, ...]:
         assert self._prepared is not None
@@ -204,7 +206,7 @@ def _give_way() -> None:
 
 
 def _snapshot(piece: ShardRows) -> tuple[Snapshot, int]:
-    return piece.table.collection.snapshot(piece.table.name)
+    return piece.table.collection.row_access.snapshot(piece.table.name)
 
 
 def _source(piece: ShardRows) -> RowSource:

@@ -113,8 +113,8 @@ class Prepared:
         """At the moment whose rows are written."""
         if self.is_parent:
             for each in self.collections:
-                each.changed_since = None
-                each.note_changes()
+                each.row_access.changed_since = None
+                each.row_access.note_changes()
 
     def write(self, rows: Callable[[Disk], tuple[CheckpointTable, ...]]) -> Path:
         """All files, and then the folder's name; `rows` writes those of tables."""
@@ -136,7 +136,9 @@ class Prepared:
         if self.is_parent:
             parent = Parent(self.name, manifest.checksum)
             for name, each in collections_of(self.model).items():
-                each.changed_since = (parent, name) if each.notes_changes else None
+                each.row_access.changed_since = (
+                    (parent, name) if each.row_access.notes_changes else None
+                )
         clean(self.root, self.keep)
         return path
 
@@ -185,7 +187,7 @@ class Prepared:
     def _stored(self, piece: ShardRows) -> RowSource:
         table, rows, ids = piece.table, piece.table.stored, None
         if self.since is not None:
-            ids = table.collection.changed_rows(table.name, piece.first, piece.last)
+            ids = table.collection.row_access.changed_rows(table.name, piece.first, piece.last)
 
         def read(where: Where) -> Tensor:
             return rows[where if isinstance(where, slice) else where.to(rows.device)]
@@ -210,7 +212,8 @@ def prepare(
     if keep is not None:
         keep = whole("keep", keep, least=1)
     for each in collections_of(model).values():
-        each.check_thread("saves a checkpoint")  # rows and dense part would be of different steps
+        # Else rows and dense part would be of different steps.
+        each.pipeline.check_thread("saves a checkpoint")
         if each.is_accumulating:
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
@@ -229,7 +232,7 @@ def prepare(
         name = next_name(root, step)
         since = _parent(root, model, name, full_every)
         for each in collections_of(model).values():
-            each.settle()
+            each.row_access.settle()
         found = Prepared(
             root, lock, name, model, step, keep, full_every, since, dense, state, tensors
         )
@@ -242,7 +245,7 @@ def prepare(
 
 def end_save_before(collection: EmbeddingBagCollection) -> None:
     """One at a time."""
-    before, collection.being_saved = collection.being_saved, None
+    before, collection.row_access.being_saved = collection.row_access.being_saved, None
     _end(before)
 
 
@@ -267,9 +270,11 @@ def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent 
     It must hold the same tables, from the same collections under the same names.
     """
     named = collections_of(model)
-    parents = {since[0] for each in named.values() if (since := each.changed_since) is not None}
+    parents = {
+        since[0] for each in named.values() if (since := each.row_access.changed_since) is not None
+    }
     parent: Parent | None = parents.pop() if len(parents) == 1 else None
-    if any(each.changed_since != (parent, name) for name, each in named.items()):
+    if any(each.row_access.changed_since != (parent, name) for name, each in named.items()):
         return None
     if parent is None or root / parent.name not in saved_in(root):
         return None

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.collection import Arrival, EmbeddingBagCollection
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.pipeline import PlannedBatch
 from hotrow.engine import schedule
 from hotrow.engine.schedule import Ticket
 from hotrow.engine.split_batch import Parted, Split
@@ -32,7 +33,7 @@ from hotrow.support.random_states import random_states, restore_random_states
 from hotrow.support.streams import Lanes, Mark, Name
 from hotrow.support.threads import may_wait
 
-Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
+Arrivals = Sequence[tuple[EmbeddingBagCollection, PlannedBatch]]
 
 _NO_ACCIDENT = 3  # batches in the wrong mode
 _MOST_AHEAD = 256  # beyond this the batches themselves take more memory than hits are worth
@@ -146,7 +147,7 @@ class Ahead:
             self._start()
         else:
             for collection in self._collections.values():
-                collection.take_next()
+                collection.pipeline.take_next()
         assert self._running is not None
         assert self._reader is not None
         draws = self._reader.draws
@@ -172,7 +173,7 @@ class Ahead:
         if not ticket.is_landed:
             self._reader.lanes.hand_over(tensors_in(ticket.batch))
         for collection, arrival in ticket.arrivals:
-            collection.arrive(arrival, ticket.number)
+            collection.pipeline.arrive(arrival, ticket.number)
         if self._landing is not None:
             self._landing.arrived(ticket.batch, ticket.arrivals)
         if ticket.is_split:
@@ -189,7 +190,7 @@ class Ahead:
         # The model's mode alone does not tell: `eval()` in another thread changes it for all.
         trains = any(collection.training for collection in collections) or (
             self._model.training
-            and not any(collection.evaluates_alone for collection in collections)
+            and not any(collection.pipeline.evaluates_alone for collection in collections)
         )
         if trains or not torch.is_grad_enabled():
             self._unplanned = 0
@@ -252,7 +253,7 @@ class Ahead:
 
     def _refuse_changed_ids(self, *, waits: bool = False) -> None:
         for collection in self._collections.values():
-            collection.refuse_changed_ids(waits=waits)
+            collection.pipeline.refuse_changed_ids(waits=waits)
 
     def _close(self, *, waits: bool = True) -> bool:
         """Return whether a pass was ended. Collections end it later where this must not wait."""
@@ -266,7 +267,7 @@ class Ahead:
         with ExitStack() as last:  # every callback runs, even if one raises
             last.callback(self._standing.take_down if waits else self._standing.let_go)
             for collection in self._collections.values():
-                last.callback(collection.leave, self, waits=waits)
+                last.callback(collection.pipeline.leave, self, waits=waits)
             if self._reader is not None:
                 last.callback(self._reader.end)
             running.close()
@@ -276,7 +277,7 @@ class Ahead:
         if getattr(self, "_running", None) is None or sys.is_finalizing():
             return
         # The thread that trains may be reading what other threads must not change then.
-        is_foreign = any(each.is_trained_elsewhere for each in self._collections.values())
+        is_foreign = any(each.pipeline.is_trained_elsewhere for each in self._collections.values())
         if not self._close(waits=not is_foreign):
             return
         try:
@@ -291,7 +292,7 @@ class Ahead:
         self._strategy = _common_strategy(list(self._collections.values()))
         try:
             for collection in self._collections.values():
-                collection.enter(self)
+                collection.pipeline.enter(self)
                 entered.append(collection)
             # A loader may draw the order of its samples when it begins.
             self._began = None if self._is_kept else random_states()
@@ -316,7 +317,7 @@ class Ahead:
                 self._landing.begin(self._reader.lane)
         except BaseException:
             for collection in entered:
-                collection.leave(self)
+                collection.pipeline.leave(self)
             raise
         self._last = None
         self._running = schedule.run(
@@ -393,7 +394,7 @@ class _Read(Ticket):
     def __init__(
         self,
         batch: Any,
-        arrivals: Sequence[tuple[EmbeddingBagCollection, Arrival]] = (),
+        arrivals: Sequence[tuple[EmbeddingBagCollection, PlannedBatch]] = (),
         names: Sequence[str] = (),
         error: Exception | None = None,
     ) -> None:
@@ -508,7 +509,12 @@ class _Reader:
                 read.batch = to_device(read.batch, device) if landed is None else landed
                 features = read.batch if self._ids is None else self._ids(read.batch)
                 read.arrivals = [
-                    (each, each.upload(arrival, features_of(features, name, self._collections)))
+                    (
+                        each,
+                        each.pipeline.upload(
+                            arrival, features_of(features, name, self._collections)
+                        ),
+                    )
                     for (each, arrival), name in zip(read.arrivals, read.names, strict=True)
                 ]
                 if read.parted is not None:
@@ -549,10 +555,15 @@ class _Reader:
         parted = read.parted
         assert parted is not None
 
-        def arrivals(part: Any, first: int) -> list[tuple[EmbeddingBagCollection, Arrival]]:
+        def arrivals(part: Any, first: int) -> list[tuple[EmbeddingBagCollection, PlannedBatch]]:
             features = part if self._ids is None else self._ids(part)
             return [
-                (each, each.part(arrival, features_of(features, name, self._collections), first))
+                (
+                    each,
+                    each.pipeline.part(
+                        arrival, features_of(features, name, self._collections), first
+                    ),
+                )
                 for (each, arrival), name in zip(read.arrivals, read.names, strict=True)
             ]
 
@@ -594,7 +605,7 @@ class _Reader:
         if self.yielded < 64 or self.yielded >= self._asked + 16:
             self._asked = self.yielded
             moving = [c for c in self._collections.values() if not c.strategy.everything]
-            useful = min((each.useful_depth() for each in moving), default=0)
+            useful = min((each.pipeline.useful_depth() for each in moving), default=0)
             self._last_useful = min(useful, _MOST_AHEAD)
         return self._last_useful
 
@@ -649,7 +660,7 @@ class _Reader:
             for name, collection in self._collections.items():
                 if collection.training:
                     mine = features_of(features, name, self._collections)
-                    arrivals.append((collection, collection.prepare(mine, held=True)))
+                    arrivals.append((collection, collection.pipeline.prepare(mine, held=True)))
                     names.append(name)
         except (TypeError, ValueError) as error:
             if self._ids is not None or isinstance(error, BadId):
@@ -662,7 +673,7 @@ class _Reader:
             self._wait_for(batch, arrivals, None if parted is None else parted.made)
         with uninterrupted():
             for collection, arrival in arrivals:
-                collection.expect(arrival)
+                collection.pipeline.expect(arrival)
         read = _Read(batch, arrivals, names)
         read.parted = parted if self._can_split else None
         return read

@@ -110,7 +110,7 @@ class _Member:
 
     def pin(self) -> None:
         """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
-        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins_gave_way
+        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins.gave_way
         if self.hot is not None and self.gave_way != gave_way:
             now = self.hot.num_rows / max(1, sum(room.values()))
             self.most = min(self.most, now * _KEPT)
@@ -238,7 +238,7 @@ class Hotline:
                 "can be in one"
             )
         for embedding in self._pinned.values():
-            embedding.move_in(LATE)
+            embedding.pipeline.move_in(LATE)
         if any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()):
             warn(
                 "the model has dropout, whose masks are drawn for each part of a batch: results "
