@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.engine.rules import PINNED
+from hotrow.embedding.row_groups import Group
 from hotrow.engine.rows import RowGroup
+from hotrow.engine.rules import PINNED
 from hotrow.engine.scratchpad import FREE
 from hotrow.store.changed import TouchedRows
 from hotrow.support.messages import few
@@ -43,7 +44,7 @@ class _Slots:
 
 @dataclass(frozen=True)
 class _Sample:
-    group: RowGroup  # one of those that have the store
+    group: Group  # one of those that have the store
     ids: Tensor
     rows: Tensor
     slots: tuple[_Slots, ...]
@@ -95,27 +96,31 @@ class Shadow:
     # -- samples -----------------------------------------------------------------------
 
     def _take(self, collection: EmbeddingBagCollection) -> list[_Sample]:
-        by_store: dict[int, list[RowGroup]] = {}
+        by_store: dict[int, list[Group]] = {}
         for group in collection.every_group:
             by_store.setdefault(id(group.store), []).append(group)
         return [self._take_from(groups) for groups in by_store.values()]
 
-    def _take_from(self, groups: list[RowGroup]) -> _Sample:
+    def _take_from(self, groups: list[Group]) -> _Sample:
         group = groups[0]
         store, num_rows = group.store, group.layout.num_rows
         ids = torch.empty(0, dtype=torch.int64)
-        if group.why_no_snapshot is None:
+        if store.why_no_snapshot is None:
             ids = torch.randint(num_rows, (self._sample,), generator=self._draw).unique()
             if num_rows <= self._sample:
                 ids = torch.arange(num_rows)
-        slots = tuple(self._slots_of(each) for each in groups if not each.everything)
+        slots = tuple(
+            self._slots_of(each)
+            for each in groups
+            if isinstance(each, RowGroup) and each.flight.rows_move
+        )
         every = torch.cat([ids, *(each.ids for each in slots)]).unique()
         store.touched = TouchedRows(every, group.device)
         return _Sample(group, ids, store.rows[ids.to(store.rows.device)].cpu(), slots)
 
     def _slots_of(self, group: RowGroup) -> _Slots:
         planner: Any = group.planner
-        last_use, rows = planner.last_use.cpu(), group.pad.row_of_slot.cpu()
+        last_use, rows = planner.last_use.cpu(), group.memory.pad.row_of_slot.cpu()
         free = (rows == FREE) | (last_use == PINNED)
         newest = int(last_use[~free].max()) if not free.all() else 0
         slots = (~free & (last_use < newest - _IN_FLIGHT)).nonzero().squeeze(1)
@@ -138,7 +143,7 @@ class Shadow:
             planner: Any = each.group.planner
             slots = each.slots.to(each.group.device)
             still = ~touched.among(each.ids)
-            still &= each.group.pad.row_of_slot[slots].cpu() == each.ids
+            still &= each.group.memory.pad.row_of_slot[slots].cpu() == each.ids
             still &= planner.last_use[slots].cpu() == each.last_use
             rows = each.group.slots[slots].cpu()
             self._refuse(each.group, each.ids, still, each.rows, rows, "its slot", step)
@@ -146,7 +151,7 @@ class Shadow:
         return compared
 
     def _refuse(
-        self, group: RowGroup, ids: Tensor, still: Tensor, before: Tensor, now: Tensor, where: str,
+        self, group: Group, ids: Tensor, still: Tensor, before: Tensor, now: Tensor, where: str,
         step: int,
     ) -> None:  # fmt: skip
         differs = (before.view(torch.int32) != now.view(torch.int32)).any(1) & still

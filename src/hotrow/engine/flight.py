@@ -12,6 +12,8 @@ class Flight:
     far the bytes are behind.
     """
 
+    rows_move = True
+
     def __init__(self, past: int) -> None:
         """`past`: how many later batches may be collected before a batch's rows may leave."""
         self.past = past
@@ -55,6 +57,8 @@ class Flight:
 
 class AtRest(Flight):
     """The flight of rows that never move: every row is in its own slot."""
+
+    rows_move = False
 
     def __init__(self) -> None:
         super().__init__(past=0)

@@ -20,8 +20,15 @@ from hotrow.support.interrupts import uninterrupted
 class NoMoves:
     """The mover of rows that never move."""
 
-    num_bytes = 0  # of the device's memory
-    is_settled = True  # rows can be found without moving any, so several threads may read
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device's memory."""
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether rows can be found without moving any: then several threads may read."""
+        return True
 
     def fill(self, work: Work) -> None:
         """Write leaving rows back and fetch entering rows, at once."""

@@ -57,6 +57,10 @@ class AllRowsPlanning:
         """Return where ids have to be, of a batch that is on `device` or anywhere."""
         return torch.device("cpu")
 
+    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return copies of a batch's ids, which are compared by value when they are looked up."""
+        return tuple(map(torch.clone, tensors))
+
     def work(self, group: Any, batch: Batch) -> Work:
         """Check a batch's ids and sort them."""
         lookups = lookups_of(batch, self._layout)
@@ -113,6 +117,9 @@ class AllRowsPlanning:
     def take_changed(self) -> int | None:
         """Return the number of a batch whose ids a device has found changed, once; None: none."""
         return None
+
+    def free_berth(self, berth: int) -> None:
+        """No batch will land in this input of a captured step again."""
 
     def num_bytes(self) -> dict[str, int]:
         return {}

@@ -52,7 +52,11 @@ class RowGroup:
 
     active = True  # False: another engine trains the same rows now
     berths = 0  # inputs of captured steps, which keep their plans
-    room: Any = None  # where slots give way to plans of a GPU; None: they do not
+    can_be_captured = False  # a whole step can run as a graph, without the host
+    can_be_cut = False  # all of a step but lookup and update
+    notes_changes = True  # every change of a row is noted in the store
+    fill_choice: Any = None  # how a GPU moves rows, and why
+    plan_room: Any = None  # where slots give way to plans of a GPU; None: they do not
     # Different rows of a batch, before the first is planned; None: not known.
     expected_rows: int | None = None
 
@@ -80,6 +84,36 @@ class RowGroup:
     def num_slots(self) -> int:
         """Rows that fit fast memory."""
         return len(self.slots) - 1
+
+    # -- batches -----------------------------------------------------------------------
+
+    def input_device(self, device: torch.device | None) -> torch.device | None:
+        """Return where ids have to be, of a batch that is on `device`, or anywhere if None."""
+        where: torch.device | None = self.planning.input_device(device)
+        return where
+
+    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return copies of ids, by which a change is found; none where a device compares ids."""
+        copies: tuple[Tensor, ...] = self.planning.copies_to_compare(tensors)
+        return copies
+
+    @property
+    def remembered_batches(self) -> int:
+        """How many batches a lookup may ask for again."""
+        return int(self.planning.remembered_batches)
+
+    def compare(self, work: Work) -> None:
+        """Launch a comparison of a batch's ids with the planned ones, where a device does that."""
+        self.planning.compare(work)
+
+    def note_number(self, work: Work, number: int) -> None:
+        """A batch is yielded that has this number in its pass."""
+        self.planning.note_number(work, number)
+
+    def take_changed(self) -> int | None:
+        """Return the number of a batch whose ids a device has found changed, once; None: none."""
+        number: int | None = self.planning.take_changed()
+        return number
 
     # -- planning ----------------------------------------------------------------------
 
@@ -130,6 +164,21 @@ class RowGroup:
         depth: Depth | None = self.planning.depth()
         return depth
 
+    @property
+    def most_ahead(self) -> int | None:
+        """Batches that may be expected at once; None: any number."""
+        most: int | None = self.planning.most_ahead
+        return most
+
+    def go_direct(self, work: Work) -> bool:
+        """A batch that was not announced comes between planned ones: count it on the direct path.
+
+        False if rows do not move: then it can be planned now.
+        """
+        if self.flight.rows_move:
+            self.count_direct(work)
+        return self.flight.rows_move
+
     def _no_room(self, work: Work) -> None:
         """A batch does not fit the slots: it takes the direct path, in chunks."""
         rows, is_first = work.ids.ids, not self.counters.direct_batches
@@ -142,12 +191,17 @@ class RowGroup:
         outside = work.ids.ids[self.direct.locate(work.ids.ids) == FREE]
         self.counters.count(work.ids, fetched=outside, evicted=outside)
 
+    def free_berth(self, berth: int) -> None:
+        """No batch will land in this input of a captured step again."""
+        self.planning.free_berth(berth)
+
     def remedy(self, batches: str) -> str:
         """Say what would hold batches that passed in chunks."""
         return self.overflow.remedy(batches, self.num_slots)
 
     @property
     def planner(self) -> Any:
+        """The planner of slots; rows that are all in fast memory have none on a CPU."""
         return self.planning.planner
 
     # -- moving ------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class CapturedStep:
             if len(module.groups) == 1:
                 group: Any = module.groups[0]
                 if group.can_be_captured:
-                    group.room.fix(max_lookups)
+                    group.planning.room.fix(max_lookups)
 
     # -- batches that arrive -----------------------------------------------------------
 
@@ -137,7 +137,7 @@ class CapturedStep:
         for work in _works(arrivals):
             work.berth = berth.number
             if work.batch.offsets is not None:
-                work.group.columns(work.batch.keys)
+                work.group.planning.columns(work.batch.keys)
         self._berths[id(berth.handed)] = berth
         return berth.handed
 
@@ -199,7 +199,7 @@ class CapturedStep:
         return _Form(tensors, room, facts, _engines(arrivals))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
-        if not all(work.group.is_pooled for work in works):
+        if not all(work.group.planning.is_pooled for work in works):
             return values.numel()
         if sum(work.num_lookups for work in works) == values.numel():
             return sum(work.size for work in works)
@@ -278,19 +278,19 @@ class CapturedStep:
         # Whole, or rows might miss an update that the dense part has had.
         with writing([embedding.lock for embedding, _ in berth.arrivals]):
             for work, cut in cuts:
-                work.group.bring(work, cut)
+                work.group.load_vectors(work, cut)
             for embedding, tables in graph.updated:
                 embedding.optimizer.count_step(tables)
                 if embedding.optimizer.rule.uses_step:
                     for group in embedding.groups:
                         if group.can_be_captured:
-                            group.push_scalars()
+                            group.arithmetic.scalars.push()
             if split is not None:
                 graph.replay_first()
                 split.wait()
             graph.replay()
             for work, cut in cuts:
-                work.group.take_home(work, cut)
+                work.group.apply_gradients(work, cut)
 
     def _leave(self, trained: _Berth) -> None:
         """Its place is free again, as are those of batches before it that nobody trained."""
@@ -374,7 +374,7 @@ class CapturedStep:
         embeddings = [embedding for embedding, _ in berth.arrivals]
         for embedding in embeddings:
             embedding.optimizer.in_graph = None
-        cuts = [work.group.cut(work) for work in berth.cut]
+        cuts = [work.group.make_boundary(work) for work in berth.cut]
         counters = _host_state(self._optimizer)
         before = [each.clone() for each in counters]
         with writing([embedding.lock for embedding in embeddings]), berth.as_it_lies():
@@ -419,11 +419,11 @@ class CapturedStep:
         every: list[Any] = [group for each, _ in arrivals for group in each.groups]
         groups = [group for group in every if group.can_be_captured]
         for group in groups:
-            group.push_scalars()
+            group.arithmetic.scalars.push()
         settings = (
-            [group.scalars_alike for group in groups],
-            [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
-            [None if group.changed is None else group.changed.there.data_ptr() for group in groups],
+            [group.arithmetic.scalars.are_alike for group in groups],
+            [_address(group.store.frozen.bits) for group in groups],
+            [_address(x and x.there) for x in (group.store.changed for group in groups)],
             [each.grad_scale for each, _ in arrivals],
             [each.requires_grad for each, _ in arrivals],
         )
@@ -466,6 +466,10 @@ class _Form:
         self.key = shapes, of_works, engines
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _engines(arrivals: Arrivals) -> tuple[bool, ...]:
     """Who keeps the rows: batches of one shape are launched otherwise by another engine."""
     return tuple(work.group.can_be_captured for work in _works(arrivals))
@@ -473,7 +477,7 @@ def _engines(arrivals: Arrivals) -> tuple[bool, ...]:
 
 def _facts(work: Any) -> Any:
     """What the launches of a jagged batch depend on, beside the shapes of its tensors."""
-    spans = None if work.group.is_pooled else work.spans
+    spans = None if work.group.planning.is_pooled else work.spans
     return work.batch.keys, work.size, spans
 
 
@@ -543,7 +547,7 @@ class _Berth:
             len(shown) == len(self.shown)
             and all(map(is_, shown, self.shown))
             and all(each.is_unchanged for _, each in self.arrivals)
-            and not any(work.group.aside for work in self.works)
+            and all(work.group.active for work in self.works)
             and all(work.group.slots_hold(work) for work in self.captured)
             and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
             and (not self.cut or all(each.pipeline.updates_at_once for each, _ in self.arrivals))

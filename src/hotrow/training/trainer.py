@@ -274,9 +274,10 @@ class Trainer(Generic[Batch]):
         """What all collections have looked up and moved so far, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
         for group in (group for each in self._collections for group in each.every_group):
-            _, _, fetched, evicted = group.moved
-            loaded = group.loaded_rows
-            moved = [*group.moved, *group.bytes_of(fetched, evicted, loaded), loaded]
+            counters = group.counters
+            _, _, fetched, evicted = counters.moved
+            loaded = counters.loaded_rows
+            moved = [*counters.moved, *counters.bytes_of(fetched, evicted, loaded), loaded]
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals

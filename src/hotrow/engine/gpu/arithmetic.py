@@ -95,11 +95,13 @@ class DeviceArithmetic:
 
     def update_planned(self, work: DeviceWork, x: Lookups, grads: Tensor) -> bool:
         """Sum gradients and update rows in their slots, without waiting for the device."""
+        plan, store = work.plan, self._store
+        assert plan is not None
         scalars, bases = self.scalars.now()
-        b, segments, store = work.plan.buffers, work.plan.segments(), self._store
+        b, segments = plan.buffers, plan.segments()
         if store.changed is not None:
             start.note_written(store.changed.there, segments.ids, segments.count)
-        row_slots, weights = b.row_slots[: work.plan.lookups], x.weights
+        row_slots, weights = b.row_slots[: plan.lookups], x.weights
         if x.used is not None:
             row_slots, weights = self._only_used(row_slots, segments, x)
         update.update_slots(

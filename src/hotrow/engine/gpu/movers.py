@@ -112,7 +112,7 @@ class Bulk(ZeroCopy):
         self.back = back
 
     @property
-    def num_bytes(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
         return self.back.num_bytes
 
     def fill(self, work: Work) -> None:
@@ -174,7 +174,7 @@ class StagedMover(ZeroCopy):
         self.staged, self._moves_of = staged, moves_of
 
     @property
-    def num_bytes(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
         return self.staged.num_bytes
 
     def fill(self, work: Work) -> None:

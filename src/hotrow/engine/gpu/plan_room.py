@@ -52,7 +52,7 @@ class PlanRoom:
 
     @property
     def num_rows(self) -> int:
-        return self._group.num_rows
+        return self._group.layout.num_rows
 
     @property
     def num_slots(self) -> int:

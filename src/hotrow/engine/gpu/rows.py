@@ -54,6 +54,7 @@ def _all_rows(settings: Settings) -> RowGroup:
     )  # fmt: skip
     direct = AllRowsDirectPath(settings, memory, mover, arithmetic, planning.moves_in_flight)
     group.use(Parts(memory, planning, mover, arithmetic, direct))
+    group.can_be_captured = True
     return group
 
 
@@ -82,7 +83,9 @@ def _slots(settings: Settings, share: Share) -> RowGroup:
     group = RowGroup(settings, Flight(settings.strategy.hold.past), counters)
     lasting = Lasting(settings, host, group)
     group.use(lasting.build(host.share))
-    group.room = PlanRoom(group, lasting.build, host.share)
+    group.can_be_captured = True
+    group.fill_choice = host.fill_choice
+    group.plan_room = PlanRoom(group, lasting.build, host.share)
     return group
 
 

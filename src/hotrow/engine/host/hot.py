@@ -284,9 +284,7 @@ class HotRows:
         alike = all(bool((values == values[0]).all()) for values in numbers.values())
         tables = None if alike else self._layout.table_of(self.ids[slots])
         state = [rows[:, place] for place in settings.state_columns.values()]
-        settings.optimizer.rule.update(
-            rows[:, : self._dim], grads, state, per_row(numbers, tables)
-        )
+        settings.optimizer.rule.update(rows[:, : self._dim], grads, state, per_row(numbers, tables))
         self.slots.index_copy_(0, slots, rows)
 
     def _scalars_now(self) -> tuple[Tensor, Tensor | None]:
@@ -337,7 +335,9 @@ class HotRows:
         return lookups, rows
 
     def num_bytes(self) -> dict[str, int]:
-        frozen = {} if self._frozen_slots is None else {"which slots are frozen": self._frozen_slots}
+        frozen = (
+            {} if self._frozen_slots is None else {"which slots are frozen": self._frozen_slots}
+        )
         parts = {"slots": self.slots, "ids of slots": self._device_ids, **frozen}
         return {name: part.nbytes for name, part in parts.items()}
 

@@ -60,7 +60,7 @@ class Link:
     def start_to_host(
         self, *tensors: Tensor | None, buffer: HostBuffer | None = None
     ) -> tuple[list[Tensor | None], Mark]:
-        """Return tensors on their way to the host, the first in `buffer`, and when they are there."""
+        """Start copies to the host, the first into `buffer`; return them and when they end."""
         copies: list[Tensor | None] = list(tensors)
         if self.exists:
             locked = self._device.type == "cuda"

@@ -33,9 +33,8 @@ from hotrow.engine.work import Work
 from hotrow.inputs.batch import Batch, Lookups, lookups_of, spans_of
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels import reference
-from hotrow.kernels.rules import SGD
+from hotrow.kernels.rules import SGD, per_row
 from hotrow.kernels.rules import Scalars as TableNumbers
-from hotrow.kernels.rules import per_row
 from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.store.pinned import locked_rows
 from hotrow.store.ram import Store, host_rows, initialise
@@ -65,7 +64,9 @@ class HostRows:
     active = True  # False: another engine trains the same rows now
     berths = 0  # inputs of captured steps
     expected_rows: int | None = None
-    room: Any = None  # no slots give way to plans
+    can_be_captured, can_be_cut = False, True
+    fill_choice: Any = None
+    plan_room: Any = None  # no slots give way to plans
 
     def __init__(self, settings: Settings, store: Store) -> None:
         layout, device = settings.layout, settings.device
@@ -164,7 +165,7 @@ class HostRows:
         return HostPlan(keys, segments, facts, host_ids, hot)
 
     def _sorted(self, keys: Tensor, bad: Tensor, *more: Tensor) -> tuple[Segments, Tensor, Tensor]:
-        """Return segments and, on their way to the host, facts, with `more` behind them, and ids."""
+        """Return segments and, on their way to the host, facts, then `more`, and unique ids."""
         segments = segments_of(keys)
         ordered = segments.ids.index_select(0, segments.rank)
         edges = torch.searchsorted(ordered, self._device_bases)
@@ -203,6 +204,9 @@ class HostRows:
 
     def depth(self) -> Depth | None:
         return None
+
+    def free_berth(self, berth: int) -> None:
+        """Boundaries go with their graphs."""
 
     def go_direct(self, work: Work) -> bool:
         return False
@@ -467,8 +471,9 @@ class HostRows:
         return reference.sum_by_row(grads, side.bag_of, weights, side.ids)
 
     @torch.no_grad()
-    def update_planned(self, work: HostWork, x: Lookups, grads: Tensor) -> bool:
+    def update_planned(self, work: Work, x: Lookups, grads: Tensor) -> bool:
         """Update a batch's rows from the gradients of its bags, in one go; False: not possible."""
+        assert isinstance(work, HostWork)
         if capturing():
             boundary = self._boundaries[work.berth]
             boundary.grads, boundary.used = grads, x.used
@@ -605,6 +610,11 @@ class HostRows:
     # -- rows --------------------------------------------------------------------------
 
     chunk_rows = ALL_AT_ONCE
+
+    @property
+    def notes_changes(self) -> bool:
+        """Whether every change of a row is noted in the store; those of hot rows are not."""
+        return not self.hot.exists
 
     @property
     def num_slots(self) -> int:
