@@ -132,7 +132,7 @@ def plan(shape: Shape) -> Case:
     from hotrow.engine.evict import EVICTIONS
     from hotrow.engine.gpu.plan_buffers import PlanBuffers
     from hotrow.engine.gpu.planner import DevicePlanner, DeviceScratchpad
-    from hotrow.engine.planner import Hold
+    from hotrow.engine.rules import Hold
     from hotrow.support.streams import lanes_of
 
     pad = DeviceScratchpad(shape.num_slots, 0, shape.num_rows, shape.device, dense_map=False)

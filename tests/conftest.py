@@ -69,7 +69,9 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.fixture(autouse=True)
 def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few batches are known ahead in a test, and yet rows are to leave in bulk."""
-    monkeypatch.setattr("hotrow.engine.gpu.bulk._LEAST_CERTAIN", 0)
+    from hotrow.engine.tuning import Tuning  # now that Triton's variable is set
+
+    monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(least_certain=0))
 
 
 @pytest.fixture

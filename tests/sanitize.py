@@ -30,7 +30,7 @@ import hotrow.embedding.collection
 import hotrow.engine.gpu.bulk
 import hotrow.support.streams
 from hotrow.data import ClickBatch
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.kernels.triton import (
     fill,
     interact,
@@ -313,7 +313,7 @@ def main() -> None:
     torch.manual_seed(0)
     wanted, launched = watch_launches()
     if not CUDA:
-        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        hotrow.embedding.collection._engine = lambda device: gpu_rows
     if OWN_ALLOCATIONS:
         hotrow.support.streams.Recorder._comes_again = lambda self, key: False  # type: ignore[method-assign]
     for name in chosen:

@@ -24,7 +24,7 @@ import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint, Save
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.job import same_bits
 from hotrow.store.changed import ChangedRows
 from hotrow.store.ram import Store
@@ -115,7 +115,7 @@ class Loop:
 
     def train(self, after: Any = lambda step: None, *, last: int = len(BATCHES)) -> None:
         # Where Triton is interpreted, a lookup takes as long as a batch otherwise.
-        few = type(self.embedding.groups[0]) is DeviceRows and self.embedding.device.type == "cpu"
+        few = type(self.embedding.groups[0]) is gpu_rows and self.embedding.device.type == "cpu"
         batches = [batch[:6] for batch in BATCHES[:10]] if few else BATCHES
         for step, batch in enumerate(hotrow.ahead(batches[:last], self.model), 1):
             self.model["dense"](self.embedding(batch).values()).square().mean().backward()
@@ -216,7 +216,7 @@ def test_rows_on_a_device_are_those_of_the_begin(
     device: str, strategy: str, fill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     monkeypatch.setattr("hotrow.engine.gpu.bulk._LEAST_CERTAIN", 0)
     monkeypatch.setattr("hotrow.engine.gpu.bulk._PACKETS_IN_LOAD", 1)
     # So few slots that rows leave, and so few in a packet that they go back, while it is saved.

@@ -17,7 +17,7 @@ import hotrow.checkpoint.model as saving
 import hotrow.checkpoint.shards as shards
 import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.job import same_bits
 from hotrow.support.files import Disk, checksum
 from model_cases import MODEL_CASES, ModelCase
@@ -136,7 +136,7 @@ def test_rows_on_a_device_come_back(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     tables = (Bag("item", 300, 8, ["item"]),)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:

@@ -25,7 +25,7 @@ import hotrow.embedding.collection
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import Lock, clean, latest_in, named_in, saved_in
 from hotrow.data import ClickBatch
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.job import same_bits
 from hotrow.store.changed import ChangedRows
 from hotrow.support.random_states import random_states, restore_random_states
@@ -194,7 +194,7 @@ def test_rows_on_a_device_come_back_with_their_state(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     tables = (Bag("item", 300, 8, ["item"]),)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:
@@ -253,7 +253,7 @@ def test_an_incremental_one_holds_what_a_device_has_changed(
     device: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
     def make(seed: int) -> hotrow.EmbeddingBagCollection:
         return hotrow.EmbeddingBagCollection(
@@ -281,14 +281,14 @@ def test_an_incremental_one_holds_what_a_device_has_changed(
 def test_an_incremental_one_after_one_saved_while_the_host_trains(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def apart(group: DeviceRows) -> ChangedRows:  # bits of their own, as on a device
+    def apart(group: gpu_rows) -> ChangedRows:  # bits of their own, as on a device
         made = ChangedRows(group.layout.num_rows)
         made.there = made.bits.clone()
         return made
 
     if device == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
-        monkeypatch.setattr(DeviceRows, "_changed_rows", apart)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+        monkeypatch.setattr(gpu_rows, "_changed_rows", apart)
     options: dict[str, Any] = {"strategy": "static", "budget": "60%", "device": device, "seed": 0}
     one = hotrow.EmbeddingBagCollection(TABLES, RULES["adagrad"], **options)
     batches = [each[:12] for each in BATCHES[:4]]

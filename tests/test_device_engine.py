@@ -40,8 +40,8 @@ from builders import (
 )
 from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu import planner as device_planner
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import Strategy, as_listed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +53,7 @@ ONE_HOT, MULTI_HOT, TWO_WIDTHS = CASES["one-hot"], CASES["multi-hot"], CASES["tw
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collections on DEVICE are kept by the device's engine, also where that is the CPU."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def build(
@@ -172,7 +172,7 @@ def test_all_fast_is_close_to_the_engine_of_the_cpu(
 ) -> None:
     rule = list(RULES)[list(CASES).index(case) % len(RULES)]
     found = all_fast(case, rule)
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: RowGroup)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: cpu_rows)
     tables = CASES[case].tables
     host = hotrow.EmbeddingBagCollection(tables, RULES[rule], strategy="all-fast", seed=3)
     expected = train(host, CASES[case].batches(STEPS))
@@ -199,7 +199,7 @@ def test_traffic_is_counted_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     batches = TWO_WIDTHS.batches(STEPS)
     embedding = tight(TWO_WIDTHS, name="lru", victims="own")
     train(embedding, batches)
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: RowGroup)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: cpu_rows)
     strategy = variant("lru")
     host = hotrow.EmbeddingBagCollection(
         TWO_WIDTHS.tables, RULES["adagrad"], strategy=strategy,

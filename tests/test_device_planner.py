@@ -22,7 +22,8 @@ from hotrow.engine.evict import EVICTIONS, SlotFacts
 from hotrow.engine.gpu import planner as device_planner
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, DeviceScratchpad, Expected
-from hotrow.engine.planner import Hold, Pins, Planner
+from hotrow.engine.planner import Planner
+from hotrow.engine.rules import Hold, Pins
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps, ranking, window, words

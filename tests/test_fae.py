@@ -21,8 +21,8 @@ import hotrow.embedding.collection
 from builders import RULES
 from hotrow.data import ClickBatch, Loader
 from hotrow.data.sources import Samples
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.hybrid import HostRows
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.host.rows import HostRows
 from hotrow.inputs.hotset import popular
 from hotrow.systems.estimate import RandEmBox
 from hotrow.systems.fae.fae import FAE
@@ -734,7 +734,7 @@ def test_on_a_device_rows_are_those_of_all_fast_in_the_same_order(
     cold: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     model, twin = (Model("adam", each, device=DEVICE) for each in ("static", "all-fast"))
     fae = FAE(sample_rate=1.0, cold=cold, hot_budget=40 * 48, test=TEST[:1])
     seen, _ = train(model, fae, LOADER[:6], graphs=False)  # what is replayed is not seen

@@ -39,7 +39,8 @@ from builders import (
 )
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.engine.evict import EVICTIONS
-from hotrow.engine.planner import Hold, Planner
+from hotrow.engine.planner import Planner
+from hotrow.engine.rules import Hold
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.kernels import reference

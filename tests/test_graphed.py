@@ -25,7 +25,7 @@ import hotrow.embedding.step
 import hotrow.training.captured
 from builders import RULES, Outcome, outcome, readout, skewed
 from hotrow.engine.evict import EVICTIONS
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
 from hotrow.inputs.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
 from hotrow.inputs.tables import group_by_width
@@ -205,7 +205,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Replays:
         embedding.optimizer.in_graph = found.tables  # a real capture runs the backward pass
         return StandIn(launch, berths[0], found)
 
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     monkeypatch.setattr(hotrow.training.captured, "capture", capture)
     monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture_berth)
     # As few as can be, so that they are soon used again.

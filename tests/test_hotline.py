@@ -30,8 +30,9 @@ import hotrow.training.captured
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
 from hotrow.embedding.step import PendingStep
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.mover import CopyMover
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.split_batch import Split
 from hotrow.inputs import samples
 from hotrow.support.streams import Lanes, lanes_of
@@ -192,7 +193,7 @@ def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(left, right, **TOLERANCE)
 
 
-ENGINES = {"rows": RowGroup, "device-rows": DeviceRows}
+ENGINES = {"rows": cpu_rows, "device-rows": gpu_rows}
 
 
 @pytest.fixture(params=ENGINES)
@@ -372,7 +373,7 @@ class LateRows:
             if name == "train" and isinstance(mark, Mark) and mark.jobs:
                 late.arrive(mark.jobs)
 
-        def fill(self: RowGroup, work: Any) -> None:
+        def fill(self: CopyMover, work: Any) -> None:
             moves = work.plan.moves
 
             def job() -> None:
@@ -385,7 +386,7 @@ class LateRows:
         monkeypatch.setattr(Lanes, "mark", mark)
         monkeypatch.setattr(Lanes, "after", after)
         monkeypatch.setattr(Lanes, "join", lambda self: late.arrive(list(late.queue)))
-        monkeypatch.setattr(RowGroup, "fill", fill)
+        monkeypatch.setattr(CopyMover, "fill", fill)
 
     def arrive(self, jobs: list[Callable[[], None]]) -> None:
         for job in jobs:
@@ -808,7 +809,7 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
         captures.append(split.first)
         return StandIn(self, berth, split)
 
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture)
     monkeypatch.setattr(hotrow.training.captured, "_BERTHS", 4)
     monkeypatch.setattr(hotrow.training.captured, "_EAGER_FIRST", 1)

@@ -13,6 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import hotrow.engine.hybrid
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import hotrow.engine.hybrid
 import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.data import ClickBatch
 from hotrow.embedding.ahead import to_device
-from hotrow.engine.hybrid import HostRows, _Columns
+from hotrow.engine.host.link import RowColumns
+from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
@@ -105,7 +106,7 @@ def make_late(embedding: hotrow.EmbeddingBagCollection, late: bool = True) -> No
     """As on a GPU: what crosses is copied, and updates wait until somebody reads rows."""
     for group in embedding.groups:
         assert isinstance(group, HostRows)
-        group.has_link = late
+        group.link.exists = late
 
 
 @pytest.mark.thinned(2)
@@ -186,7 +187,7 @@ def test_what_is_fewer_bytes_crosses(
     group.output_dtype = dtype
     plan: Any = SimpleNamespace(num_rows=rows, num_lookups=lookups)
     assert not group.rows_cross(plan, bags)  # there is no link
-    group.has_link = True
+    group.link.exists = True
     assert group.rows_cross(plan, bags) is crosses
 
 
@@ -491,7 +492,7 @@ def test_a_lookup_that_fails_midway_leaves_no_rows_behind(
 def test_columns_keep_every_bit(width: int, first: int, last: int) -> None:
     bits = torch.randint(-(2**31), 2**31 - 1, (30, width), dtype=torch.int32)  # NaNs of all kinds
     rows = torch.zeros(30, width)
-    columns = _Columns(rows[:, first:last])
+    columns = RowColumns(rows[:, first:last])
     ids = torch.tensor([29, 3, 11, 0])
     columns.write(ids, bits[:4, first:last].contiguous().view(torch.float32))
     out = torch.empty(4, last - first)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
+import hotrow.engine.hybrid
+import hotrow.engine.static_hybrid
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,6 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.embedding.step
-import hotrow.engine.hybrid
-import hotrow.engine.static_hybrid
 import hotrow.training.captured
 from hotrow.data import ClickBatch
 from hotrow.support.streams import lanes_of

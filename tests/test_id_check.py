@@ -16,7 +16,7 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, build, readout, train
 from hotrow.engine.gpu.id_check import IdCheck
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.kernels.triton.segments import segments_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,7 +28,7 @@ FEATURES = torch.tensor([[0, 60, -1, 1], [60, 40, 5, 0]], device=DEVICE)
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def found(given: tuple[Tensor, ...], planned: list[int], *, jagged: bool = False) -> int | None:

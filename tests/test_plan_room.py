@@ -15,7 +15,7 @@ import hotrow.embedding.collection
 import hotrow.engine.gpu.plan_room
 from builders import Outcome, readout, train
 from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.store.writer import why_not
 from hotrow.support.streams import lanes_of
 from hotrow.support.units import parse_bytes
@@ -30,7 +30,7 @@ NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def tables(widths: tuple[int, ...] = (DIM,)) -> list[hotrow.EmbeddingBagConfig]:

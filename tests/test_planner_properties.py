@@ -27,7 +27,8 @@ from builders import (
 )
 from hotrow.engine import planner as planner_module
 from hotrow.engine.evict import DOUBLED, EVICTIONS, Eviction
-from hotrow.engine.planner import Hold, Pins, Plan, Planner
+from hotrow.engine.planner import Plan, Planner
+from hotrow.engine.rules import Hold, Pins
 from hotrow.engine.scratchpad import FREE, Scratchpad
 from hotrow.kernels.reference import SortedIds, sort_ids
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, readout
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.training.masters import MasterWeights
 
 CASE = CASES["one-hot"]
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
     if request.param == "device-rows":
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled where there is a GPU")
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     return Model(collection())
 
 

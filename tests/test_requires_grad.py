@@ -12,7 +12,7 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Outcome, outcome, readout
 from hotrow.embedding.ahead import to_device
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 
 ON_GPU = torch.cuda.is_available()
 CASE = CASES["multi-hot"]
@@ -21,7 +21,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "lookahead": {"strategy": "lookahead", "slots": 60},
     "hybrid": {"strategy": "hybrid"},
     "static-hybrid": {"strategy": "static-hybrid", "slots": 12},
-    "device": {"strategy": "lookahead", "slots": 60, "engine": DeviceRows},
+    "device": {"strategy": "lookahead", "slots": 60, "engine": gpu_rows},
 }
 
 

@@ -188,9 +188,9 @@ def test_on_the_engine_of_a_device(
     monkeypatch: pytest.MonkeyPatch, strategy: str, check: Callable[..., object]
 ) -> None:
     """By Triton's interpreter, which is slow."""
-    from hotrow.engine.gpu.rows import DeviceRows
+    from hotrow.engine.gpu.rows import gpu_rows
 
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     check(strategy, "cpu", 8, **FEW)
 
 

@@ -13,8 +13,8 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Case, no_synchronisation, readout
 from hotrow.embedding.ahead import Ahead
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.split_batch import Parted, Split
 from hotrow.engine.stages import LATE
 from hotrow.inputs import samples
@@ -22,7 +22,7 @@ from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import popular
 from hotrow.systems.hotline.split import Splitter
 
-ENGINES = {"rows": RowGroup, "device-rows": DeviceRows}
+ENGINES = {"rows": cpu_rows, "device-rows": gpu_rows}
 SLOTS = 60
 
 

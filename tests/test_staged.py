@@ -46,7 +46,7 @@ from builders import (
 from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.fill_forms import CLEARLY, NEARLY, FillChoice, by_rates
 from hotrow.engine.gpu.mover_choice import choose, measure
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.stages import FIVE, FUSED, SPLIT, hold_of
 from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.kernels.triton import fill as kernels
@@ -62,7 +62,7 @@ FORMS = ("zero-copy", "staged")
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def build(
@@ -243,13 +243,13 @@ def test_a_batch_that_moves_more_than_a_packet_holds_moves_at_once(
 ) -> None:
     monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", 5)
     whole: list[int] = []
-    real = DeviceRows.fill
+    real = gpu_rows.fill
 
-    def counted(self: DeviceRows, work: Any) -> None:
+    def counted(self: gpu_rows, work: Any) -> None:
         whole.append(work.plan.num_moves)
         real(self, work)
 
-    monkeypatch.setattr(DeviceRows, "fill", counted)
+    monkeypatch.setattr(gpu_rows, "fill", counted)
     for name in ("lookahead", "scratchpipe"):
         whole.clear(), late.done.clear()
         embedding = tight(ONE_HOT, name=name, steps=12)
@@ -267,7 +267,7 @@ def test_a_store_that_is_not_page_locked_is_moved_by_the_host(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device must not touch the store at all."""
-    monkeypatch.setattr(DeviceRows, "zero_copy", False)
+    monkeypatch.setattr(gpu_rows, "zero_copy", False)
     monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", most)
     monkeypatch.delattr(kernels, "fill")
     embedding = tight(ONE_HOT, name=name)
@@ -526,8 +526,8 @@ def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
 def test_a_program_ends_though_rows_are_on_their_way() -> None:
     script = """
         import time, torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.staged
-        from hotrow.engine.gpu.rows import DeviceRows
-        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        from hotrow.engine.gpu.rows import gpu_rows
+        hotrow.embedding.collection._engine = lambda device: gpu_rows
         real = hotrow.engine.gpu.staged.write_rows
         def late(*args):
             time.sleep(0.3)

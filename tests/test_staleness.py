@@ -16,7 +16,7 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
 from hotrow.embedding.ahead import to_device
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import as_listed
 from hotrow.systems.slipstream.staleness import Numbering, Snapshot, Threshold, find_threshold
 
@@ -53,7 +53,7 @@ def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(
 ) -> None:
     steps, device = 12, CPU
     if engine == "device":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         steps, device = 4, DEVICE
     plain, traffic, _ = trained(steps, look=False, device=device)
     found, same_traffic, moved = trained(steps, look=True, device=device)

@@ -12,19 +12,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hotrow.engine.static_hybrid
 import pytest
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import hotrow.engine.static_hybrid
 import test_freeze
 import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
 from hotrow.embedding.ahead import to_device
-from hotrow.engine.hybrid import HostRows
-from hotrow.engine.static_hybrid import StaticHybridRows
+from hotrow.engine.host.hot import HotRows
+from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.sizing.simulator import simulate
 from test_hybrid import (
@@ -81,7 +81,7 @@ def one_table_hot(rule: str = "adagrad", **options: Any) -> hotrow.EmbeddingBagC
 def by_kernels(embedding: hotrow.EmbeddingBagCollection) -> hotrow.EmbeddingBagCollection:
     """Hot rows are read and written by the GPU's kernels, which the interpreter runs."""
     for group in embedding.groups:
-        assert isinstance(group, StaticHybridRows)
+        assert isinstance(group.hot, HotRows)
         group._by_kernels = True
     return embedding
 
@@ -364,7 +364,7 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
     counts[[3, 7, 20, 41]] = torch.tensor([5.0, 9.0, 2.0, 8.0])
     embedding = hot(case, profile={"t": counts}, budget=room_for(case, 2))
     (group,) = embedding.groups
-    assert isinstance(group, StaticHybridRows)
+    assert isinstance(group.hot, HotRows)
     assert group._hot_ids.tolist() == [3, 41]
 
 
@@ -373,7 +373,7 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
 def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 40))
     (group,) = embedding.groups
-    assert isinstance(group, StaticHybridRows)
+    assert isinstance(group.hot, HotRows)
     make_late(embedding)
     batches, losses = MULTI_HOT.batches(40), list[Tensor]()
     for first in range(0, 40, 10):
@@ -391,7 +391,7 @@ def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
 def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 60))
     (group,) = embedding.groups
-    assert isinstance(group, StaticHybridRows)
+    assert isinstance(group.hot, HotRows)
     make_late(embedding)
     assert group._hot_ids.tolist() == list(range(80, 110))  # a small table is hot as a whole
     batches = MULTI_HOT.batches(40)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hotrow
 import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.sizing.simulator import simulate
 
@@ -63,7 +63,7 @@ def test_rows_that_no_lookup_asked_for_are_no_misses(
 def test_a_device_counts_them_apart_as_well(
     profile: hotrow.Profile | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     traffic = trained("static", profile=profile).traffic()
     assert 0 <= traffic.hit_rate <= 1
     assert traffic.loaded_rows >= 300

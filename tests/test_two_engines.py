@@ -19,9 +19,9 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout
 from hotrow.data import ClickBatch
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.hybrid import HostRows
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.direct import DirectPath
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.host.rows import HostRows
 from hotrow.engine.stages import LATE
 from hotrow.training import captured as captured_module
 from test_pins import all_fast, budget_of, learn
@@ -96,12 +96,12 @@ def test_state_that_does_not_move_with_its_rows_shows(
     losses = learn(embedding, batches[:4])
     with monkeypatch.context() as patch:
         if not back:
-            patch.setattr(RowGroup, "flush", flush_weights)
+            patch.setattr(DirectPath, "flush", flush_weights)
         embedding.train_on_host()
     losses += learn(embedding, batches[4:8])
     with monkeypatch.context() as patch:
         if back:
-            patch.setattr(RowGroup, "_load", weights_alone)
+            patch.setattr(DirectPath, "load", weights_alone)
         embedding.train_in_slots()
     losses += learn(embedding, batches[8:])
     assert not outcome(embedding, losses).same_bits(all_fast(case, "adagrad", batches))
@@ -265,7 +265,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
 ) -> None:
     """Rows that only the host has written are read, though the device could tell how they began."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     case = CASES["two-widths"]
     batches = case.batches(6)
     expected = all_fast(case, rule, batches, device=DEVICE)
@@ -277,7 +277,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
 
 def test_a_row_that_the_host_wrote_first_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     case = CASES["one-hot"]
     batches = case.batches(2)
     embedding = static(case, "sgd", batches, device=DEVICE)

@@ -10,7 +10,7 @@ import torch
 
 import hotrow
 import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tables import Constant, Normal, Uniform
 from hotrow.kernels.triton.start import Beginning, Unwritten, start_moves
 
@@ -23,7 +23,7 @@ DEVICES = [
 
 @pytest.fixture(autouse=True)
 def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def some_function(rows: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import hotrow.engine.gpu.planner
 from builders import CASES, RULES, Outcome, outcome, readout, tight_budget, train, variant
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.mover_choice import LEVELS, Effort, Level
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import Strategy
 from hotrow.kernels.triton.words import LAST_USE
 from hotrow.store.writer import Writer
@@ -36,7 +36,7 @@ VICTIMS = ("own", "random", "most-recent")
 @pytest.fixture(autouse=True)
 def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 @pytest.fixture
@@ -381,8 +381,8 @@ def test_the_first_collection_of_a_program_is_given_back_too() -> None:
         import torch, hotrow, hotrow.embedding.collection
         device = sys.argv[1]
         if device == "cpu":
-            from hotrow.engine.gpu.rows import DeviceRows
-            hotrow.embedding.collection._engine = lambda device: DeviceRows
+            from hotrow.engine.gpu.rows import gpu_rows
+            hotrow.embedding.collection._engine = lambda device: gpu_rows
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
         embedding = hotrow.EmbeddingBagCollection(

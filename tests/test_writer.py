@@ -17,7 +17,7 @@ import torch
 import hotrow
 import hotrow.embedding.collection
 import hotrow.store.writer
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.store.writer import Writer, shared_writer, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no writer: {why_not()}")
@@ -179,8 +179,8 @@ def test_a_loop_that_is_never_finished_does_not_keep_a_program_from_ending() -> 
     """What is taken down after the last line still has its writer."""
     script = """
         import torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.bulk
-        from hotrow.engine.gpu.rows import DeviceRows
-        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        from hotrow.engine.gpu.rows import gpu_rows
+        hotrow.embedding.collection._engine = lambda device: gpu_rows
         hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
@@ -232,7 +232,7 @@ class TestTheCompiler:
         monkeypatch.setenv("CC", compiler)
         assert said in str(why_not())
         assert os.listdir(tmp_path / "hotrow") == []  # nothing half done
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         table = hotrow.EmbeddingBagConfig("t", 1000, 4, ["f"])
         embedding = hotrow.EmbeddingBagCollection(
             [table], hotrow.SGD(), budget="50%", strategy="lookahead", fill="bulk"

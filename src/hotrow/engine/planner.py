@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.evict import NEVER, Eviction, SlotFacts
-from hotrow.engine.rules import BULK_PART, LAST_NUMBER, OLDEST, PINNED, Hold, Pins, PlannerRules
+from hotrow.engine.rules import OLDEST, PINNED, Hold, Pins, PlannerRules
 from hotrow.engine.scratchpad import FREE, Scratchpad
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.reference import Moves, SortedIds
-
-_LITTLE = 1 << 16  # slots and known rows that are ranked in no time
-_PER_ROW = 16  # and for every row planned since the last ranking so many more
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,11 @@ class Planner(PlannerRules):
         eviction: Eviction,
         refetch: bool = False,
         pins: Pins | None = None,
+        tuning: Tuning = DEFAULT,
     ) -> None:
-        super().__init__(pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins)
+        super().__init__(
+            pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins, tuning=tuning
+        )
         self.pad = pad
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
         shape, device = (pad.num_slots,), pad.slots.device
@@ -147,8 +148,10 @@ class Planner(PlannerRules):
         rows that came later are not, however far their next use is."""
         if not self.eviction.looks_ahead:
             return False
+        tuning = self.tuning
+        most = tuning.ranked_in_no_time + tuning.ranked_per_row * self._planned_since
         looked_at = self.pad.num_slots + sum(ids.numel() for ids in self.window)
-        return looked_at <= _LITTLE + _PER_ROW * self._planned_since
+        return looked_at <= most
 
     def _pop(self, count: int) -> Tensor | None:
         """The next victims of the last ranking that are still what they were then."""
@@ -176,7 +179,7 @@ class Planner(PlannerRules):
         may_leave = self.last_use < self.number - self.hold.past
         last = torch.iinfo(torch.int64).max
         keys = keys.masked_fill(~may_leave, last)
-        bulk = self.pad.num_slots // BULK_PART if self.eviction.in_bulk else 0
+        bulk = self.pad.num_slots // self.tuning.bulk_part if self.eviction.in_bulk else 0
         keys, slots = torch.topk(keys, min(max(count, bulk), keys.numel()), largest=False)
         self._queue = slots[keys != last]
         self._queue_use = self.last_use[self._queue]
@@ -194,7 +197,7 @@ class Planner(PlannerRules):
         self.next_use.scatter_reduce_(0, slots[here], number[here], "amin")
 
     def _renumber(self) -> None:
-        if self.number + len(self.window) < LAST_NUMBER:
+        if self.number + len(self.window) < self.tuning.last_number:
             return
         shift = self.number - self.hold.batches
         free = self.last_use != PINNED

@@ -142,6 +142,7 @@ class SlotPlanning(AllRowsPlanning):
             eviction=settings.strategy.eviction,
             refetch=settings.strategy.refetch,
             pins=settings.pins(),
+            tuning=settings.tuning,
         )
 
     def expect(self, work: Work, values: Tensor) -> None:

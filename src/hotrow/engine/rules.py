@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from hotrow.engine.evict import Eviction
+from hotrow.engine.tuning import Tuning
 
 OLDEST = -(2**30)  # last use of a free slot
 PINNED = 2**31 - 1  # last use of a pinned slot: a hold that never ends
-LAST_NUMBER = 2**30  # batch numbers are 32-bit per slot; renumbered long before they overflow
-BULK_PART = 8  # one ranking picks victims for at least this part of the slots
-_RELEARN = 512  # batches between two re-pins, once the counts have settled
-_EARLY_RELEARN = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,17 @@ class PlannerRules:
     """The state and the rules that planners share. Numbers count batches in planning order."""
 
     def __init__(
-        self, pad: Slots, *, hold: Hold, eviction: Eviction, refetch: bool, pins: Pins | None
+        self,
+        pad: Slots,
+        *,
+        hold: Hold,
+        eviction: Eviction,
+        refetch: bool,
+        pins: Pins | None,
+        tuning: Tuning,
     ) -> None:
         """`refetch`: fetch a row that is neither pinned nor held anew for every batch."""
-        self.hold, self.eviction, self.pins = hold, eviction, pins
+        self.hold, self.eviction, self.pins, self.tuning = hold, eviction, pins, tuning
         self._slots = pad
         # Where rows can be pinned and every row has a slot, no row has to leave.
         self.refetch = refetch and (pins is None or not pad.has_every_row)
@@ -105,7 +109,8 @@ class PlannerRules:
         """Whether to pin other rows before the batch with this number."""
         if self.pins is None or not self.pins.learned or self._slots.has_every_row:
             return False
-        return number in _EARLY_RELEARN or (number > 0 and number % _RELEARN == 0)
+        tuning = self.tuning
+        return number in tuning.early_relearn or (number > 0 and number % tuning.relearn == 0)
 
     def stop_learning(self) -> None:
         """A caller has named the rows to pin."""

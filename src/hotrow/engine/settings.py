@@ -7,9 +7,11 @@ from functools import cached_property
 
 import torch
 
+from hotrow.engine import tuning
 from hotrow.engine.profile import Profile, hottest, small_tables
 from hotrow.engine.rules import Pins
 from hotrow.engine.strategy import Strategy
+from hotrow.engine.tuning import Tuning
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels.rules import RowSettings
 from hotrow.store.budget import Share
@@ -31,6 +33,7 @@ class Settings:
     window_bytes: int = 0  # for the ids of batches that are known ahead
     output_dtype: torch.dtype = torch.float32
     fill: str = "auto"  # how a GPU moves rows
+    tuning: Tuning = field(default_factory=lambda: tuning.DEFAULT)
     # Callers hold it: to write for all that changes rows or maps, to read for reads and gathers.
     lock: RowLock = field(default_factory=lambda: RowLock(shared=False))
 

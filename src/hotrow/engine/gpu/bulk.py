@@ -36,7 +36,6 @@ from hotrow.support.streams import Lanes, Mark
 PACKETS = 2  # one that is filled, one on its way
 _PACKETS_IN_LOAD = 2
 _LOADS = 3  # one that is filled, and two for the CPU, which need not be done at once
-_LEAST_CERTAIN = 32  # batches: rows that may be read sooner than that would often be waited for
 
 
 class Packet:
@@ -70,7 +69,12 @@ class WriteBack:
     What is launched runs in the lane `rows`, where whoever calls has to be.
     """
 
-    def __init__(self, store: Store, slots: Tensor, *, most: int, lanes: Lanes) -> None:
+    def __init__(
+        self, store: Store, slots: Tensor, *, most: int, lanes: Lanes, least_certain: int = 0
+    ) -> None:
+        """`least_certain`: batches for which it must be certain that no row is read. Rows that may
+        be read sooner would often be waited for."""
+        self._least_certain = least_certain
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
         self._packets = [Packet(n, most, width, device) for n in range(PACKETS)]
@@ -89,7 +93,7 @@ class WriteBack:
 
     def is_worth(self, count: int, certain: int) -> bool:
         """Whether so many rows that leave are better kept, if that is certain for some batches."""
-        return count <= self.most and certain >= _LEAST_CERTAIN
+        return count <= self.most and certain >= self._least_certain
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""

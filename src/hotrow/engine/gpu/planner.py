@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hotrow.engine.evict import Eviction
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
-from hotrow.engine.rules import BULK_PART, LAST_NUMBER, OLDEST, Hold, Pins, PlannerRules
+from hotrow.engine.rules import OLDEST, Hold, Pins, PlannerRules
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton import ranking, words
 from hotrow.kernels.triton.maps import FREE, DeviceMap
@@ -27,9 +28,7 @@ from hotrow.support.streams import Mark, Recorder, synchronize
 
 _MOST_SLOTS = 2**31 - 2
 _MOST_BATCHES = 264  # that a window may hold
-_SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
-_TOMBSTONE_PART = 10  # at that part of the places, the map is made anew
 NEVER = PINNED = words.NEVER
 
 
@@ -140,8 +139,11 @@ class DevicePlanner(PlannerRules):
         pins: Pins | None = None,
         window_bytes: int = 0,
         tracks_slots: bool = True,
+        tuning: Tuning = DEFAULT,
     ) -> None:
-        super().__init__(pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins)
+        super().__init__(
+            pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins, tuning=tuning
+        )
         self.pad, self.window_bytes = pad, window_bytes
         device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
         self.device = device
@@ -223,7 +225,7 @@ class DevicePlanner(PlannerRules):
 
     def _queue_size(self, capacity: int) -> int:
         slots = self.last_use.numel()
-        return min(slots, max(slots // BULK_PART, 4 * capacity + kernels.BLOCK))
+        return min(slots, max(slots // self.tuning.bulk_part, 4 * capacity + kernels.BLOCK))
 
     def bytes_for(self, lookups: int) -> int:
         """What `reserve` takes for batches of so many lookups."""
@@ -476,11 +478,17 @@ class DevicePlanner(PlannerRules):
         usual = self._most_taken or most
         since = sum(plan.ranking == self._rankings for plan in self._unread)
         # A plan finds enough of them only if they are still there: keep a few batches' worth.
-        if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + _SPARE:
+        if (
+            not self.eviction.in_bulk
+            or self._queue_left < (since + 2) * usual + self.tuning.spare_victims
+        ):
             self._rank(announced=announced)
         # Some more, and searches for absent rows take longer. A plan that would leave no place
         # empty fails, and is made again after a rebuild.
-        if self.pad.map.hashed and self._tombstones > self.pad.map.size // _TOMBSTONE_PART:
+        if (
+            self.pad.map.hashed
+            and self._tombstones > self.pad.map.size // self.tuning.tombstone_part
+        ):
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -543,7 +551,7 @@ class DevicePlanner(PlannerRules):
         return max(0, min(super().useful_depth(), self.depth - 2))
 
     def _renumber(self) -> None:
-        if self.number + len(self.window) < LAST_NUMBER:
+        if self.number + len(self.window) < self.tuning.last_number:
             return
         shift = self.number - self.hold.batches - len(self._unread)
         shifted = (self.last_use - shift).clamp_(min=OLDEST)

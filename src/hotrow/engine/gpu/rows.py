@@ -26,7 +26,7 @@ from hotrow.engine.rows import Parts, RowGroup
 from hotrow.engine.settings import Settings
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
-from hotrow.store.budget import MOST_PACKED, Share
+from hotrow.store.budget import Share
 
 
 def gpu_rows(layout: WidthGroup, **options: Any) -> RowGroup:
@@ -111,6 +111,7 @@ class Lasting:
             refetch=settings.strategy.refetch,
             pins=settings.pins(),
             window_bytes=settings.window_bytes,
+            tuning=settings.tuning,
         )
         arithmetic = DeviceArithmetic(
             settings, memory.slots, memory.null_slot, memory.store, self._scalars
@@ -128,9 +129,13 @@ class Lasting:
     ) -> ZeroCopy:
         settings, host, lanes = self._settings, self._host, self._settings.lanes
         parts = (settings, memory, self._flight, planner.recorder, self._effort)
-        most = max(1, share.packet_rows or min(share.slots, MOST_PACKED))
+        most = max(1, share.packet_rows or min(share.slots, settings.tuning.most_packed))
         if host.fill_choice.form == "bulk":
-            return Bulk(*parts, back=WriteBack(host.store, memory.slots, most=most, lanes=lanes))
+            back = WriteBack(
+                host.store, memory.slots, most=most, lanes=lanes,
+                least_certain=settings.tuning.least_certain,
+            )  # fmt: skip
+            return Bulk(*parts, back=back)
         if host.fill_choice.form == "staged":
             staged = Staged(
                 host.store, memory.slots, most=most, packets=host.packets,

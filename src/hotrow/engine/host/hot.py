@@ -26,8 +26,6 @@ from hotrow.store.ram import Store
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.streams import capturing
 
-_LEARN_AFTER = (16, 64, 256)  # batches
-_CHUNK_ROWS = 1 << 18  # between store and slots at once
 _NONE = torch.zeros(1, dtype=torch.int64)
 
 
@@ -105,7 +103,7 @@ class HotRows:
     def __init__(self, settings: Settings, store: Store, room: int) -> None:
         self._settings, self._store, self._layout = settings, store, settings.layout
         self._device, self._lanes, self._dim = settings.device, settings.lanes, settings.dim
-        layout, profile = settings.layout, settings.profile
+        layout, profile, self._tuning = settings.layout, settings.profile, settings.tuning
         if profile is None:
             hot = small_tables(layout, room // 2)
         else:
@@ -152,8 +150,8 @@ class HotRows:
             slot_bases = torch.searchsorted(ids, self._bases)
             self._slot_bases = slot_bases.to(self._device)
             self._slot_edges = slot_bases.int().to(self._device)
-            for first in range(0, len(ids), _CHUNK_ROWS):
-                part = ids[first : first + _CHUNK_ROWS]
+            for first in range(0, len(ids), self._tuning.chunk_rows):
+                part = ids[first : first + self._tuning.chunk_rows]
                 rows = self._store.rows.index_select(0, part)
                 self.slots[first : first + len(part)].copy_(rows)
             self.freeze()
@@ -170,7 +168,10 @@ class HotRows:
 
     @property
     def is_learning_due(self) -> bool:
-        return self._seen is not None and self._batches >= _LEARN_AFTER[self._times_learned]
+        return (
+            self._seen is not None
+            and self._batches >= self._tuning.learn_after[self._times_learned]
+        )
 
     def learn(self) -> Tensor:
         """Let rows that at least two batches have used be hot as well, the most used first.
@@ -187,7 +188,7 @@ class HotRows:
         if len(more):
             self._take(torch.cat([self.ids, more]).sort()[0])
         self._times_learned += 1
-        if self._times_learned == len(_LEARN_AFTER) or len(more) == room:
+        if self._times_learned == len(self._tuning.learn_after) or len(more) == room:
             self._seen = None
         return self.ids if len(more) else self.ids[:0]
 
@@ -313,8 +314,8 @@ class HotRows:
 
     def flush(self) -> None:
         with uninterrupted(), in_any_order():
-            for first in range(0, len(self.ids), _CHUNK_ROWS):
-                ids = self.ids[first : first + _CHUNK_ROWS]
+            for first in range(0, len(self.ids), self._tuning.chunk_rows):
+                ids = self.ids[first : first + self._tuning.chunk_rows]
                 self._store.write(ids, self.slots[first : first + len(ids)].cpu())
 
     def freeze(self) -> None:
