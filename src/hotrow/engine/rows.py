@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow import kernels
 from hotrow.engine.planner import Pins, Plan, Planner
 from hotrow.engine.profile import Profile, hottest, small_tables
 from hotrow.engine.scratchpad import FREE, Scratchpad
@@ -26,6 +25,7 @@ from hotrow.engine.stages import Part, Work
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.batch import Batch, Lookups, lookups_of
 from hotrow.inputs.tables import WidthGroup
+from hotrow.kernels import reference
 from hotrow.kernels.reference import Moves, SortedIds, bits_of, in_bits, places
 from hotrow.kernels.rules import RowSettings, per_row
 from hotrow.store.budget import SLOT_STATE_BYTES, Share
@@ -86,7 +86,7 @@ class RowGroup:
         self.window_bytes, self.output_dtype, self.fill_form = window_bytes, output_dtype, fill
         self.layout, self.optimizer, self.strategy = layout, optimizer, strategy
         self.device, self.profile = device, profile
-        self.kernels = kernels.for_device(device)
+        self.kernels = reference
         self.lanes = lanes_of(device)
         self.dim = layout.dim
         self.width = layout.dim + optimizer.rule.state_width(layout.dim)

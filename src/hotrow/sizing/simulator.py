@@ -15,8 +15,7 @@ from torch import Tensor
 from hotrow.engine.planner import Pins, Planner
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
-from hotrow.kernels import for_device
-from hotrow.kernels.reference import SortedIds
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
 
 _DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
@@ -203,7 +202,6 @@ class _Lane:
 
 
 def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
-    sort_ids = for_device(_CPU).sort_ids
     for values in trace:
         start = time.perf_counter()
         yield sort_ids(values, num_rows), time.perf_counter() - start

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.triton.maps import count_ends
+
 _BLOCK = 2048
 # Beside training: programs are short, since its kernels wait for those that are there.
 _MOVED_FLOATS, _MOVE_WARPS, _MOST_BLOCKS = 512, 2, 1024
@@ -303,14 +305,8 @@ def _start_moves(
         row = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
         there = there & (row >= 0)
         there = there & (is_written(written, row, there) == 0)
-        low = tl.zeros([ROWS], tl.int32)
-        high = low + num_tables
-        for _ in tl.static_range(SEARCH):
-            middle = (low + high) // 2
-            # Where the search has ended, nothing may move on.
-            end = tl.load(bases + middle + 1, mask=there & (low < high), other=1 << 62)
-            low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
-        table = tl.minimum(low, num_tables - 1)
+        ended = count_ends(bases + 1, row, there, num_tables, SEARCH)
+        table = tl.minimum(ended, num_tables - 1)
         kind = tl.load(kinds + table, mask=there, other=0)[:, None]
         a = tl.load(numbers + 2 * table, mask=there, other=0.0)[:, None]
         b = tl.load(numbers + 2 * table + 1, mask=there, other=0.0)[:, None]
