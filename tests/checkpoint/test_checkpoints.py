@@ -641,7 +641,7 @@ def test_checkpoints_of_the_first_format_load() -> None:
     assert model[1].weight.tolist() == [[0.25, -0.5]]
 
 
-FIRST_FORMAT = Path(__file__).parent / "saved" / "checkpoints-format-1"
+FIRST_FORMAT = Path(__file__).parents[1] / "saved" / "checkpoints-format-1"
 # Of five rows that begin as 0, two were updated, one of them twice.
 FIRST_ROWS = [[0.0, 0.0], [-0.125, 0.25], [0.0, 0.0], [-0.0625, 0.125], [0.0, 0.0]]
 
