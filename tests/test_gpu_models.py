@@ -12,7 +12,7 @@ from torch import nn
 
 import hotrow
 from dense_masters import MasterWeights
-from hotrow.embedding.ahead import to_device
+from hotrow.inputs.tree import to_device
 from hotrow.run.job import same_bits
 from model_cases import MODEL_CASES, ModelCase
 

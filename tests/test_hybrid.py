@@ -24,9 +24,9 @@ import hotrow.engine.hybrid
 import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.data import ClickBatch
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.hybrid import HostRows, _Columns
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep

@@ -22,10 +22,10 @@ import hotrow.engine.static_hybrid
 import test_freeze
 import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.hybrid import HostRows
 from hotrow.engine.static_hybrid import StaticHybridRows
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.sizing.simulator import simulate
 from test_hybrid import (
     FORMS,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotrow
 from builders import outcome
 from dense_masters import MasterWeights
-from hotrow.embedding.ahead import tensors_in
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import MODELS
 from hotrow.run.job import same_bits
 from hotrow.support.streams import lanes_of
