@@ -39,7 +39,7 @@ from systems import SYSTEMS, System
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
-from hotrow.embedding.collection import FILLS
+from hotrow.embedding.arguments import FILLS
 
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128

@@ -27,7 +27,8 @@ from torch.nn import functional
 import hotrow
 from hotrow.data import ClickBatch
 from hotrow.embedding.ahead import Ahead
-from hotrow.embedding.collection import Arrival, EmbeddingBagCollection
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.pipeline import Pipeline, PlannedBatch
 from hotrow.inputs import held_batches as kept
 from hotrow.inputs.held_batches import Kept
 
@@ -87,14 +88,14 @@ class Checks:
     def measured(self) -> Iterator[None]:
         places: list[tuple[Any, str]] = [(kept._Given, "take"), (Kept, "check"), (torch, "clone")]
         before = [getattr(owner, name) for owner, name in places]
-        is_as_read: Any = Arrival.is_as_read
+        is_as_read: Any = PlannedBatch.is_as_read
         for (owner, name), function in zip(places, before, strict=True):
             setattr(owner, name, self.timed(function))
-        Arrival.is_as_read = property(self.timed(is_as_read.fget))  # type: ignore[method-assign]
+        PlannedBatch.is_as_read = property(self.timed(is_as_read.fget))  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Arrival.is_as_read = is_as_read  # type: ignore[method-assign]
+            PlannedBatch.is_as_read = is_as_read  # type: ignore[method-assign]
             for (owner, name), function in zip(places, before, strict=True):
                 setattr(owner, name, function)
 
@@ -102,17 +103,17 @@ class Checks:
 @contextmanager
 def unchecked(is_off: bool) -> Iterator[None]:
     """Inside, ids are not compared with those that were planned."""
-    prepare: Any = EmbeddingBagCollection.prepare
+    prepare: Any = Pipeline.prepare
     if is_off:
 
         def without(self: Any, features: Any, device: Any = None, *, held: bool = False) -> Any:
             return prepare(self, features, device)
 
-        EmbeddingBagCollection.prepare = without  # type: ignore[method-assign]
+        Pipeline.prepare = without  # type: ignore[method-assign]
     try:
         yield
     finally:
-        EmbeddingBagCollection.prepare = prepare  # type: ignore[method-assign]
+        Pipeline.prepare = prepare  # type: ignore[method-assign]
 
 
 def refilling(batches: list[ClickBatch]) -> Iterator[ClickBatch]:

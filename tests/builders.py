@@ -142,7 +142,7 @@ def variant(name: str, schedule: str = "", victims: str = "own") -> Strategy:
 def unique_rows(case: Case, batches: Sequence[Any]) -> list[list[set[int]]]:
     """The ids of each batch, per width group."""
     scout = hotrow.EmbeddingBagCollection(case.tables, hotrow.SGD(), strategy="all-fast")
-    works = [scout.prepare(batch).works for batch in batches]
+    works = [scout.pipeline.prepare(batch).works for batch in batches]
     return [[set(w[g].ids.ids.tolist()) for w in works] for g in range(len(scout.groups))]
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import Case, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from programs import (
     Buffers,
     Program,
@@ -478,13 +478,13 @@ class Rows(Model):
     def change_engine(self) -> None:
         if self.plainly:
             return
-        if self.embedding.is_on_host:
+        if self.embedding.pins.is_on_host:
             self.embedding.train_in_slots()
         else:
             self.embedding.train_on_host()
 
     def pin_rows(self, rows: dict[str, Tensor]) -> None:
-        if not self.plainly and not self.embedding.is_on_host:
+        if not self.plainly and not self.embedding.pins.is_on_host:
             numbers = self.program.numbers
             largest = max(numbers, key=lambda n: len(samples_of(self.program, n).label))
             self.embedding.reserve_like(self.at(largest)["features"])

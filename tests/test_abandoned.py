@@ -93,7 +93,7 @@ def collect_in_a_reader(embedding: Any, then: Callable[[], None] = lambda: None)
     door = embedding.lock._door  # a writer that waits has closed it
 
     def read() -> None:
-        with embedding.reading():
+        with embedding.row_access.reading():
             reads.set()
             while door.acquire(blocking=False):
                 door.release()
@@ -103,7 +103,7 @@ def collect_in_a_reader(embedding: Any, then: Callable[[], None] = lambda: None)
 
     def write() -> None:
         reads.wait()
-        embedding.flush()
+        embedding.row_access.flush()
 
     run_all(read, write)
 
@@ -121,8 +121,8 @@ def test_garbage_is_collected_in_a_reader_while_a_writer_waits() -> None:
     abandon(embedding, batches(12))
     collect_in_a_reader(embedding)
     assert is_planned(embedding)
-    assert embedding._ahead is not None
-    assert embedding._ahead() is None
+    assert embedding.pipeline.iterator is not None
+    assert embedding.pipeline.iterator() is None
 
 
 def test_readers_of_two_collections_drop_each_others_iterators() -> None:
@@ -134,20 +134,20 @@ def test_readers_of_two_collections_drop_each_others_iterators() -> None:
     together = threading.Barrier(2)
 
     def read_first() -> None:
-        with first.reading():
+        with first.row_access.reading():
             together.wait()
             of_second.clear()
             together.wait()
 
     def read_second() -> None:
-        with second.reading():
+        with second.row_access.reading():
             together.wait()
             of_first.clear()
             together.wait()
 
     run_all(read_first, read_second)
     for embedding in (first, second):
-        assert embedding._ahead() is None
+        assert embedding.pipeline.iterator() is None
         step(embedding, batches(1)[0])
         assert not is_planned(embedding)
 
@@ -217,8 +217,8 @@ def test_nor_if_the_iterator_goes_with_a_generator_that_is_collected() -> None:
         next(owner.stream)
     del owner
     gc.collect()
-    assert embedding._ahead is not None
-    assert embedding._ahead() is None
+    assert embedding.pipeline.iterator is not None
+    assert embedding.pipeline.iterator() is None
     assert is_planned(embedding)
 
 
@@ -227,7 +227,7 @@ def test_a_loop_that_is_left_closes_its_iterator_at_once() -> None:
     for ids in hotrow.ahead(batches(12), embedding):
         step(embedding, ids)
         break
-    assert embedding._ahead is None
+    assert embedding.pipeline.iterator is None
     assert not is_planned(embedding)
 
 
@@ -304,7 +304,7 @@ def check_training_goes_on(
     go_on(left, data[12:])
     left.check()
     assert not is_planned(left)
-    assert left._ahead is None
+    assert left.pipeline.iterator is None
     assert torch.equal(every_row(left), every_row(closed))
     assert torch.equal(vectors(left, probe), vectors(closed, probe))
 
@@ -388,7 +388,7 @@ def test_an_iterator_that_was_closed_does_not_end_the_next_one() -> None:
     second = hotrow.ahead(batches(12), embedding)
     step(embedding, next(second))
     first.close()
-    embedding.leave(first)
+    embedding.pipeline.leave(first)
     with pytest.raises(RuntimeError, match=r"another hotrow.ahead iterator .* call its close\(\)"):
         next(hotrow.ahead(batches(12), embedding))
     step(embedding, next(second))
@@ -441,12 +441,12 @@ def test_handlers_of_signals_are_put_back() -> None:
     assert signal.getsignal(signal.SIGINT) is not handler
     assert in_thread(owners.clear) is None  # signals are handled by the main thread alone
     assert is_planned(embedding)  # the thread that trains may be in the midst of something
-    embedding.flush()
+    embedding.row_access.flush()
     assert signal.getsignal(signal.SIGINT) is handler
     abandon(embedding, batches(12))
     assert signal.getsignal(signal.SIGINT) is not handler
     gc.collect()
-    embedding.flush()
+    embedding.row_access.flush()
     assert signal.getsignal(signal.SIGINT) is handler
 
 

@@ -38,11 +38,11 @@ from builders import (
     train,
     variant,
 )
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu import planner as device_planner
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 5
@@ -515,7 +515,7 @@ def test_a_loader_that_repeats_one_tensor_stays_on_the_planned_way() -> None:
     group = embedding.groups[0]
     for each in hotrow.ahead([batch] * 5, embedding):
         look_up(embedding, each).backward()
-        assert group.slots_hold(embedding._arrivals[-1].works[0])
+        assert group.slots_hold(embedding.pipeline.planned[-1].works[0])
     assert embedding.traffic().chunked_batches == 0
 
 
@@ -622,7 +622,7 @@ def test_flush_brings_the_store_up_to_date() -> None:
     stored = embedding.groups[0].store.rows[:80, :5].cpu().clone()
     newest = embedding.state_dict()["embedding_bags.a.weight"]
     assert not torch.equal(stored, newest)
-    embedding.flush()
+    embedding.row_access.flush()
     assert torch.equal(embedding.groups[0].store.rows[:80, :5].cpu(), newest)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.engine.hybrid import HostRows
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import bits_of, in_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +71,7 @@ def put_back(embedding: Any, case: Case) -> Outcome:
 def ids_of(embedding: Any, frozen: Frozen) -> list[tuple[Any, Tensor]]:
     found = []
     for table, rows in ({} if frozen is None else frozen).items():
-        group, base, _ = embedding._place(table)
+        group, base, _ = embedding._rows.find(table)
         found.append(
             (group, (rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows) + base)
         )

@@ -163,7 +163,7 @@ class StandIn:
     def __init__(self, launch: Callable[[], None], berth: Any, seen: Replays) -> None:
         self._launch, self._berth, self._seen = launch, berth, seen
         ((self._embedding, _),) = berth.arrivals
-        arrival = self._embedding._arrivals[-1]
+        arrival = self._embedding.pipeline.planned[-1]
         works = [copy.copy(work) for work in arrival.works]
         for work in works:
             work.plan = replace(work.plan)  # type: ignore[type-var]
@@ -181,7 +181,7 @@ class StandIn:
         for work in arrival.works:
             work.arrive(arrival.batch)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding, "_find", lambda features: arrival)
+            patch.setattr(embedding.pipeline, "_find", lambda features: arrival)
             patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
             for group in embedding.groups:
                 patch.setattr(group, "slots_hold", lambda work: True)

@@ -24,9 +24,9 @@ import hotrow.engine.hybrid
 import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.data import ClickBatch
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.hybrid import HostRows, _Columns
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
@@ -345,7 +345,7 @@ def test_an_update_that_is_owed_has_the_settings_of_its_step(
         lambda embedding, _: next(iter(embedding.rows("a")))[1],
         lambda embedding, _: embedding.optimizer.state_dict()["state"]["a"]["sum"],
         lambda embedding, batch: embedding(batch)["f"],
-        lambda embedding, _: embedding.flush() or embedding.groups[0].store.rows.clone(),
+        lambda embedding, _: embedding.row_access.flush() or embedding.groups[0].store.rows.clone(),
         lambda embedding, batch: embedding.eval()(batch)["f"],
     ],
     ids=["weights", "rows", "state", "lookup", "store", "evaluation"],

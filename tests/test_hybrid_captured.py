@@ -92,9 +92,9 @@ class StandIn:
     def replay(self) -> None:
         self._replays[-1] += 1
         embedding = self._model.embedding
-        arrival = embedding._arrivals[-1]  # of the batch in training
+        arrival = embedding.pipeline.planned[-1]  # of the batch in training
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding, "_find", lambda features: arrival)
+            patch.setattr(embedding.pipeline, "_find", lambda features: arrival)
             self._run()
 
 

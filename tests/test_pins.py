@@ -107,7 +107,7 @@ def test_pins_change_no_bit_whoever_leaves(victims: str, late: bool) -> None:
     strategy = variant("static", victims=victims)
     embedding = build(case, "adam", strategy, budget=budget_of(case, batches, 0.4, dense=True))
     if late:
-        embedding.move_in(LATE)
+        embedding.pipeline.move_in(LATE)
     assert learn_with_pins(embedding, batches, hot).same_bits(all_fast(case, "adam", batches))
 
 
@@ -329,7 +329,7 @@ def test_pins_on_a_device_change_no_bit(name: str, rule: str, dense: bool) -> No
     strategy: Strategy = variant("static", victims="random")
     budget = budget_of(case, batches, 0.4, dense=dense)
     embedding = build(case, rule, strategy, budget=budget, device=DEVICE)
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     found = learn_with_pins(embedding, batches, hot)
     assert found.same_bits(all_fast(case, rule, batches, device=DEVICE))
 
@@ -351,7 +351,7 @@ def test_a_batch_on_a_device_finds_pinned_rows_at_once() -> None:
 
 
 def popular_in(embedding: Any, hot: Any, batch: Any) -> Tensor:
-    return popular(embedding.prepare(batch).batch, hot)
+    return popular(embedding.pipeline.prepare(batch).batch, hot)
 
 
 @pytest.mark.usefixtures("device_engine")
@@ -408,6 +408,6 @@ def test_pins_on_a_gpu_change_no_bit(rule: str, name: str) -> None:
     hot = [some_rows(case, seed) for seed in range(3)]
     budget = budget_of(case, batches, 0.4, dense=rule != "adam")
     embedding = build(case, rule, "static", budget=budget, device=DEVICE)
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     found = learn_with_pins(embedding, batches, hot)
     assert found.same_bits(all_fast(case, rule, batches, device=DEVICE))

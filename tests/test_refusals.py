@@ -79,12 +79,12 @@ def test_other_methods_check_both_bounds(row: int) -> None:
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (0, 9), (5, 4), (-3, -1), (9, 9)])
 def test_changed_rows_are_of_one_table(first: int, last: int) -> None:
     embedding = collection()
-    assert embedding.note_changes()
+    assert embedding.row_access.note_changes()
     embedding.load_weights("a", 0, torch.ones(10, 3))
-    assert embedding.changed_rows("b", 0, 8).tolist() == []
-    assert embedding.changed_rows("a", 2, 4).tolist() == [2, 3]
+    assert embedding.row_access.changed_rows("b", 0, 8).tolist() == []
+    assert embedding.row_access.changed_rows("a", 2, 4).tolist() == [2, 3]
     with pytest.raises(ValueError, match="table 'b' has rows 0 to 7, and not all from"):
-        embedding.changed_rows("b", first, last)
+        embedding.row_access.changed_rows("b", first, last)
 
 
 # -- a first use -------------------------------------------------------------------------

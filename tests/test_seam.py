@@ -747,7 +747,7 @@ def test_loading_a_state_dict_of_other_tables_is_refused() -> None:
 def test_flush_brings_the_store_up_to_date() -> None:
     embedding = tight()
     train(embedding, CASE.batches(10))
-    embedding.flush()
+    embedding.row_access.flush()
     stored = embedding.groups[0].store.rows[:80, :5]
     assert torch.equal(stored, embedding.state_dict()["embedding_bags.a.weight"])
 
@@ -925,7 +925,7 @@ def test_a_loader_that_repeats_one_tensor_stays_on_the_planned_way() -> None:
     group = embedding.groups[0]
     for each in hotrow.ahead([batch] * 30, embedding):
         readout(embedding(each)).backward()
-        assert group.slots_hold(embedding._arrivals[-1].works[0])
+        assert group.slots_hold(embedding.pipeline.planned[-1].works[0])
     assert embedding.traffic().chunked_batches == 0
 
 

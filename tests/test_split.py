@@ -47,7 +47,7 @@ def static(case: Case, rule: str = "adagrad", **options: Any) -> hotrow.Embeddin
         seed=3,
         **options,
     )
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     return embedding
 
 
@@ -95,10 +95,10 @@ def test_parts_read_what_the_whole_reads(engine: str, name: str) -> None:
         for low, high in ((0, split.first), (split.first, split.size)):
             part = split.cut(batch, low, high)
             ((_, arrival),) = split.arrivals(part, low)
-            embedding.arrive(arrival)
+            embedding.pipeline.arrive(arrival)
             found.append(vectors(embedding, part))
-            assert len(embedding._arrivals) > 1
-            embedding.done_with(arrival)
+            assert len(embedding.pipeline.planned) > 1
+            embedding.pipeline.done_with(arrival)
         for feature, expected in whole.items():
             assert torch.equal(torch.cat([each[feature] for each in found]), expected)
 
@@ -120,9 +120,9 @@ def test_rows_are_updated_once_from_both_parts(engine: str, name: str) -> None:
             for low, high in ((0, split.first), (split.first, split.size)):
                 part = split.cut(batch, low, high)
                 ((_, arrival),) = split.arrivals(part, low)
-                embedding.arrive(arrival)
+                embedding.pipeline.arrive(arrival)
                 readout(embedding(part)).backward()
-                embedding.done_with(arrival)
+                embedding.pipeline.done_with(arrival)
                 split.wait()
     assert embedding.optimizer.steps == whole.optimizer.steps
     for table in case.tables:
@@ -146,9 +146,9 @@ def test_parts_leave_features_without_a_gradient_alone(engine: str, name: str) -
             for low, high in ((0, split.first), (split.first, split.size)):
                 part = split.cut(batch, low, high)
                 ((_, arrival),) = split.arrivals(part, low)
-                embedding.arrive(arrival)
+                embedding.pipeline.arrive(arrival)
                 embedding(part)["f"].tanh().sum().backward()
-                embedding.done_with(arrival)
+                embedding.pipeline.done_with(arrival)
                 split.wait()
     assert embedding.optimizer.steps == whole.optimizer.steps == [len(batches), 0]
     assert torch.equal(embedding.state_dict()["embedding_bags.b.weight"], start)
@@ -169,7 +169,7 @@ def test_a_part_without_gradients_adds_nothing(engine: str) -> None:
         assert split is not None
         part = split.cut(ids, half, len(batch))
         ((_, arrival),) = split.arrivals(part, half)
-        embedding.arrive(arrival)
+        embedding.pipeline.arrive(arrival)
         with embedding.accumulate():
             readout(embedding(part)).backward()
     for table in case.tables:
@@ -368,7 +368,7 @@ def test_plans_wait_for_ids_computed_of_a_batch_that_another_lane_has_made(
     with monkeypatch.context() as patch:
         patch.setattr(reader.lanes, "mark", lambda name: name)
         patch.setattr(reader.lanes, "after", lambda lane, mark: waits.append((lane, mark)))
-        reader._wait_for(batch, [(embedding, embedding.prepare(ids(batch)))], made)
+        reader._wait_for(batch, [(embedding, embedding.pipeline.prepare(ids(batch)))], made)
     expected = [("plan", "sorted"), (reader.lane, "sorted")]
     assert waits == [*expected, *([("plan", "train")] if is_computed else [])]
     source.close()

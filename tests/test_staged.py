@@ -43,12 +43,12 @@ from builders import (
     train,
     variant,
 )
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.fill_forms import CLEARLY, NEARLY, FillChoice, by_rates
 from hotrow.engine.gpu.mover_choice import choose, measure
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.engine.stages import FIVE, FUSED, SPLIT, hold_of
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.kernels.triton import fill as kernels
 from hotrow.store.ram import Store
 from hotrow.support.streams import lanes_of
@@ -469,7 +469,7 @@ def test_an_error_in_the_background_is_told_in_the_loop(
     with pytest.raises(RuntimeError, match=r"in the background \(OSError: no such page\)"):
         train(embedding, ONE_HOT.batches(20))
     with pytest.raises(RuntimeError, match="no such page"):  # and never forgotten
-        embedding.flush()
+        embedding.row_access.flush()
 
 
 def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(

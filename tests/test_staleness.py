@@ -15,9 +15,9 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.engine.strategy import as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.systems.slipstream.staleness import Numbering, Snapshot, Threshold, find_threshold
 
 Table = hotrow.EmbeddingBagConfig
@@ -73,7 +73,7 @@ def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(
 
 
 def test_rows_are_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_chunk_of", lambda group: 7)
+    monkeypatch.setattr(hotrow.embedding.row_access, "_chunk_of", lambda group: 7)
     embedding = build(CASES["one-hot"])
     pieces = list(embedding.weights_at("b", ROWS["b"]))
     assert [len(each) for _, each in pieces] == [7, 7, 7, 7, 2]

@@ -74,7 +74,7 @@ def test_the_default_device_does_not_matter_for_the_draw() -> None:
     first = collection(USER)
     torch.manual_seed(3)
     with torch.device("meta"):
-        drawn = hotrow.embedding.collection._drawn_seed()
+        drawn = hotrow.embedding.arguments.drawn_seed()
     assert drawn == first.seed
 
 

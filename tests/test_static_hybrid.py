@@ -22,10 +22,10 @@ import hotrow.engine.static_hybrid
 import test_freeze
 import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.hybrid import HostRows
 from hotrow.engine.static_hybrid import StaticHybridRows
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.sizing.simulator import simulate
 from test_hybrid import (
     FORMS,
@@ -255,7 +255,9 @@ LOOKS: dict[str, Callable[..., Tensor]] = {
     "some rows": lambda embedding, _: next(iter(embedding.weights_at("a", torch.arange(40))))[1],
     "state": lambda embedding, _: embedding.optimizer.state_dict()["state"]["a"]["sum"],
     "lookup": lambda embedding, batch: embedding(batch)["f"],
-    "store": lambda embedding, _: embedding.flush() or embedding.groups[0].store.rows.clone(),
+    "store": lambda embedding, _: (
+        embedding.row_access.flush() or embedding.groups[0].store.rows.clone()
+    ),
     "evaluation": lambda embedding, batch: embedding.eval()(batch)["f"],
 }
 
@@ -458,7 +460,7 @@ def test_only_cold_rows_count_as_moved() -> None:
     is_hot[group._hot_ids] = True
     moved = 0
     for batch in case.batches(6):
-        moved += int((~is_hot[twin.prepare(batch).works[0].ids.ids]).sum())
+        moved += int((~is_hot[twin.pipeline.prepare(batch).works[0].ids.ids]).sum())
     found, expected = embedding.traffic(), twin.traffic()
     assert found.fetched_rows == found.evicted_rows == moved > 0
     assert found.bytes_fetched == moved * 3 * 4 + found.loaded_rows * 9 * 4  # with their state
@@ -642,7 +644,7 @@ def test_a_cut_step_reads_hot_rows_too() -> None:
     embedding = hot(CASES["one-hot"])
     (group,) = embedding.groups
     batch = to_device(CASES["one-hot"].batches(1)[0], embedding.device)
-    arrival = embedding.prepare(batch)
+    arrival = embedding.pipeline.prepare(batch)
     (work,) = arrival.works
     work.berth = 0
     assert isinstance(group, HostRows)

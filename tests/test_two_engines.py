@@ -271,7 +271,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
     expected = all_fast(case, rule, batches, device=DEVICE)
     embedding = static(case, rule, batches, device=DEVICE)
     assert all(group.unwritten is not None for group in embedding.groups)
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     assert_like(learn_in_turn(embedding, batches, turn=2), expected)
 
 
@@ -365,7 +365,7 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
     keys = []
     for change in (model.embedding.train_in_slots, model.embedding.train_on_host):
         change()
-        arrivals = [(model.embedding, model.embedding.prepare(batch.sparse))]
+        arrivals = [(model.embedding, model.embedding.pipeline.prepare(batch.sparse))]
         tensors = [batch.dense, batch.sparse, batch.label]
         engines = captured_module._engines(arrivals)
         keys.append(captured_module._Form(tensors, {}, (), engines).key)
@@ -418,5 +418,5 @@ def test_engines_in_turn_on_a_gpu_train_like_all_fast(rule: str, name: str) -> N
     case = CASES[name]
     batches = case.batches(STEPS)
     embedding = static(case, rule, batches, device=DEVICE)
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     assert_like(learn_in_turn(embedding, batches), all_fast(case, rule, batches, device=DEVICE))

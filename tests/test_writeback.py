@@ -390,7 +390,7 @@ def test_the_first_collection_of_a_program_is_given_back_too() -> None:
         )
         for batch in hotrow.ahead([torch.arange(i, i + 4)[:, None] for i in range(9)], embedding):
             embedding(batch).values().sum().backward()
-        embedding.flush()
+        embedding.row_access.flush()
         (group,) = embedding.groups
         gone = [weakref.ref(each) for each in (embedding, group, group.store)]
         del embedding, group

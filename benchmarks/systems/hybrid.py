@@ -41,7 +41,7 @@ class Hybrid(Hotrow):
 
     def _floor(self) -> dict[str, float]:
         """Milliseconds of each part by itself, and of all of them where rows cross."""
-        self.embedding.flush()
+        self.embedding.row_access.flush()
         dim, device = self.bench.setting.dim, self.bench.device
         rows = self.embedding.groups[0].store.rows
         batches = [self._unique_ids(step) for step in range(REPEATS)]

@@ -12,7 +12,8 @@ from hotrow.checkpoint import (
     save_model,
 )
 from hotrow.embedding.ahead import Ahead, ahead
-from hotrow.embedding.collection import Embedded, EmbeddingBagCollection, EmbeddingCollection
+from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
+from hotrow.embedding.embedded import Embedded
 from hotrow.engine.profile import load_profile, save_profile
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.inputs.batch import KeyedJaggedTensor

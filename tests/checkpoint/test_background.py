@@ -156,7 +156,9 @@ def at_once(folder: Path, step: int, **options: Any) -> dict[str, bytes]:
 def behind(folder: Path, step: int, each_step: int, **options: Any) -> Save:
     """A save from `step` on, of which so many parts are written in each step."""
     loop = Loop(**options)
-    Slow.permits = threading.Semaphore(0 if loop.embedding.why_no_snapshot() is None else 9_999)
+    Slow.permits = threading.Semaphore(
+        0 if loop.embedding.row_access.why_no_snapshot() is None else 9_999
+    )
     saves = []
 
     def after(at: int) -> None:
@@ -261,8 +263,8 @@ def test_incremental_ones_hold_what_had_changed_at_their_begin(
         def after(at: int) -> None:
             if at in (2, 5, 8) and background:
                 let_all()  # the one before comes to its end
-                if loop.embedding.being_saved is not None:
-                    loop.embedding.being_saved.wait()
+                if loop.embedding.row_access.being_saved is not None:
+                    loop.embedding.row_access.being_saved.wait()
                 Slow.permits = threading.Semaphore(3)
                 loop.begin(folder, at, full_every=9, log="100%")
             elif at in (2, 5, 8):
@@ -271,7 +273,7 @@ def test_incremental_ones_hold_what_had_changed_at_their_begin(
         loop.train(after)
         let_all()
         if background:
-            loop.embedding.being_saved.wait()
+            loop.embedding.row_access.being_saved.wait()
 
     run(tmp_path / "at once", background=False)
     run(tmp_path / "behind", background=True)

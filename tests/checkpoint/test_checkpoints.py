@@ -22,6 +22,7 @@ import hotrow.checkpoint.saving as saving
 import hotrow.checkpoint.shards as shards
 import hotrow.checkpoint.tensors as tensors
 import hotrow.embedding.collection
+from dense_masters import MasterWeights
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import Lock, clean, latest_in, named_in, saved_in
 from hotrow.data import ClickBatch
@@ -29,7 +30,6 @@ from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.job import same_bits
 from hotrow.store.changed import ChangedRows
 from hotrow.support.random_states import random_states, restore_random_states
-from hotrow.training.masters import MasterWeights
 
 Bag = hotrow.EmbeddingBagConfig
 on_gpu = [

@@ -55,7 +55,9 @@ class Training:
     def bits(self) -> dict[str, torch.Tensor]:
         found = {key: each.clone() for key, each in self.model.state_dict().items()}
         for table in TABLES:
-            found |= {f"{table.name} sum": self.embedding.copy_state(table.name)["sum"].clone()}
+            found |= {
+                f"{table.name} sum": self.embedding.row_access.copy_state(table.name)["sum"].clone()
+            }
         for number, state in self.optimizer.state_dict()["state"].items():
             found |= {f"{number} {key}": each.clone() for key, each in state.items()}
         return found

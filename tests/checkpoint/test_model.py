@@ -115,11 +115,11 @@ def test_row_state_stays_as_it_is(tmp_path: Path) -> None:
     one, other = collection(0), collection(1)
     for each in (one, other):
         each(torch.tensor([[3, 4, 5]])).values().sum().backward()
-    before = other.copy_state("item")["sum"].clone()
+    before = other.row_access.copy_state("item")["sum"].clone()
     hotrow.save_model(tmp_path / "bare", one)  # a collection is a model, too
     hotrow.load_model(tmp_path / "bare", other)
     assert same(one, other)
-    assert torch.equal(other.copy_state("item")["sum"], before)
+    assert torch.equal(other.row_access.copy_state("item")["sum"], before)
 
 
 def test_half_precision_counters_and_shared_weights_come_back(folder: Path) -> None:

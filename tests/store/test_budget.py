@@ -311,7 +311,7 @@ def test_memory_counts_what_lies_in_fast_memory(budget: Any) -> None:
     embedding = collection(budget)
     for batch in hotrow.ahead([torch.randint(40, (9, 3)) for _ in range(40)], embedding):
         embedding(batch).values().sum().backward()
-    held = embedding.window_bytes
+    held = embedding._rows.window_bytes
     for group in embedding.groups:
         planner, pad = group.planner, group.pad
         tensors = [pad.slots, pad.row_of_slot, planner.last_use, planner.next_use, planner.uses]

@@ -171,7 +171,7 @@ class Checkpoint:
         tables = tables_of(model)
         with ExitStack() as stack:
             for each in collections_of(model).values():
-                stack.enter_context(each.replacing())
+                stack.enter_context(each.row_access.replacing())
 
             def load(link: _Link, table: CheckpointTable, shard: Shard) -> None:
                 into = tables[table.key].stored

@@ -30,12 +30,12 @@ class TableRows:
     @property
     def stored(self) -> Tensor:
         """All of its rows where they lie, with their state."""
-        return self.collection.stored(self.name)
+        return self.collection.row_access.stored(self.name)
 
     @property
     def state(self) -> dict[str, int]:
         """Numbers of each piece of state behind the weights of a row."""
-        return self.collection.state_widths(self.name)
+        return self.collection.row_access.state_widths(self.name)
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
@@ -75,7 +75,7 @@ def rows_apart(model: nn.Module) -> ExitStack:
     """Inside, the model's state dict is the dense part's."""
     stack = ExitStack()
     for collection in collections_of(model).values():
-        stack.enter_context(collection.rows_apart())
+        stack.enter_context(collection.row_access.apart())
     return stack
 
 

@@ -149,13 +149,13 @@ def begin(
     collections = list(collections_of(model).values())
     for collection in collections:
         # Otherwise rows and dense part would be of different steps.
-        collection.check_thread("saves a checkpoint")
+        collection.pipeline.check_thread("saves a checkpoint")
         if collection.is_accumulating:
             raise RuntimeError(
                 "save_checkpoint() inside of accumulate(), whose rows are not updated yet"
             )
     for collection in collections:  # one at a time
-        before, collection.being_saved = collection.being_saved, None
+        before, collection.row_access.being_saved = collection.row_access.being_saved, None
         _end(before)
     end_save_in(root)
     begun = perf_counter()
@@ -164,7 +164,7 @@ def begin(
     if log is not None:
         total = sum(collection.bytes_total for collection in collections)
         log_bytes = parse_bytes(log, total=max(10_000, total))
-        reasons = (collection.why_no_snapshot() for collection in collections)
+        reasons = (collection.row_access.why_no_snapshot() for collection in collections)
         reason = next((why for why in reasons if why is not None), None)
     prepared = _prepare(root, model, parts, step, extra, keep, full_every, copied=reason is None)
     save = Save(prepared, log_bytes, reason)
@@ -243,7 +243,9 @@ class Save:
         try:
             for collection in prepared.collections:
                 part = self.log_bytes * collection.bytes_total // max(1, total)
-                snapshots = collection.take_snapshots(part, only_changed=prepared.since is not None)
+                snapshots = collection.row_access.take_snapshots(
+                    part, only_changed=prepared.since is not None
+                )
                 self._waits += [snapshot.waits for snapshot in snapshots]
             thread.start()
         except BaseException:
@@ -253,7 +255,7 @@ class Save:
         self._thread = thread
         being_saved[prepared.root.resolve()] = self
         for collection in prepared.collections:
-            collection.being_saved = self
+            collection.row_access.being_saved = self
         atexit.register(self._at_exit)
 
     def _run(self) -> None:
@@ -340,7 +342,7 @@ def _lower_priority() -> None:
 def _stored_source(piece: ShardRows, *, only_changed: bool) -> RowSource:
     table, rows, ids = piece.table, piece.table.stored, None
     if only_changed:
-        ids = table.collection.changed_rows(table.name, piece.first, piece.last)
+        ids = table.collection.row_access.changed_rows(table.name, piece.first, piece.last)
 
     def read(where: Where) -> Tensor:
         return rows[where if isinstance(where, slice) else where.to(rows.device)]
@@ -349,7 +351,7 @@ def _stored_source(piece: ShardRows, *, only_changed: bool) -> RowSource:
 
 
 def _snapshot(piece: ShardRows) -> tuple[Snapshot, int]:
-    return piece.table.collection.snapshot(piece.table.name)
+    return piece.table.collection.row_access.snapshot(piece.table.name)
 
 
 def _snapshot_source(piece: ShardRows) -> RowSource:
@@ -392,7 +394,7 @@ class _Prepared:
 
     def end_snapshots(self) -> None:
         for collection in self.collections:
-            collection.end_snapshots()
+            collection.row_access.end_snapshots()
 
     def write(self, write_rows: WriteRows) -> Path:
         """Write all files, and then give the folder its name."""
@@ -410,8 +412,8 @@ class _Prepared:
             if self.is_parent:
                 parent = Parent(self.name, manifest.checksum)
                 for name, collection in collections_of(self.model).items():
-                    notes = collection.notes_changes
-                    collection.changed_since = (parent, name) if notes else None
+                    access = collection.row_access
+                    access.changed_since = (parent, name) if access.notes_changes else None
             clean(self.root, self.keep)
         return path
 
@@ -460,10 +462,11 @@ def _prepare(
         since = _parent(root, model, name, full_every)
         is_parent = full_every > 1 and since is None
         for collection in collections_of(model).values():
-            collection.settle()
+            access = collection.row_access
+            access.settle()
             if is_parent:  # the rows of this moment are those that are written
-                collection.changed_since = None
-                collection.note_changes()
+                access.changed_since = None
+                access.note_changes()
     except BaseException:
         lock.release()
         raise
@@ -480,9 +483,10 @@ def _parent(root: Path, model: nn.Module, name: str, full_every: int) -> Parent 
     It must hold the same tables, from the same collections under the same names.
     """
     named = collections_of(model)
-    parents = {since[0] for each in named.values() if (since := each.changed_since) is not None}
+    changes = {name: collection.row_access.changed_since for name, collection in named.items()}
+    parents = {since[0] for since in changes.values() if since is not None}
     parent: Parent | None = parents.pop() if len(parents) == 1 else None
-    if any(each.changed_since != (parent, name) for name, each in named.items()):
+    if any(since != (parent, name) for name, since in changes.items()):
         return None
     if parent is None or root / parent.name not in saved_in(root):
         return None

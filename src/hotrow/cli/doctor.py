@@ -15,7 +15,7 @@ import torch
 
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
-from hotrow.embedding.collection import _OLDEST_CAPABILITY
+from hotrow.embedding.arguments import OLDEST_CAPABILITY
 from hotrow.report.document import Document, Section, facts_table
 from hotrow.run.files import environment, package_version
 from hotrow.store.writer import why_not
@@ -105,8 +105,8 @@ def _reasons_against_cuda() -> list[str]:
     devices = _cuda_devices()
     if not devices:
         found.append(f"torch {torch.__version__} sees no CUDA device")
-    elif all(_capability(each) < _OLDEST_CAPABILITY for each in devices):
-        least = ".".join(map(str, _OLDEST_CAPABILITY))
+    elif all(_capability(each) < OLDEST_CAPABILITY for each in devices):
+        least = ".".join(map(str, OLDEST_CAPABILITY))
         found.append(f"no device has compute capability {least}, which the kernels need")
     try:
         import_module("triton")

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hotrow.embedding import dense_steps
 from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.embedding.row_groups import RowGroups
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.split_batch import Place
 from hotrow.engine.stages import Work
@@ -160,14 +161,14 @@ class PendingStep:
 
     def __init__(
         self,
-        groups: Sequence[RowGroup],
+        rows: RowGroups,
         optimizer: RowOptimizer,
         on_nonfinite: str,
         lock: RowLock,
         thread: TrainingThread,
     ) -> None:
         self._lock, self._thread = lock, thread
-        self.groups, self._optimizer, self._on_nonfinite = groups, optimizer, on_nonfinite
+        self._rows, self._optimizer, self._on_nonfinite = rows, optimizer, on_nonfinite
         self.grad_scale: Any = None
         self._accumulating = 0
         self._waiting: list[_RowGrads] = []
@@ -301,7 +302,7 @@ class PendingStep:
             waiting = _whole(waiting)
         by_group = [
             (group, mine)
-            for group in self.groups
+            for group in self._rows.groups
             if (mine := [each for each in waiting if each.work.group is group])
         ]
         tables = self._tables_in(by_group)
@@ -338,7 +339,7 @@ class PendingStep:
     def _tables_in(self, by_group: Sequence[tuple[RowGroup, list[_RowGrads]]]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
-        if len(by_group) == len(self.groups) and all(
+        if len(by_group) == len(self._rows.groups) and all(
             each.x.used is None for _, mine in by_group for each in mine
         ):
             return tuple(names)

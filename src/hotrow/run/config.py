@@ -19,7 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from hotrow.data import SyntheticConfig
-from hotrow.embedding.collection import FILLS
+from hotrow.embedding.arguments import FILLS
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
 from hotrow.run.strategy_names import SystemSection, find_named
 from hotrow.sizing.budgets import AUTO

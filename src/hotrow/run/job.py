@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.embedding.arguments import usable_device
+from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.profile import Profile, load_profile
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.tables import EmbeddingBagConfig, EmbeddingConfig, group_by_width

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection, usable_device
+from hotrow.embedding.arguments import usable_device
+from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.models import MODELS
 from hotrow.run.config import EmbeddingSection, RunConfig

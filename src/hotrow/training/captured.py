@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
-from hotrow.embedding.collection import Arrival, EmbeddingBagCollection
+from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.embedding.pipeline import PlannedBatch
 from hotrow.engine.split_batch import Split
 from hotrow.inputs.batch import Room, parts_of
+from hotrow.inputs.tree import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.support.messages import warn
 from hotrow.support.streams import PRIORITIES, Lanes, Mark, Name, capture, is_spoiled
 from hotrow.support.threads import writing
@@ -36,7 +37,7 @@ _FORGOTTEN = 64  # batches after which a shape that did not come again gives way
 _MOST_SPOILED = 20  # captures that other threads may spoil before steps run kernel by kernel
 _BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
-Arrivals = Sequence[tuple[EmbeddingBagCollection, Arrival]]
+Arrivals = Sequence[tuple[EmbeddingBagCollection, PlannedBatch]]
 # A step in two phases: each gives the loss so far when it is asked for.
 Phases = Callable[[Any, Split], Generator[Tensor]]
 
@@ -100,7 +101,7 @@ class CapturedStep:
         """Where one width has all lookups; several widths share them as batches will show."""
         for module in self._collections():
             if len(module.groups) == 1:
-                (group,) = module.groups
+                group: Any = module.groups[0]
                 if group.can_be_captured:
                     group.room.fix(max_lookups)
 
@@ -163,7 +164,7 @@ class CapturedStep:
             del self._berths[id(berth.handed)]
             self._past.append(berth.handed)
             for embedding, arrival in berth.arrivals:
-                embedding.done_with(arrival)  # its plan's buffers are the berth's again
+                embedding.pipeline.done_with(arrival)  # its plan's buffers are the berth's again
             berth.handed, berth.shown, berth.arrivals = None, [], ()
 
     def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
@@ -298,7 +299,7 @@ class CapturedStep:
                 berth.waits = False
                 self._trained.append(berth)
         for embedding, arrival in trained.arrivals:
-            embedding.done_with(arrival)
+            embedding.pipeline.done_with(arrival)
 
     def _run_eagerly(self, batch: Any, split: Split | None = None) -> Tensor:
         if split is not None:
@@ -415,7 +416,7 @@ class CapturedStep:
 
     def _drop_if_stale(self, arrivals: Arrivals) -> None:
         """A graph knows the settings as they were, but for those that are tensors."""
-        every = [group for each, _ in arrivals for group in each.groups]
+        every: list[Any] = [group for each, _ in arrivals for group in each.groups]
         groups = [group for group in every if group.can_be_captured]
         for group in groups:
             group.push_scalars()
@@ -481,14 +482,14 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _can_land(embedding: EmbeddingBagCollection, arrival: Arrival) -> bool:
+def _can_land(embedding: EmbeddingBagCollection, arrival: PlannedBatch) -> bool:
     """Whether graphs may read a batch; where the host does the lookup, all but that."""
     if all(work.group.can_be_captured for work in arrival.works):
         return True
     return (
         all(work.group.can_be_cut for work in arrival.works)
         and arrival.batch.offsets is None
-        and embedding.updates_at_once
+        and embedding.pipeline.updates_at_once
     )
 
 
@@ -545,7 +546,7 @@ class _Berth:
             and not any(work.group.aside for work in self.works)
             and all(work.group.slots_hold(work) for work in self.captured)
             and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
-            and (not self.cut or all(each.updates_at_once for each, _ in self.arrivals))
+            and (not self.cut or all(each.pipeline.updates_at_once for each, _ in self.arrivals))
         )
 
     @property
@@ -593,9 +594,9 @@ class _Berth:
         padded = []
         for embedding, arrival in self.arrivals:
             features = map_tensors(arrival.features, lambda x: whole.get(x.data_ptr(), x))
-            embedding.done_with(arrival)
-            padded.append(embedding.upload(arrival, features))
-            embedding.arrive(padded[-1])
+            embedding.pipeline.done_with(arrival)
+            padded.append(embedding.pipeline.upload(arrival, features))
+            embedding.pipeline.arrive(padded[-1])
         for work in self.works:
             work.is_fixed = work.batch.offsets is not None
         try:
@@ -604,10 +605,10 @@ class _Berth:
             for work in self.works:
                 work.is_fixed = False
             for (embedding, arrival), other in zip(self.arrivals, padded, strict=True):
-                embedding.done_with(other)
+                embedding.pipeline.done_with(other)
                 for work in arrival.works:
                     work.arrive(arrival.batch)
-                embedding.arrive(arrival)
+                embedding.pipeline.arrive(arrival)
 
 
 class _Graph:

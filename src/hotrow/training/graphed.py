@@ -228,13 +228,13 @@ class GraphedStep:
         part = split.cut(batch, low, high)
         arrivals = split.arrivals(part, low)
         for embedding, arrival in arrivals:
-            embedding.arrive(arrival)
+            embedding.pipeline.arrive(arrival)
         try:
             loss = self._loss_of(part, split.size) * ((high - low) / split.size)
             loss.backward()
         finally:
             for embedding, arrival in arrivals:
-                embedding.done_with(arrival)
+                embedding.pipeline.done_with(arrival)
         return loss.detach()
 
     def _update(self) -> None:

@@ -198,7 +198,7 @@ class FAE:
                 f"FAE needs a collection with strategy='static', whose pinned rows it chooses; "
                 f"this one has {strategy.name!r}"
             )
-        embedding.move_in(LATE)
+        embedding.pipeline.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
         # What was found belongs to other rows.
         self._separated = self._skip = self.hot = None

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotrow.embedding.ahead import features_of, to_device
+from hotrow.embedding.ahead import features_of
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.held_batches import Kept
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import to_device
 from hotrow.support.messages import setting, warn
 from hotrow.systems.calibrate import most_used
 from hotrow.systems.hotline.popularity import (
@@ -110,7 +111,7 @@ class _Member:
 
     def pin(self) -> None:
         """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
-        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins_gave_way
+        room, gave_way = self.embedding.room_for_pins(), self.embedding.pins.gave_way
         if self.hot is not None and self.gave_way != gave_way:
             now = self.hot.num_rows / max(1, sum(room.values()))
             self.most = min(self.most, now * _KEPT)
@@ -238,7 +239,7 @@ class Hotline:
                 "can be in one"
             )
         for embedding in self._pinned.values():
-            embedding.move_in(LATE)
+            embedding.pipeline.move_in(LATE)
         if any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()):
             warn(
                 "the model has dropout, whose masks are drawn for each part of a batch: results "

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.embedding.collection import EmbeddingBagCollection, row_numbers
+from hotrow.embedding.arguments import row_numbers
+from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs.batch import parse
 from hotrow.inputs.tables import EmbeddingBagConfig, feature_order
 from hotrow.kernels.reference import bits_of, in_bits

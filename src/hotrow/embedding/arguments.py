@@ -1,0 +1,114 @@
+"""Checks of what users give to a collection. Knows no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.inputs.tables import EmbeddingBagConfig
+from hotrow.kernels.rules import RowRule
+
+ON_NONFINITE = ("propagate", "error", "skip")
+# How a GPU moves rows: it reads and writes them itself; leaving rows take the copy engine and the
+# CPU; or rows take these in both directions. "auto" measures.
+FILLS = ("auto", "zero-copy", "bulk", "staged")
+OLDEST_CAPABILITY = (8, 0)
+
+
+def listed_tables(tables: Any) -> tuple[EmbeddingBagConfig, ...]:
+    """Return the tables as a tuple; raise if they are not a list of table configurations."""
+    listed = tuple(tables) if isinstance(tables, Iterable) else (tables,)
+    wrong = [table for table in listed if not isinstance(table, EmbeddingBagConfig)]
+    if wrong or not isinstance(tables, Iterable):
+        kind = type(wrong[0] if wrong else tables).__name__
+        raise TypeError(
+            "tables must be a list of hotrow.EmbeddingBagConfig, such as "
+            f"tables=[hotrow.EmbeddingBagConfig(...)]; got {'' if wrong else 'one '}{kind}"
+        )
+    return listed
+
+
+def check_arguments(
+    seed: object, optimizer: object, on_nonfinite: str, output_dtype: torch.dtype, fill: str
+) -> None:
+    if output_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"output_dtype must be torch.float32 or torch.bfloat16, not {output_dtype}"
+        )
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a whole number of at least 0, not {seed!r}")
+    if not isinstance(optimizer, RowRule):
+        is_class = isinstance(optimizer, type)
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(
+            "optimizer must be one of hotrow's, such as hotrow.Adam(lr=0.001); got "
+            f"{'the class ' if is_class else ''}{kind.__module__}.{kind.__qualname__}"
+        )
+    for name, value, allowed in (
+        ("on_nonfinite", on_nonfinite, ON_NONFINITE),
+        ("fill", fill, FILLS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def drawn_seed() -> int:
+    """Draw a seed from torch's default generator, as nn.Embedding draws its weights."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def usable_device(device: torch.device) -> torch.device:
+    """Return the device with its number; raise if rows cannot live there."""
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device '{device}' is not supported; use 'cuda' or 'cpu'")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device '{device}': torch {torch.__version__} sees no CUDA device; `hotrow doctor` "
+            "says what this machine has. device='cpu' works anywhere"
+        )
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}': there are {torch.cuda.device_count()} CUDA devices, from 0 on"
+        )
+    capability = torch.cuda.get_device_capability(number)
+    if capability < OLDEST_CAPABILITY:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(number)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need "
+            f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or later. device='cpu' works anywhere"
+        )
+    return torch.device("cuda", number)
+
+
+def row_numbers(table: str, rows: Tensor, size: int) -> Tensor:
+    """Return row numbers, from numbers or a mask; raise if a table of `size` rows lacks one."""
+    if rows.dtype == torch.bool and rows.shape == (size,):
+        return rows.nonzero().squeeze(1)
+    if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"table {table!r}: rows must be row numbers (one dimension, int64) or a mask with a "
+            f"bool for each of its {size:,} rows; got {rows.dtype} of shape {list(rows.shape)}"
+        )
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < size:
+        bad = rows[(rows < 0) | (rows >= size)][0]
+        raise ValueError(f"table {table!r} has rows 0 to {size - 1:,}, and no row {int(bad):,}")
+    return rows.long()
+
+
+def refuse_replicas() -> None:
+    """Raise in a process group of several ranks."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"a process group of {size} ranks is running; each rank would train its own "
+                "copy of the rows and they would silently diverge. This version trains on one "
+                "device: run one process"
+            )

@@ -1,0 +1,438 @@
+"""Planned batches: what `hotrow.ahead`, captured steps and lookups need of a collection.
+
+Knows which batches are planned and which pass is running; how rows move is the groups' business.
+Members of a group that this module uses: `layout`, `planner`, `everything`, `expected_rows`,
+`plans_later`, `compares_later`, `has_begun`; `work`, `compare`, `count_direct`, `expect`,
+`expect_uniques`, `part`, `note_number`, `take_changed`, `finish_planned`, `forget_window`. Of a
+planner: `capacity`, `largest_batch`, `useful_depth`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.embedding.arguments import refuse_replicas
+from hotrow.embedding.row_groups import RowGroups
+from hotrow.embedding.step import PendingStep
+from hotrow.engine.gpu.plan_room import make_room
+from hotrow.engine.schedule import at_once
+from hotrow.engine.stages import Stage, Work
+from hotrow.inputs.batch import (
+    Batch,
+    Room,
+    compared,
+    elsewhere,
+    identity,
+    parse,
+    raw_weights,
+    versions_of,
+    weights_of,
+)
+from hotrow.support.messages import few, warn
+from hotrow.support.streams import capturing
+from hotrow.support.threads import TrainingThread
+
+_RECENT = 8  # batches among which equal ids in new tensors are searched
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """One batch as one collection knows it."""
+
+    features: Any
+    # Its tensors when it was planned. Keeping them keeps their memory from being reused.
+    compared: tuple[Tensor, ...]
+    versions: tuple[Any, ...]  # of these tensors
+    batch: Batch
+    works: tuple[Work, ...]  # one per width group
+    copies: tuple[Tensor, ...] = ()  # of the tensors; empty where a device compares ids
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return identity(self.features, self.compared, self.versions)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its ids are unchanged, by the versions of their tensors."""
+        return all(
+            now == then or tensor.is_inference()
+            for tensor, now, then in zip(
+                self.compared, versions_of(self.compared), self.versions, strict=True
+            )
+        )
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the ids equal those that were planned: numpy, and `.data`, change a tensor
+        without a new version."""
+        return not self.copies or all(map(torch.equal, self.compared, self.copies))
+
+    def reads_like(self, other: PlannedBatch) -> bool:
+        """Whether both look up the same rows; reads the ids, so it waits for a device."""
+        pairs = zip(self.works, other.works, strict=True)
+        return all(work.reads_like(planned) for work, planned in pairs)
+
+
+class Pipeline:
+    """Plans the batches of a collection, and keeps the newest ones until they are looked up."""
+
+    def __init__(
+        self,
+        rows: RowGroups,
+        step: PendingStep,
+        thread: TrainingThread,
+        features: tuple[str, ...],
+    ) -> None:
+        self._rows, self._step, self._thread = rows, step, thread
+        self._features = features
+        self.planned: deque[PlannedBatch] = deque()
+        self.forget_planned()
+        self._buffers: dict[Any, Tensor] = {}
+        self._jagged_buffer: Tensor | None = None
+        self._room = Room()
+        self.iterator: Callable[[], Any] | None = None  # a weak reference to the running one
+        self._warned = False
+
+    # -- batches -----------------------------------------------------------------------
+
+    def prepare(
+        self, features: Any, device: torch.device | None = None, *, held: bool = False
+    ) -> PlannedBatch:
+        """Check a batch of ids, which is on `device` or anywhere; move nothing.
+
+        If it is `held` until it is looked up, its ids are compared then with what they are now.
+        """
+        rows = self._rows
+        batch = parse(features, self._features, device if rows.plans_later else rows.device)
+        tensors = compared(features)
+        if held:
+            batch = replace(batch, given=tensors)
+        works = tuple(group.work(batch) for group in rows.groups)
+        if raw_weights(features) is not None:
+            for work in works:
+                weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
+        later = any(group.compares_later for group in rows.groups)
+        copies = tuple(map(torch.clone, tensors)) if held and not later else ()
+        return PlannedBatch(features, tensors, versions_of(tensors), batch, works, copies)
+
+    def expect(self, planned: PlannedBatch) -> None:
+        """Announce a batch that will be planned after those already expected."""
+        rows = self._rows
+        if rows.strategy.on_host:
+            return
+        with rows.lock.writing():
+            self._make_room(planned)
+            with rows.lanes.on("plan"):
+                values = self._staged(planned.batch.values)
+                for work in planned.works:
+                    work.group.expect(work, values)
+
+    def upload(self, planned: PlannedBatch, features: Any) -> PlannedBatch:
+        """Return the same batch with `features`, its ids on the device."""
+        batch = elsewhere(features, planned.batch)
+        for work in planned.works:
+            work.arrive(batch)
+        tensors = compared(features)
+        return PlannedBatch(features, tensors, versions_of(tensors), batch, planned.works)
+
+    def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
+        """Return the samples of a planned batch from `first` on; `features` are their ids."""
+        part = parse(features, self._features, self._rows.device)
+        works = tuple(work.group.part(work, planned.batch, part, first) for work in planned.works)
+        tensors = compared(features)
+        return PlannedBatch(features, tensors, versions_of(tensors), part, works)
+
+    def arrive(self, planned: PlannedBatch, number: int | None = None) -> None:
+        """Let `forward` find a batch; `number` is its position in the pass."""
+        self.planned.append(planned)
+        if number is not None:
+            for work in planned.works:
+                work.group.note_number(work, number)
+
+    def done_with(self, planned: PlannedBatch) -> None:
+        """Forget a batch that `forward` will not see again."""
+        if planned in self.planned:
+            self.planned.remove(planned)
+
+    def forget_planned(self) -> None:
+        """Forget all batches. A new list: another thread may be reading the old one."""
+        # On a device, the plans of remembered batches keep their buffers.
+        self.planned = deque(maxlen=_RECENT if self._rows.plans_later else 64)
+
+    def find_or_plan(self, features: Any) -> PlannedBatch:
+        """Return the plan of a batch that is about to be trained."""
+        return self._find(features) or self._plan_now(features)
+
+    def _find(self, features: Any) -> PlannedBatch | None:
+        if not self.planned:
+            return None
+        try:
+            tensors = compared(features)
+            wanted = identity(features, tensors, versions_of(tensors))
+        except (AttributeError, TypeError):
+            return None  # not ids at all; parsing raises an error with the reason
+        # The newest first: a loader may return the same tensors again.
+        newest_first = reversed(self.planned)
+        planned = next((batch for batch in newest_first if batch.identity == wanted), None)
+        if planned is None or not planned.is_as_read:
+            return None
+        for work in planned.works:
+            work.group.compare(work)
+        return planned
+
+    def _plan_now(self, features: Any) -> PlannedBatch:
+        """Plan ids that were not announced, or read them directly while others are planned."""
+        refuse_replicas()
+        rows = self._rows
+        planned = self.prepare(features, rows.device)
+        # The model may have built the same ids anew; a loop may have taken several batches.
+        for recent in islice(reversed(self.planned), _RECENT):
+            if planned.reads_like(recent):
+                return recent
+        running = self.finish_abandoned() is not None
+        if running and not self._warned:
+            self._warned = True
+            warn(
+                "these ids are not the ones hotrow.ahead planned for this batch; ids= gave others, "
+                "or they were changed in place since. They are looked up directly, which is right "
+                "but slower; let ids= return what the model looks up"
+            )
+        rows.lanes.trains_here()
+        direct = [work for work in planned.works if running and not work.group.everything]
+        with rows.lock.writing():
+            for work in direct:
+                work.group.count_direct(work)
+            self._make_room(planned)
+        at_once([work for work in planned.works if work not in direct], rows.lanes)
+        return planned
+
+    # -- memory for plans --------------------------------------------------------------
+
+    def reserve(self, batch_size: int, lookups: Mapping[str, int] | None = None) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 sample, not {batch_size}")
+        counts = dict.fromkeys(self._features, 1) | dict(lookups or {})
+        if unknown := counts.keys() - set(self._features):
+            raise ValueError(
+                f"no feature {min(unknown)!r}; there are {few(map(repr, self._features))}"
+            )
+        groups = self._rows.groups
+        per_sample = [sum(counts[f.name] for f in group.layout.features) for group in groups]
+        sizes = [batch_size * count for count in per_sample]
+        with self._rows.lock.writing():
+            if self._can_make_room():
+                self._make_room_for(sizes)
+        for group, size in zip(groups, sizes, strict=True):
+            group.expected_rows = size
+
+    def reserve_like(self, features: Any) -> None:
+        planned = self.prepare(features)
+        with self._rows.lock.writing():
+            self._make_room(planned)
+        works: Sequence[Any] = planned.works
+        for work in works:
+            # A group that plans later takes ids from any device, and counts them there.
+            later = work.group.plans_later
+            work.group.expected_rows = work.count_distinct() if later else work.ids.ids.numel()
+
+    def _make_room(self, first: PlannedBatch) -> None:
+        if self._can_make_room():
+            works: Sequence[Any] = first.works
+            # Where sizes change, larger ones will come, and `Room` rounds them up.
+            spare = 0.0 if first.batch.offsets is None else 1 / 3
+            sizes = []
+            for work in works:
+                work.group.expect_uniques(work.count_distinct(), work.size)
+                reserved = work.group.planner.capacity
+                sizes.append(max(reserved, work.size) if reserved else int(work.size * (1 + spare)))
+            self._make_room_for(sizes)
+
+    def _can_make_room(self) -> bool:
+        """Whether slots can still be given up: no row has one."""
+        rows, groups = self._rows, list[Any](self._rows.groups)
+        if rows.budget_bytes and any(group.has_begun for group in groups):
+            rows.budget_bytes = 0
+        return bool(rows.budget_bytes)
+
+    def _make_room_for(self, lookups: Sequence[int]) -> None:
+        """Give up slots for the plans of batches."""
+        rows, groups = self._rows, list[Any](self._rows.groups)
+        sizes = [max(1, count) for count in lookups]
+        last = max(stage.cycle for stage in rows.strategy.timed_stages)
+        make_room(groups, sizes, rows.budget_bytes, rows.lanes, last_cycle=last)
+
+    def _staged(self, values: Tensor) -> Tensor:
+        """Copy ids to the device, to one buffer per shape; they are read before the next copy."""
+        rows = self._rows
+        if values.device == rows.device:
+            rows.lanes.keep_for("plan", [values])
+            return values.contiguous()
+        if values.dim() == 1:  # jagged: one buffer for any number of ids
+            buffer = self._jagged_buffer
+            if buffer is None or len(buffer) < len(values):
+                size = self._room(len(values))
+                buffer = torch.zeros(size, dtype=values.dtype, device=rows.device)
+                self._jagged_buffer = buffer
+            buffer[: len(values)].copy_(values, non_blocking=True)
+            return buffer
+        key = (values.shape, values.dtype)
+        if key not in self._buffers:
+            if len(self._buffers) >= 8:  # shapes that change all the time
+                return values.to(rows.device, non_blocking=True)
+            self._buffers[key] = torch.empty(*key[:1], dtype=key[1], device=rows.device)
+        return self._buffers[key].copy_(values, non_blocking=True)
+
+    # -- passes of hotrow.ahead --------------------------------------------------------
+
+    def enter(self, iterator: Any) -> None:
+        """Begin the pass of an iterator; raise if another one is running."""
+        running = self.finish_abandoned()
+        if running is iterator:  # its close() was interrupted
+            self.leave(iterator)
+        elif running is not None:
+            raise RuntimeError(
+                "another hotrow.ahead iterator is running on this collection; two would move "
+                "each other's rows. For validation inside its loop call the model directly, "
+                "without ahead; else finish the first one's loop, or call its close()"
+            )
+        refuse_replicas()
+        self._thread.iterate()
+        for group in self._rows.every_group:
+            group.take_changed()  # of a pass that ended with an error
+        self.iterator = weakref.ref(iterator)
+
+    def take_next(self) -> None:
+        """Note that the current thread takes a batch; raise while another one trains."""
+        self._thread.iterate()
+
+    def leave(self, iterator: Any, *, waits: bool = True) -> None:
+        """End the pass of an iterator; do nothing if another one has entered since.
+
+        If the caller must not wait for the lock, the next call that trains ends the pass.
+        """
+        entered = self.iterator
+        if entered is None or entered() is not iterator:
+            return
+        if waits:
+            self._end_pass(entered)
+        else:
+            self.iterator = lambda: None
+
+    def finish_abandoned(self) -> Any:
+        """End the pass of an iterator that is gone; return the one that is running, if any.
+
+        A garbage collection takes an iterator away without `leave`. Until its pass is ended, rows
+        are found as while it was running.
+        """
+        entered = self.iterator
+        if entered is None:
+            return None
+        running = entered()
+        if running is None and not capturing():
+            self._end_pass(entered)
+            try:
+                self.refuse_changed_ids(waits=True)
+            except RuntimeError as error:  # about an earlier batch, not about this call
+                warn(str(error))
+        return running
+
+    def _end_pass(self, entered: Callable[[], Any]) -> None:
+        """Move the rows of planned batches, and forget batches that were only expected."""
+        rows = self._rows
+        with rows.lock.writing():
+            if self.iterator is not entered:
+                return  # another thread was first
+            self._thread.end_iteration()
+            self.forget_planned()
+            self.iterator = None
+            if not sys.is_finalizing():  # else no step follows, and threads that move rows are gone
+                rows.lanes.join()
+                for group in rows.groups:
+                    group.finish_planned()
+                rows.lanes.join()
+            with rows.lanes.on("plan"):
+                for group in rows.groups:
+                    group.forget_window()
+        # Freed memory of a collection may be reused: these launches must come first.
+        rows.lanes.join()
+
+    def refuse_changed_ids(self, *, waits: bool = False) -> None:
+        """Raise if a device has found ids, so far, that differ from the planned ones."""
+        groups = self._rows.every_group
+        if waits and any(group.compares_later for group in groups):
+            self._rows.lanes.mark("train").wait()
+        numbers = [group.take_changed() for group in groups]
+        number = min((n for n in numbers if n is not None), default=None)
+        if number is not None:
+            raise RuntimeError(
+                f"batch {number:,} of this pass, counted from 0: its ids were changed after they "
+                "were read, in a way that torch's versions do not see (.data, numpy, or a loader "
+                "that fills its buffers again), so its step looked up and updated the rows of the "
+                "ids before. Change ids where batches are made, by operations that torch sees, or "
+                "in a copy (ids.clone()), and train again from before that batch"
+            )
+
+    def refuse_if_running(self, what: str) -> None:
+        """Raise unless training stands still: no iterator runs, and no update is pending."""
+        running = self.finish_abandoned()
+        self._thread.check(f"calls {what}" if what.endswith("()") else f"is {what}")
+        if running is not None:
+            raise RuntimeError(
+                f"{what} while hotrow.ahead is running: rows are on their way to where batches "
+                "were planned to find them. Finish its loop, or call its close()"
+            )
+        if self._step.is_open:
+            raise RuntimeError(f"{what} inside of accumulate(), whose rows are not updated yet")
+
+    def check_thread(self, what: str) -> None:
+        """Raise if another thread trains; `what` says what the current one is about to do."""
+        self.finish_abandoned()
+        self._thread.check(what)
+
+    @property
+    def is_trained_elsewhere(self) -> bool:
+        """Whether another thread trains, or has trained and is alive."""
+        return self._thread.is_elsewhere
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether `eval()` was called in the current thread and holds for it alone."""
+        return self._thread.evaluates_alone
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether gradients reach rows unseen: nothing scales or checks them."""
+        return self._step.at_once
+
+    # -- stages ------------------------------------------------------------------------
+
+    def move_in(self, stages: tuple[Stage, ...]) -> None:
+        """From the next batch on, move rows in other stages that hold the same batches' rows."""
+        before = self._rows.strategy
+        strategy = replace(before, stages=stages, overlapped=True)
+        if strategy.hold != before.hold:
+            raise ValueError(
+                f"rows of {strategy.hold} would have to stay in these stages; the slots were "
+                f"planned for {before.hold}"
+            )
+        self._rows.strategy = strategy
+
+    def useful_depth(self) -> int:
+        """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
+        planners = [group.planner for group in self._rows.groups if not group.everything]
+        if not planners:
+            return 0
+        if self._rows.plans_later:
+            return int(min(planner.useful_depth() for planner in planners))
+        bytes_per_batch = 8 * sum(planner.largest_batch for planner in planners)
+        affordable = self._rows.window_bytes // max(1, bytes_per_batch)
+        return int(min(affordable, max(planner.useful_depth() for planner in planners)))

@@ -1,0 +1,271 @@
+"""Rows in and out: what checkpoints, verifiers and state dicts need of a collection.
+
+Members of a group that this module uses: `dim`, `width`, `state`, `store.rows`, `store.snapshot`,
+`store.touched`, `changed`, `chunk_rows`, `notes_changes`, `why_no_snapshot`; `gather`, `scatter`,
+`replaced`, `note_changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.embedding.arguments import row_numbers
+from hotrow.embedding.pipeline import Pipeline
+from hotrow.embedding.row_groups import RowGroups
+from hotrow.engine.rows import RowGroup
+from hotrow.store.snapshot import Snapshot
+from hotrow.support.numbers import whole
+
+_LEAST_CHUNK = 1024
+
+
+def _chunk_of(group: RowGroup) -> int:
+    """Return how many rows to read or replace at once: what the buffer holds, but not few."""
+    return max(group.chunk_rows, _LEAST_CHUNK)
+
+
+class RowAccess:
+    """Reads and replaces rows with their optimizer state, wherever they are."""
+
+    def __init__(self, rows: RowGroups, pipeline: Pipeline) -> None:
+        self._rows, self._pipeline = rows, pipeline
+        # The checkpoint that called `note_changes`, and the collection's name in its model.
+        self.changed_since: tuple[Any, str] | None = None
+        self.being_saved: Any = None  # the job that reads the snapshots; `join()` waits for it
+        self.is_apart = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, state dicts neither hold rows nor load any: rows are saved on their own."""
+        before, self.is_apart = self.is_apart, True
+        try:
+            yield
+        finally:
+            self.is_apart = before
+
+    # -- chunks ------------------------------------------------------------------------
+
+    def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        group, _, size = self._rows.find(table)  # a wrong name is refused before the first chunk
+        step = _chunk_of(group)
+
+        def chunks() -> Iterator[tuple[int, Tensor]]:
+            for first in range(0, size, step):
+                yield first, self._gather(table, torch.arange(first, min(first + step, size)))
+
+        return chunks()
+
+    def weights(self, table: str) -> Iterator[tuple[int, Tensor]]:
+        dim, rows = self._rows.find(table)[0].dim, self.rows(table)
+        return ((first, chunk[:, :dim].clone()) for first, chunk in rows)
+
+    def weights_at(self, table: str, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        group, _, size = self._rows.find(table)
+        rows = row_numbers(table, rows, size)
+        step, dim = _chunk_of(group), group.dim
+
+        def chunks() -> Iterator[tuple[slice, Tensor]]:
+            for first in range(0, len(rows), step):
+                part = rows[first : first + step].cpu()
+                yield slice(first, first + len(part)), self._gather(table, part)[:, :dim].clone()
+
+        return chunks()
+
+    def copy_weights(self, table: str) -> Tensor:
+        """Return a copy of all weights of a table, [rows, dim]."""
+        group, _, size = self._rows.find(table)
+        copy = torch.empty(size, group.dim)
+        for first, weights in self.weights(table):
+            copy[first : first + len(weights)] = weights
+        return copy
+
+    def _gather(self, table: str, rows: Tensor) -> Tensor:
+        """Return rows of a table with their state, each listed once, as of one finished step."""
+        with self._rows.reading():
+            group, base, _ = self._rows.find(table)
+            return group.gather(rows + base, out=torch.empty(len(rows), group.width))
+
+    def load_weights(self, table: str, first: int, weights: Tensor) -> None:
+        group, _, size = self._rows.find(table)
+        first = whole("first", first)
+        fits = weights.dim() == 2 and weights.shape[1] == group.dim
+        if not fits or first < 0 or first + len(weights) > size:
+            raise ValueError(
+                f"table {table!r} has {size:,} rows of {group.dim} weights; "
+                f"{list(weights.shape)} from row {first:,} on do not fit"
+            )
+        self._load(table, first, weights, slice(0, group.dim))
+
+    def _load(self, table: str, first: int, values: Tensor, columns: slice) -> None:
+        with self._rows.lock.writing():
+            group, base, _ = self._rows.find(table)
+            for chunk in torch.arange(len(values)).split(_chunk_of(group)):
+                ids = chunk + first + base
+                rows = group.gather(ids, out=torch.empty(ids.numel(), group.width))
+                rows[:, columns] = values[chunk].detach().to(rows)
+                group.scatter(ids, rows)
+            self._rows.lanes.read_here()  # training in another stream waits for these rows
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, no other thread changes rows: chunks are of one step."""
+        return self._rows.reading()
+
+    # -- optimizer state ---------------------------------------------------------------
+
+    def state_widths(self, table: str) -> dict[str, int]:
+        """Return how many numbers of each piece of optimizer state follow a row's weights."""
+        columns = self._rows.find(table)[0].state
+        return {name: piece.stop - piece.start for name, piece in columns.items()}
+
+    def copy_state(self, table: str) -> dict[str, Tensor]:
+        """Return the optimizer state of a table's rows, a tensor for each piece."""
+        group, _, size = self._rows.find(table)
+        widths = self.state_widths(table)
+        state = {name: torch.empty(size, width) for name, width in widths.items()}
+        with self.reading():
+            for first, rows in self.rows(table):
+                for name, columns in group.state.items():
+                    state[name][first : first + len(rows)] = rows[:, columns]
+        return state
+
+    def check_state(self, table: str, state: Mapping[str, Any]) -> None:
+        """Raise if state does not fit a table or its optimizer."""
+        size, widths = self._rows.find(table)[2], self.state_widths(table)
+        foreign = [name for name in state if name != "step" and name not in widths]
+        if foreign:
+            raise ValueError(
+                f"table {table!r}: {type(self._rows.optimizer.rule).__name__} has no state "
+                f"{foreign[0]!r}; this state belongs to another optimizer"
+            )
+        for name, width in widths.items():
+            if name not in state or state[name].shape != (size, width):
+                got = list(state[name].shape) if name in state else "nothing"
+                raise ValueError(
+                    f"optimizer state {name!r} of table {table!r} must have shape "
+                    f"{[size, width]}, got {got}"
+                )
+
+    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
+        for name, columns in self._rows.find(table)[0].state.items():
+            self._load(table, 0, state[name], columns)
+
+    # -- the store ---------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Bring slow memory up to date with fast memory."""
+        self._rows.flush()
+
+    def settle(self) -> None:
+        """Flush, and wait for the device, so that `stored` can be read without asking it."""
+        self._rows.flush()
+        self._rows.wait_for_device()
+
+    def stored(self, table: str) -> Tensor:
+        """Return all rows of a table with their state where they lie, [rows, dim + state].
+
+        After `settle()` they are the newest ones, until the next step.
+        """
+        group, base, size = self._rows.find(table)
+        return group.store.rows[base : base + size]
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Inside, what is written to `stored(table)` replaces rows with their state.
+
+        No `hotrow.ahead` may be running.
+        """
+        self._pipeline.refuse_if_running("replacing rows")
+        if self.being_saved is not None:
+            self.being_saved.join()
+        with self._rows.lock.writing():
+            self.settle()
+            try:
+                yield
+            finally:
+                self._rows.wait_for_device()
+                self._pipeline.forget_planned()
+                self.changed_since = None
+                for group in self._rows.every_group:
+                    group.changed = group.store.touched = None
+                    group.replaced()
+
+    # -- snapshots ---------------------------------------------------------------------
+
+    def why_no_snapshot(self) -> str | None:
+        """Return why rows cannot be read as they were while training goes on; None: they can."""
+        reasons = (group.why_no_snapshot for group in self._rows.every_group)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
+        """After `settle()`: until `end_snapshots()`, `snapshot(table)` reads rows as they are now.
+
+        Rows that are replaced before they are read go to logs of `log_bytes` in all.
+        """
+        snapshots = []
+        groups = self._rows.groups
+        bytes_total = sum(group.store.rows.nbytes for group in groups)
+        for group in groups:
+            store, changed = group.store, group.changed
+            part = log_bytes * store.rows.nbytes // max(1, bytes_total)
+            store.snapshot = Snapshot(
+                store.rows,
+                most=part // max(1, store.rows[:1].nbytes),
+                only=changed.copy() if only_changed and changed is not None else None,
+            )
+            snapshots.append(store.snapshot)
+        return snapshots
+
+    def snapshot(self, table: str) -> tuple[Snapshot, int]:
+        """Return the snapshot that holds a table's rows, and the id of the first one."""
+        group, base, _ = self._rows.find(table)
+        if group.store.snapshot is None:
+            raise RuntimeError("take_snapshots() comes before snapshot()")
+        return group.store.snapshot, base
+
+    def end_snapshots(self) -> None:
+        for group in self._rows.groups:
+            if group.store.snapshot is not None:
+                group.store.snapshot.end()
+                group.store.snapshot = None
+
+    # -- changed rows ------------------------------------------------------------------
+
+    def note_changes(self) -> bool:
+        """From now on remember which rows are written, in a bit for each; forget earlier ones.
+
+        Return False if an engine cannot do so.
+        """
+        rows = self._rows
+        if not all(group.notes_changes for group in rows.every_group):
+            return False
+        with rows.lock.writing():
+            slots = rows.slot_groups  # of two engines, the one that may write from a device
+            for group in slots:
+                group.note_changes()
+            rows.wait_for_device()  # changes may be noted in another stream
+            if rows.inactive is not None:
+                others = rows.groups if rows.is_on_host else rows.inactive.groups
+                for group, other in zip(slots, others, strict=True):
+                    other.changed = group.changed
+        return True
+
+    @property
+    def notes_changes(self) -> bool:
+        return all(group.changed is not None for group in self._rows.groups)
+
+    def changed_rows(self, table: str, first: int, last: int) -> Tensor:
+        """Return those of the rows first..last-1 that were written since `note_changes()`."""
+        group, base, size = self._rows.find(table)
+        if not 0 <= first <= last <= size:
+            raise ValueError(
+                f"table {table!r} has rows 0 to {size - 1:,}, and not all from {first:,} to "
+                f"{last - 1:,}"
+            )
+        if group.changed is None:
+            raise RuntimeError("note_changes() comes before changed_rows()")
+        return group.changed.between(base + first, base + last) - base

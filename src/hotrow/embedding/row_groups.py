@@ -1,0 +1,333 @@
+"""The rows of a collection: one group per width, and the engine that keeps them.
+
+Builds groups, divides the budget among them, and switches between two engines over one store.
+Members of a group that this module uses: `layout`, `strategy`, `plans_later`, `setting_for`,
+`width`, `aside`, `frozen`, `traffic`, `loaded`, `direct_batches`; `parts_of`, `read_parts`,
+`is_settled`, `settle`, `flush`, `freeze`, `freeze_like`, `count_resident`, `memory`, `bytes_of`,
+`made_rows`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.embedding.arguments import row_numbers
+from hotrow.embedding.optimizer import RowOptimizer
+from hotrow.engine.hybrid import HostRows
+from hotrow.engine.profile import Profile, byte_parts
+from hotrow.engine.rows import RowGroup
+from hotrow.engine.stages import SPLIT
+from hotrow.engine.static_hybrid import StaticHybridRows
+from hotrow.engine.strategy import Strategy
+from hotrow.inputs.batch import Lookups
+from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width
+from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
+from hotrow.store.budget import Budget, larger_budget, share_out
+from hotrow.store.traffic import TableTraffic, Traffic
+from hotrow.support.messages import few, setting
+from hotrow.support.streams import Lanes, synchronize
+from hotrow.support.threads import RowLock
+from hotrow.support.units import parse_bytes, show_bytes, write_budget
+
+Engine = Callable[..., RowGroup]  # called as `GroupBuilder.build` calls it, once per width
+_NEARLY_ALL = 0.9  # of the bytes of all rows: a larger budget saves nothing
+
+
+def engine_for(device: torch.device, strategy: Strategy) -> Engine:
+    """Return what keeps rows on a device. Imports Triton late: that takes a second."""
+    if strategy.on_host:
+        return StaticHybridRows if strategy.pinned_part else HostRows
+    if device.type == "cpu":
+        return RowGroup
+    try:
+        from hotrow.engine.gpu.rows import DeviceRows
+    except ImportError as error:
+        raise RuntimeError(
+            f"rows on a GPU need Triton, which cannot be imported ({error}); "
+            "`pip install triton` brings it. device='cpu' works without"
+        ) from error
+    return DeviceRows
+
+
+class GroupBuilder:
+    """Divides a budget among widths and builds their groups."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer: RowOptimizer,
+        strategy: Strategy,
+        device: torch.device,
+        profile: Profile | None,
+    ) -> None:
+        self.layouts = group_by_width(tables)
+        self._tables, self._optimizer = tables, optimizer
+        self._strategy, self._device, self._profile = strategy, device, profile
+        rule = optimizer.rule
+        self._row_bytes = [4 * (x.dim + rule.state_width(x.dim)) for x in self.layouts]
+        self.num_rows = sum(layout.num_rows for layout in self.layouts)
+        sizes = zip(self._row_bytes, self.layouts, strict=True)
+        self.bytes_total = sum(size * layout.num_rows for size, layout in sizes)
+        self._parts: list[float] | None = None  # None: they depend on the budget
+        self._is_percentage = False  # the budget is written as one
+
+    def divide(self, budget: str | float | Budget | None) -> Budget | None:
+        """Return the share of each width; None: the strategy ignores the budget."""
+        if not self._strategy.needs_budget:
+            return None
+        layouts, profile = self.layouts, self._profile
+        if isinstance(budget, Budget):
+            if len(budget.shares) != len(layouts):
+                raise ValueError(
+                    f"the budget has {len(budget.shares)} shares; the tables have {len(layouts)} "
+                    f"widths ({', '.join(str(x.dim) for x in layouts)}), one share for each"
+                )
+            return budget
+        if budget is None:
+            raise ValueError(
+                f"strategy {self._strategy.name!r} needs a budget: the bytes of fast memory it may "
+                f"use, such as budget='10%' of the {self.bytes_total:,} bytes of rows"
+            )
+        self._is_percentage = isinstance(budget, str) and "%" in budget
+        total = 0 if budget == AUTO else parse_bytes(budget, total=self.bytes_total)
+        if profile is not None:  # ranking takes long, so other budgets are divided alike
+            size = total or self.bytes_total // 10
+            self._parts = byte_parts(layouts, self._row_bytes, size, profile=profile)
+        if budget == AUTO:
+            total = auto_budget(
+                self._divide_bytes,
+                layouts,
+                self._row_bytes,
+                strategy=self._strategy,
+                device=self._device,
+                profile=profile,
+            )
+        return self._divide_bytes(total)
+
+    def _divide_bytes(self, total: int) -> Budget:
+        parts = self._parts
+        if parts is None:
+            parts = byte_parts(self.layouts, self._row_bytes, total, profile=self._profile)
+        return share_out(
+            total,
+            row_bytes=self._row_bytes,
+            num_rows=[layout.num_rows for layout in self.layouts],
+            parts=parts,
+            buffer_part=buffer_part_of(self._strategy, self._device),
+        )
+
+    def check_free_memory(self, shared: Budget | None) -> None:
+        """Raise if a GPU has too little free memory."""
+        if self._device.type != "cuda" or (shared is None and not self._strategy.everything):
+            return
+        wanted = self.bytes_total
+        if shared is not None:
+            sizes = zip(self._row_bytes, shared.shares, strict=True)
+            by_hand = sum(size * (share.slots + share.buffer_rows) for size, share in sizes)
+            wanted = shared.total_bytes or by_hand
+        free, total = torch.cuda.mem_get_info(self._device)
+        # Memory that torch caches can be used again.
+        free += torch.cuda.memory_reserved(self._device)
+        free -= torch.cuda.memory_allocated(self._device)
+        if wanted > free:
+            raise ValueError(
+                f"{show_bytes(wanted)} of rows and what belongs to them do not fit {self._device}: "
+                f"{show_bytes(free)} of its {show_bytes(total)} are free. Give a smaller budget, "
+                f"such as budget='{max(1, int(free * 0.8 / 2**20))}MiB', or free memory"
+            )
+
+    def build(
+        self, engine: Engine, shared: Budget | None, lanes: Lanes, lock: RowLock, **options: Any
+    ) -> RowGroups:
+        """Build a group per width; `options` are passed on to the engine."""
+        window_bytes = 0 if shared is None else shared.window_bytes
+        features = sum(len(layout.features) for layout in self.layouts)
+        groups = [
+            engine(
+                layout,
+                optimizer=self._optimizer,
+                strategy=self._strategy,
+                share=None if shared is None else shared.shares[g],
+                device=self._device,
+                profile=self._profile,
+                window_bytes=window_bytes * len(layout.features) // features,
+                lock=lock,
+                **options,
+            )
+            for g, layout in enumerate(self.layouts)
+        ]
+        if shared is not None and shared.total_bytes:
+            for number, group in enumerate(groups):
+                group.setting_for = partial(self._setting_for, shared.total_bytes, number)
+        # Staged rows need more stages; the rows of other groups can use those as well.
+        split = [group.strategy for group in groups if group.strategy.stages is SPLIT]
+        rows = RowGroups(self._tables, self._optimizer, self._device, lanes, lock, window_bytes)
+        rows.activate(groups, split[0] if split else self._strategy)
+        # Of a budget in bytes, plans get their part when the size of batches is known.
+        if shared is not None and rows.plans_later and rows.strategy.has_slots:
+            rows.budget_bytes = shared.total_bytes
+        return rows
+
+    def _setting_for(self, total: int, group: int, slots: int, instead_of: int) -> str:
+        """Return the setting that gives a group so many slots, as a user would write it."""
+        wanted = larger_budget(self._divide_bytes, total, group, slots, instead_of)
+        if wanted > _NEARLY_ALL * self.bytes_total:
+            return setting("strategy", "all-fast")
+        whole = self.bytes_total if self._is_percentage else None
+        return setting("budget", write_budget(wanted, total=whole))
+
+
+@dataclass(frozen=True)
+class InactiveEngine:
+    """The engine of two over the same rows that does not train now."""
+
+    groups: list[RowGroup]
+    strategy: Strategy
+    budget_bytes: int
+
+
+class RowGroups:
+    """The groups of the engine that trains, and of the inactive one if there are two.
+
+    The parts of a collection share this object. None of them refers to the collection itself, so
+    that the memory of a collection is freed with the last reference to it.
+    """
+
+    groups: list[RowGroup]
+    strategy: Strategy
+    plans_later: bool
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer: RowOptimizer,
+        device: torch.device,
+        lanes: Lanes,
+        lock: RowLock,
+        window_bytes: int,  # of the budget, for ids of batches that are known ahead
+    ) -> None:
+        self.tables, self.optimizer, self.device = tables, optimizer, device
+        self.lanes, self.lock, self.window_bytes = lanes, lock, window_bytes
+        self.budget_bytes = 0  # of which plans take a part; 0: slots stay as they are
+        self.inactive: InactiveEngine | None = None
+
+    def activate(self, groups: list[RowGroup], strategy: Strategy) -> None:
+        self.groups, self.strategy = groups, strategy
+        self.plans_later = any(group.plans_later for group in groups)
+
+    def switch(self) -> int:
+        """Let the inactive engine train; return the bytes of the rows that are in slots."""
+        other = self.inactive
+        assert other is not None
+        self.inactive = InactiveEngine(self.groups, self.strategy, self.budget_bytes)
+        for group, before in zip(other.groups, self.groups, strict=True):
+            group.freeze_like(before)
+            group.aside, before.aside = False, True
+        self.budget_bytes = other.budget_bytes
+        self.activate(other.groups, other.strategy)
+        return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the CPU trains rows that have slots: after `train_on_host()`."""
+        return self.inactive is not None and self.inactive.strategy.has_slots
+
+    @property
+    def every_group(self) -> list[RowGroup]:
+        """The groups of both engines."""
+        return [*self.groups, *([] if self.inactive is None else self.inactive.groups)]
+
+    @property
+    def slot_groups(self) -> list[RowGroup]:
+        """The groups of the engine that has slots, if there are two."""
+        if self.inactive is not None and self.inactive.strategy.has_slots:
+            return self.inactive.groups
+        return self.groups
+
+    def find(self, table: str) -> tuple[RowGroup, int, int]:
+        """Return the group of a table, the id of its first row in the group, and its size."""
+        for group in self.groups:
+            for config, base in zip(group.layout.tables, group.layout.bases, strict=True):
+                if config.name == table:
+                    return group, base, config.num_embeddings
+        raise KeyError(f"no table {table!r}; there are {few(t.name for t in self.tables)}")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, no other thread changes rows, and every row can be found."""
+        while True:
+            with self.lock.reading():
+                if all(group.is_settled for group in self.groups):
+                    self.lanes.join()  # this thread waits for what others have launched
+                    try:
+                        yield
+                    finally:
+                        self.lanes.read_here()
+                    return
+            with self.lock.writing():
+                for group in self.groups:
+                    group.settle()
+
+    def read_vectors(self, lookups: Sequence[Lookups]) -> list[Tensor]:
+        """Read the bags of each group as of one finished step; change no map, hold or counter."""
+        while True:
+            groups = self.groups
+            parts = [group.parts_of(x) for group, x in zip(groups, lookups, strict=True)]
+            with self.reading():
+                if self.groups is groups:  # the other engine may have begun to train
+                    pairs = zip(groups, parts, strict=True)
+                    return [group.read_parts(part) for group, part in pairs]
+
+    def freeze(self, rows: Mapping[str, Tensor] | None) -> None:
+        """Freeze rows by table, and no others; None: forget the bits as well."""
+        ids: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in self.groups]
+        for table, numbers in ({} if rows is None else rows).items():
+            group, base, size = self.find(table)
+            ids[self.groups.index(group)].append(row_numbers(table, numbers, size).cpu() + base)
+        with self.lock.writing():
+            for group, frozen in zip(self.groups, ids, strict=True):
+                group.freeze(None if rows is None else torch.cat(frozen).unique())
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of fast memory by part."""
+        parts: Counter[str] = Counter()
+        for group in self.every_group:
+            parts.update(group.memory())
+            if group.frozen is not None and group.frozen.device == self.device:
+                parts["which rows are frozen"] += group.frozen.nbytes
+        if self.window_bytes and not any(group.plans_later for group in self.slot_groups):
+            parts["look-ahead ids"] = self.window_bytes
+        return dict(parts)
+
+    def traffic(self) -> Traffic:
+        """Return what was looked up and moved so far; waits for the device."""
+        self.lanes.join()
+        counted = {table.name: TableTraffic() for table in self.tables}
+        for group in self.every_group:
+            counts = (group.layout.tables, group.traffic.tolist(), group.loaded.tolist())
+            for table, (lookups, unique, fetched, evicted), loaded in zip(*counts, strict=True):
+                came, left = group.bytes_of(fetched, evicted, loaded)
+                more = TableTraffic(lookups, unique, fetched, evicted, came, left, loaded)
+                counted[table.name] += more
+        chunked = max(group.direct_batches for group in self.every_group)
+        made = sum(group.made_rows() for group in self.every_group)
+        return Traffic.of(counted, chunked, made)
+
+    def flush(self) -> None:
+        """Bring slow memory up to date with fast memory."""
+        with self.lock.writing():
+            for group in self.groups:
+                group.flush()
+
+    def wait_for_device(self) -> None:
+        """Wait for all streams of a GPU: rows may have been written in any of them."""
+        if self.device.type == "cuda":
+            synchronize(self.device)
