@@ -70,7 +70,7 @@ All but the last ten take `--minutes 8` (begin nothing that would end later), `-
   dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by
   PyTorch's batched matrix product, `fused` by hotrow's kernel. `--masters plain` updates the
   float32 masters of the bfloat16 weights by compiled SGD, `hotrow` by
-  `hotrow.training.masters.MasterWeights`. Both are `plain` if left out.
+  `masters.MasterWeights`. Both are `plain` if left out.
 
 `hotrow-lookahead-written` is `hotrow-lookahead` in which all rows count as written: every miss is
 read over the link, as after an epoch of training. Without that, rows that nobody has written yet

@@ -77,3 +77,12 @@ def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets collections on a CPU use the engine of GPUs, with Triton's interpreter."""
+    if not torch.cuda.is_available():
+        from hotrow.engine.gpu.rows import gpu_rows
+
+        monkeypatch.setattr("hotrow.embedding.collection._engine", lambda device: gpu_rows)

@@ -38,11 +38,11 @@ from builders import (
     train,
     variant,
 )
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu import planner as device_planner
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 5

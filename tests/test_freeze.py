@@ -17,10 +17,10 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import bits_of, in_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hotrow
-from hotrow.embedding.ahead import to_device
+from dense_masters import MasterWeights
+from hotrow.inputs.tree import to_device
 from hotrow.run.job import same_bits
-from hotrow.training.masters import MasterWeights
 from model_cases import MODEL_CASES, ModelCase
 
 pytestmark = [

@@ -432,7 +432,7 @@ def test_the_rest_waits_for_its_rows_and_popular_samples_do_not(
 def test_without_the_wait_the_results_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = plain(batches_of())
     late = LateRows(monkeypatch)
-    monkeypatch.setattr(sys.modules["hotrow.embedding.ahead"], "Split", NoWait)
+    monkeypatch.setattr(sys.modules["hotrow.embedding.reader"], "Split", NoWait)
     model = noted(late)
     list(trainer_of(model, hotline()).run(batches_of()))
     with pytest.raises(AssertionError):

@@ -13,11 +13,11 @@ import hotrow
 import hotrow.embedding.collection
 from builders import RULES, Outcome, outcome, readout, tight_budget, variant
 from builders import Case as Stream
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import popular
+from hotrow.inputs.tree import to_device
 from hotrow.run import serve_template as _served
 
 NEEDS_GPU = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, readout
+from dense_masters import MasterWeights
 from hotrow.engine.gpu.rows import gpu_rows
-from hotrow.training.masters import MasterWeights
 
 CASE = CASES["one-hot"]
 BATCHES = CASE.batches(12)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Outcome, outcome, readout
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.inputs.tree import to_device
 
 ON_GPU = torch.cuda.is_available()
 CASE = CASES["multi-hot"]

@@ -43,12 +43,12 @@ from builders import (
     train,
     variant,
 )
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.fill_forms import CLEARLY, NEARLY, FillChoice, by_rates
 from hotrow.engine.gpu.mover_choice import choose, measure
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.stages import FIVE, FUSED, SPLIT, hold_of
 from hotrow.engine.strategy import Strategy, as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.kernels.triton import fill as kernels
 from hotrow.store.ram import Store
 from hotrow.support.streams import lanes_of

@@ -15,9 +15,9 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.systems.slipstream.staleness import Numbering, Snapshot, Threshold, find_threshold
 
 Table = hotrow.EmbeddingBagConfig

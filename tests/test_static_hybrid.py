@@ -22,10 +22,10 @@ import hotrow
 import test_freeze
 import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.host.hot import HotRows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.sizing.simulator import simulate
 from test_hybrid import (
     FORMS,

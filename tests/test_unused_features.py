@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import RULES, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.inputs.tree import to_device
 
 Table = hotrow.EmbeddingBagConfig
 ON_GPU = torch.cuda.is_available()

@@ -102,7 +102,7 @@ def row_state(run: str) -> dict[str, torch.Tensor]:
     return {t.key: torch.cat([rows for _, rows in found.rows(t.key)]) for t in found.tables}
 
 
-# All others are stopped and go on in tests/test_checkpoints.py.
+# All others are stopped and go on in tests/checkpoint/test_checkpoints.py.
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

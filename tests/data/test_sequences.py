@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hotrow.data import SequenceBatch
-from hotrow.embedding.ahead import only_tensors, to_device
+from hotrow.inputs.tree import only_tensors, to_device
 
 IDS = {"user": torch.arange(6).view(2, 3), "item": 10 + torch.arange(6).view(2, 3)}
 

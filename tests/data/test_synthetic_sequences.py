@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 from hotrow.data import Counted, SequenceBatch, SyntheticConfig, SyntheticSequences
-from hotrow.embedding.ahead import tensors_in
+from hotrow.inputs.tree import tensors_in
 
 STEPS, ROWS = 6, (50, 400, 9)
 NAMES = ("user", "item", "category")

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import outcome
-from hotrow.embedding.ahead import tensors_in
+from dense_masters import MasterWeights
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import MODELS
 from hotrow.run.job import same_bits
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
-from hotrow.training.masters import MasterWeights
 from model_cases import MODEL_CASES, STEP_FEATURES, ModelCase, Twin
 from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
 

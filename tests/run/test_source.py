@@ -16,8 +16,8 @@ from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
-from hotrow.embedding.ahead import tensors_in
 from hotrow.engine.profile import check_profile, hottest
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import TBSM
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hotrow import kernels
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
 from hotrow.embedding.arguments import OLDEST_CAPABILITY
@@ -73,10 +72,9 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def _used() -> dict[str, Any]:
-    device = torch.device("cpu")
     return {
-        "device": str(device),
-        "kernels": getattr(kernels.for_device(device), "__name__", "").rpartition(".")[2],
+        "device": "cpu",
+        "kernels": "reference",
         "fast_memory": "a bounded share of RAM",
         "slow_memory": "RAM",
         "deterministic_algorithms": True,

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from hotrow.checkpoint import Checkpoint, SavedModel
-from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
 from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME
+from hotrow.checkpoint.tables import is_export, verify_export
 from hotrow.cli._options import JsonFlag, Runs
 from hotrow.cli._process import USER_ERROR
 from hotrow.data.prepared import Prepared

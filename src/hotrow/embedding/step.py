@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow import kernels
 from hotrow.embedding import dense_steps
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
+from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
@@ -394,10 +394,9 @@ def _join(group: Group, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work 
     if len(waiting) == 1:
         only = waiting[0]
         return *only.summed(), only.work
-    ops = kernels.for_device(group.device)
     every, grads = zip(*(each.summed() for each in waiting), strict=True)
-    ids = ops.sort_ids(torch.cat(every), group.layout.num_rows)
-    return ids.ids, ops.sum_pairs(torch.cat(grads), ids), None
+    ids = reference.sort_ids(torch.cat(every), group.layout.num_rows)
+    return ids.ids, reference.sum_pairs(torch.cat(grads), ids), None
 
 
 # -- parts -------------------------------------------------------------------------------

@@ -16,9 +16,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hotrow.checkpoint.exported import SERVED, ExportedTable, write_export
 from hotrow.checkpoint.shards import table_parts
-from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
+from hotrow.checkpoint.tables import (
+    SERVED,
+    ExportedTable,
+    Weights,
+    dense_numbers,
+    open_weights,
+    row_numbers,
+    write_export,
+)
 from hotrow.checkpoint.tensors import packed
 from hotrow.models import MODELS, layers
 from hotrow.run import serve_template as _served

@@ -26,8 +26,8 @@ from hotrow.data.prepared.format import SPLITS
 from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
-from hotrow.embedding.ahead import map_tensors
 from hotrow.engine.profile import Profile
+from hotrow.inputs.tree import map_tensors
 from hotrow.run.config import DataSection
 from hotrow.support.files import FileRecord
 from hotrow.support.messages import few, warn

@@ -16,8 +16,7 @@ from hotrow.engine.planner import Planner
 from hotrow.engine.rules import Pins
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
-from hotrow.kernels import for_device
-from hotrow.kernels.reference import SortedIds
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
 
 _DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
@@ -204,7 +203,6 @@ class _Lane:
 
 
 def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
-    sort_ids = for_device(_CPU).sort_ids
     for values in trace:
         start = time.perf_counter()
         yield sort_ids(values, num_rows), time.perf_counter() - start

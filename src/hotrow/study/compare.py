@@ -23,8 +23,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from hotrow.embedding.ahead import tensors_in
 from hotrow.embedding.arguments import usable_device
+from hotrow.inputs.tree import tensors_in
 from hotrow.run.config import RunConfig
 from hotrow.run.files import environment, now
 from hotrow.run.job import open_data, total_steps, with_budget

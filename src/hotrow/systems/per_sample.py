@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotrow.embedding.ahead import tensors_in, to_device
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.inputs.tree import tensors_in, to_device
 from hotrow.training.trainer import Trainer, algorithms
 
 _MOST_COPIED = 1 << 30  # bytes of a dense part

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.embedding.ahead import map_tensors, only_tensors_in, tensors_in, to_device
 from hotrow.inputs import samples
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import map_tensors, only_tensors_in, tensors_in, to_device
 from hotrow.support.streams import Lanes, Mark, Recorder
 
 MOST_WAITING = 16  # times that `sort` may be called before the numbers of the first are asked for

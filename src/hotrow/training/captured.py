@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.pipeline import PlannedBatch
 from hotrow.engine.split_batch import Split
 from hotrow.inputs.batch import Room, parts_of
+from hotrow.inputs.tree import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.support.messages import warn
 from hotrow.support.streams import PRIORITIES, Lanes, Mark, Name, capture, is_spoiled
 from hotrow.support.threads import writing

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.embedding.ahead import Ahead, to_device
+from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
 from hotrow.support.streams import Lanes, Mark, lanes_of

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotrow.embedding.ahead import features_of, to_device
+from hotrow.embedding.ahead import features_of
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.held_batches import Kept
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import to_device
 from hotrow.support.messages import setting, warn
 from hotrow.systems.calibrate import most_used
 from hotrow.systems.hotline.popularity import (

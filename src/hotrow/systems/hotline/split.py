@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.embedding.ahead import features_of, tensors_in
+from hotrow.embedding.ahead import features_of
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.split_batch import Cut, Parted
 from hotrow.inputs import samples
 from hotrow.inputs.batch import compared, parse
 from hotrow.inputs.hotset import HotSet, popular
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import tensors_in
 from hotrow.support.streams import Mark, lanes_of
 from hotrow.systems.sorting import Sorter
 

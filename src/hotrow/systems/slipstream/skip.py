@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.embedding.ahead import map_tensors, tensors_in
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs import samples
 from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import map_tensors, tensors_in
 from hotrow.support.messages import apart, warn
 from hotrow.systems.slipstream.staleness import (
     Looked,

@@ -37,13 +37,13 @@ from typing import Any, Self
 
 import torch
 
-from hotrow.embedding.ahead import tensors_in
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile
 from hotrow.inputs.batch import parse
 from hotrow.inputs.held_batches import Kept
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take, check_both
+from hotrow.inputs.tree import tensors_in
 from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
 from hotrow.systems.calibrate import AccessCounts, HotReport, top_k

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -18,84 +18,42 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.checkpoint.shards as shards
-from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import latest_in, saved_in
-from hotrow.run.job import same_bits
 from hotrow.support.files import BlockSums, Disk
+from saved_training import Loop, is_whole, names_in, same
 
 SOURCE = Path(hotrow.__file__).parent
-TABLES = (
-    hotrow.EmbeddingBagConfig("item", 300, 8, ["item"]),
-    hotrow.EmbeddingBagConfig("tag", 30, 4, ["tag"]),
-)
-
-
-class Training:
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        embedding = hotrow.EmbeddingBagCollection(
-            TABLES, hotrow.Adagrad(lr=0.1), strategy="all-fast", seed=seed
-        )
-        self.embedding = embedding
-        self.model = torch.nn.ModuleDict({"embedding": embedding, "dense": torch.nn.Linear(12, 1)})
-        self.optimizer = torch.optim.Adam(self.model.parameters())
-
-    def step(self) -> None:
-        ids = torch.stack([torch.randint(300, (8,)), torch.randint(30, (8,))], 1)
-        self.model["dense"](self.embedding(ids).values()).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def save(self, folder: Path, step: int, **options: Any) -> Path:
-        return hotrow.save_checkpoint(
-            folder, self.model, step=step, optimizer=self.optimizer, **options
-        )
-
-    def bits(self) -> dict[str, torch.Tensor]:
-        found = {key: each.clone() for key, each in self.model.state_dict().items()}
-        for table in TABLES:
-            found |= {
-                f"{table.name} sum": self.embedding.row_access.copy_state(table.name)["sum"].clone()
-            }
-        for number, state in self.optimizer.state_dict()["state"].items():
-            found |= {f"{number} {key}": each.clone() for key, each in state.items()}
-        return found
+Saved = tuple[Path, Loop]
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    other = Training(seed=5)
-    other.step()
-    hotrow.load_checkpoint(folder, other.model, optimizer=other.optimizer)
-    return other.bits()
+    other = Loop("adagrad", seed=5)
+    other.train(0, 1)
+    other.load(folder)
+    return bits(other)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(same_bits(left[k], right[k]) for k in left)
+def bits(loop: Loop) -> dict[str, torch.Tensor]:
+    """All but random states, which loading changes for every loop."""
+    return {key: tensor for key, tensor in loop.everything().items() if key != "random"}
 
 
 @pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Training]:
+def saved(tmp_path: Path) -> Saved:
     """A whole checkpoint, and one with the rows that have changed since, of several shards."""
-    monkeypatch.setattr("os.fsync", lambda file: None)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 5_000)
-    training = Training()
-    for step in (1, 2):
-        training.step()
-        training.save(tmp_path, step, full_every=9)
-    assert Checkpoint(latest_in(tmp_path) or "").manifest.parent is not None
-    return tmp_path, training
+    loop = Loop("adagrad")
+    loop.train(0, 2, lambda step: loop.save(tmp_path, step, full_every=9))
+    assert not is_whole(latest_in(tmp_path) or tmp_path)
+    return tmp_path, loop
 
 
 @pytest.mark.filterwarnings("ignore:.* which 'latest' names, is gone")  # a bit of that file
-def test_a_bit_that_flips_anywhere_is_found(saved: tuple[Path, Training]) -> None:
+def test_a_bit_that_flips_anywhere_is_found(saved: Saved) -> None:
     root, training = saved
-    expected, older = training.bits(), loaded(saved_in(root)[0])
+    expected, older = bits(training), loaded(saved_in(root)[0])
     assert same(loaded(root), expected)
-    draw, files = (
-        torch.Generator().manual_seed(3),
-        sorted(p for p in root.rglob("*") if p.is_file()),
-    )
+    draw = torch.Generator().manual_seed(3)
+    files = sorted(path for path in root.rglob("*") if path.is_file())
     assert len(files) > 12
     for path in files:
         whole = path.read_bytes()
@@ -115,7 +73,7 @@ def test_a_bit_that_flips_anywhere_is_found(saved: tuple[Path, Training]) -> Non
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["parent", "child"])
-def test_a_manifest_that_was_changed_is_refused(saved: tuple[Path, Training], number: int) -> None:
+def test_a_manifest_that_was_changed_is_refused(saved: Saved, number: int) -> None:
     """Also where what it says could be true: only its checksum tells."""
     root, training = saved
     path = saved_in(root)[number] / "checkpoint.json"
@@ -136,10 +94,10 @@ def test_a_manifest_that_was_changed_is_refused(saved: tuple[Path, Training], nu
         with pytest.raises(ValueError, match="its checksum is another"):
             loaded(root)
     path.write_text(json.dumps(whole))  # with other white space
-    assert same(loaded(root), training.bits())
+    assert same(loaded(root), bits(training))
 
 
-def test_files_that_are_cut_or_missing_are_found(saved: tuple[Path, Training]) -> None:
+def test_files_that_are_cut_or_missing_are_found(saved: Saved) -> None:
     root, _ = saved
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != "latest"):
         whole = path.read_bytes()
@@ -220,11 +178,11 @@ def interrupt(*_: Any) -> None:
 def test_a_save_that_fails_leaves_the_checkpoint_before(
     name: str, what: str, how: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
+    training = Loop("adagrad")
     training.save(tmp_path, 1)
-    before = training.bits()
-    training.step()
-    now = training.bits()
+    before = bits(training)
+    training.train(0, 1)
+    now = bits(training)
     module, _, attribute = what.rpartition(".")
     owner: Any = {"os": os, "pathlib.Path": Path, "hotrow.support.files.Disk": Disk}[module]
     real, call = getattr(owner, attribute), 0
@@ -256,19 +214,18 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
 
 
 def test_one_that_latest_cannot_name_is_taken_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, use_disk: Callable[[type[Disk]], None]
 ) -> None:
-    training = Training()
+    class NoLatest(Disk):
+        def open(self, path: Path) -> Any:
+            return ShortWrite(path) if path.name.startswith("latest") else super().open(path)
+
+    training = Loop("adagrad")
     training.save(tmp_path, 1)
-    real = Disk.open
-    monkeypatch.setattr(
-        Disk,
-        "open",
-        lambda disk, path: ShortWrite(path) if path.name.startswith("latest") else real(disk, path),
-    )
+    use_disk(NoLatest)
     with pytest.raises(OSError, match="the disk is full"):
         training.save(tmp_path, 2)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["00001-step-1"]
+    assert names_in(tmp_path) == ["00001-step-1", "latest"]
 
 
 def test_sums_of_blocks_do_not_depend_on_how_bytes_come() -> None:
@@ -294,7 +251,7 @@ def test_sums_of_blocks_do_not_depend_on_how_bytes_come() -> None:
     assert sums(b"") != sums(b"\0")
 
 
-def test_a_link_out_of_the_folder_is_refused(saved: tuple[Path, Training], tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(saved: Saved, tmp_path: Path) -> None:
     root, _ = saved
     folder = saved_in(root)[0]
     shard = next((folder / "rows").iterdir())
@@ -323,7 +280,7 @@ class Malicious:
 
 
 def test_a_malicious_file_does_no_harm(
-    saved: tuple[Path, Training], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     root, _ = saved

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.kernels import Kernels, reference
+from hotrow.kernels import reference
 from hotrow.kernels.reference import CHUNK, Moves
 
 SMALL, LARGE = 1000, 2**41  # tables that fit 32-bit keys, and tables that do not
@@ -291,9 +291,3 @@ def test_a_row_that_leaves_and_enters_at_once_keeps_its_newest_bytes() -> None:
     reference.fill(slots, store, Moves(ids_of(1), ids_of(6), ids_of(6)))
     assert torch.equal(slots[1], newest)
     assert torch.equal(store[6], newest)
-
-
-def test_every_kernel_of_the_protocol_is_in_the_reference() -> None:
-    offered = [name for name in vars(Kernels) if not name.startswith("_")]
-    assert offered
-    assert all(callable(getattr(reference, name)) for name in offered)

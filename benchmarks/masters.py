@@ -29,8 +29,7 @@ class MasterWeights(Optimizer):
     `weights` is a module, parameters, or groups of parameters as torch's optimizers take them;
     `make_optimizer` is given the masters in the same form. Of a module all parameters are
     rounded, and those that require gradients are trained. Masters start from the values before
-    rounding. `param_groups` and `state` are the inner optimizer's, so schedulers and whoever else
-    changes a group change that one.
+    rounding. `param_groups` and `state` are the inner optimizer's, so a scheduler changes that one.
     """
 
     masters: tuple[nn.Parameter, ...] = ()
@@ -68,7 +67,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves the masters of all weights that have a gradient, and rounds those weights."""
+        """Move the masters of all weights that have a gradient, and round those weights."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -90,7 +89,7 @@ class MasterWeights(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the weights: the masters' gradients are written anew by every step."""
+        """Clear the gradients of the weights; every step writes those of the masters anew."""
         for weight in self.weights:
             if set_to_none:
                 weight.grad = None
@@ -98,13 +97,13 @@ class MasterWeights(Optimizer):
                 weight.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the masters exist."""
+        """Raise: masters are made once."""
         if self.masters:
             raise ValueError("weights get their masters when MasterWeights is made, not later")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and the masters in the order of the weights."""
+        """Return the inner optimizer's state, and the masters in the order of the weights."""
         return {
             **self.inner.state_dict(),
             "masters": [master.detach() for master in self.masters],
@@ -112,7 +111,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores masters and weights in place; the inner optimizer may replace its state.
+        """Restore masters and weights in place; the inner optimizer may replace its state.
 
         Load before capturing a graph: it would go on with the replaced tensors.
         """
