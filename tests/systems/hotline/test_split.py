@@ -29,7 +29,7 @@ SLOTS = 60
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "device-rows" and torch.cuda.is_available():
-        pytest.skip("kernels are compiled where there is a GPU; tests/test_hotline.py is for it")
+        pytest.skip("kernels are compiled where there is a GPU; tests/systems/hotline/test_hotline.py is for it")
     monkeypatch.setattr(
         hotrow.embedding.collection, "_engine", lambda device: ENGINES[request.param]
     )
