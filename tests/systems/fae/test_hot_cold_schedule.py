@@ -188,9 +188,7 @@ def test_every_batch_comes_once_an_epoch(
     hot: int, cold: int, percent: float, losses: list[float | None], evaluates: bool
 ) -> None:
     assume(hot + cold)
-    order = HotColdOrder(
-        sets(hot, cold, epochs=2), rate=ShuffleRate(percent), evaluates=evaluates
-    )
+    order = HotColdOrder(sets(hot, cold, epochs=2), rate=ShuffleRate(percent), evaluates=evaluates)
     found, noted = [], iter(losses)
     for segment in order:
         found += list(segment)
@@ -239,5 +237,5 @@ def test_readers_end_with_the_loop() -> None:
 
 def test_a_set_that_ends_early_is_named() -> None:
     short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1, 1)
-    with pytest.raises(ValueError, match="the hot samples ended after 3 batches of epoch 0, .* ends at 4"):
+    with pytest.raises(ValueError, match="the hot samples ended after 3 batches of epoch 0"):
         lengths(HotColdOrder(short))

@@ -14,21 +14,15 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.systems.slipstream.skip
 from builders import CASES, build, outcome, readout, tight_budget, variant
 from hotrow.engine.strategy import as_listed
-from hotrow.systems.slipstream.skip import (
-    KeepAll,
-    Skip,
-    SkipRandom,
-    SkipRecord,
-    SkipSettings,
-    SkipStale,
-    noise_of,
-)
+from hotrow.systems.slipstream.sifting import Sifter
+from hotrow.systems.slipstream.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings
+from hotrow.systems.slipstream.stale import LossGuard, SkipStale, noise_of
 from hotrow.systems.sorting import Sorter
 
 SIZE, BATCHES = 10, 24
+SIFTED = 1 << 20  # bytes of batches that are sifted together
 Table = hotrow.EmbeddingBagConfig
 
 
@@ -85,8 +79,11 @@ class Moving:
         # Of lookups, half are of "b", whose rows rest.
         target = 0.65 if changes.get("mode") == "rows" else 0.3
         settings |= {"tolerance": 0.1, "target": target, **changes}
-        hot = settings.pop("hot", self.hot)
-        return SkipStale(self.embedding, hot, num_batches, SkipSettings(**settings), ids=ids_of)
+        hot, sifted = settings.pop("hot", self.hot), settings.pop("sifted_bytes", 0)
+        return SkipStale(
+            self.embedding, hot, num_batches, SkipSettings(**settings), ids=ids_of,
+            sifted_bytes=sifted,
+        )  # fmt: skip
 
 
 def samples_in(batches: Iterable[Clicks]) -> Counter[int]:
@@ -130,59 +127,60 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     ids=lambda changes: "-".join(changes) or "all",
 )
 def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
-    changes: dict[str, Any], sizes: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], sizes: str
 ) -> None:
     found = []
-    for sifts in (False, True):
-        monkeypatch.setattr(
-            hotrow.systems.slipstream.skip, "_can_sift", lambda embedding, sifts=sifts: sifts
-        )
+    for sifted_bytes in (0, SIFTED):
         moving = Moving(STEPS)
-        skip, batches = moving.slipstream(**changes), moving.batches()
+        skip, batches = moving.slipstream(sifted_bytes=sifted_bytes, **changes), moving.batches()
         if sizes == "all kinds":  # few that can be sifted together, and one of which none is left
             for place, size in ((11, 20), (14, 1), (15, 1), (19, 33), (23, 5)):
                 batches[place] = Clicks(batches[place].sparse[:size], batches[place].label[:size])
             batches[13].sparse[:] = 0
         if sizes == "in turns":  # each is sifted alone, and as many wait as where they look alike
-            odd = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
-            batches[1::2] = odd
+            batches[1::2] = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
         trained = moving.run(skip, batches)
         found.append((trained, skip.record))
     (here, expected), (there, record) = found
     assert record == expected
     assert record.dropped > 0
-    assert [each.label.tolist() for each in there] == [each.label.tolist() for each in here]
+    assert [batch.label.tolist() for batch in there] == [batch.label.tolist() for batch in here]
     assert all(torch.equal(a.sparse, b.sparse) for a, b in zip(there, here, strict=True))
 
 
+class CountingSorter(Sorter):
+    """Notes how many batches are sorted together."""
+
+    def __init__(self, lanes: Any) -> None:
+        super().__init__(lanes, numbers=8)
+        self.counts: list[int] = []
+
+    def sort(self, batches: Any, rule: Any) -> Any:
+        self.counts.append(len(batches))
+        return super().sort(batches, rule)
+
+
 @pytest.mark.parametrize("together", [1, 3, 8])
-def test_as_many_batches_are_sifted_together_as_fit(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: True)
+def test_as_many_batches_are_sifted_together_as_fit(together: int) -> None:
     moving = Moving(STEPS)
-    skip, batches = moving.slipstream(), moving.batches()
+    batches, lanes = moving.batches(15), moving.embedding.lanes
     num_bytes = batches[0].sparse.nbytes + batches[0].label.nbytes
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_MOST_TOGETHER", together * num_bytes)
-    counts, sort = [], Sorter.sort
+    sorter = CountingSorter(lanes)
+    sifter = Sifter(
+        lanes, ids_of, lambda ids: ids[:, 0] > 2, most_bytes=together * num_bytes, sorter=sorter
+    )
+    for batch in batches:
+        sifter.add(batch)
+    kept = [sifter.next().kept for _ in batches]
+    assert kept == [int((batch.sparse[:, 0] > 2).sum()) for batch in batches]
+    assert not sifter.waiting
+    assert sorter.counts == [together] * (15 // together) + [15 % together] * (15 % together > 0)
 
-    def counted(self: Sorter, batches: Any, rule: Any) -> Any:
-        counts.append(len(batches))
-        return sort(self, batches, rule)
 
-    monkeypatch.setattr(Sorter, "sort", counted)
-    moving.run(skip, batches)
-    left = BATCHES - skip.record.first_batch
-    assert counts == [together] * (left // together) + [left % together] * (left % together > 0)
-
-
-@pytest.mark.parametrize("sifts", [False, True])
-def test_a_batch_without_samples_leaves_nothing_to_train(
-    sifts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
+@pytest.mark.parametrize("sifted_bytes", [0, SIFTED])
+def test_a_batch_without_samples_leaves_nothing_to_train(sifted_bytes: int) -> None:
     moving = Moving(STEPS)
-    skip, batches = moving.slipstream(), moving.batches()
+    skip, batches = moving.slipstream(sifted_bytes=sifted_bytes), moving.batches()
     for place in (9, 10, 15):  # the first of them is the first that samples may be left out of
         batches[place] = Clicks(batches[place].sparse[:0], batches[place].label[:0])
     trained = moving.run(skip, batches)
@@ -190,11 +188,8 @@ def test_a_batch_without_samples_leaves_nothing_to_train(
     assert samples_in(trained).total() + skip.record.dropped == (BATCHES - 3) * SIZE
 
 
-@pytest.mark.parametrize("sifts", [False, True])
-def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
-    sifts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
+@pytest.mark.parametrize("sifted_bytes", [0, SIFTED])
+def test_a_loader_that_fails_is_heard_after_its_last_good_sample(sifted_bytes: int) -> None:
     moving, trained, good = Moving(STEPS), Counter[int](), 21
 
     def loader() -> Iterator[Clicks]:
@@ -207,7 +202,7 @@ def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
                 moving.train(batch)
                 trained.update(batch.label.tolist())
 
-    skip = moving.slipstream()
+    skip = moving.slipstream(sifted_bytes=sifted_bytes)
     with pytest.raises(OSError, match="disk on fire"):
         run()
     r = skip.record
@@ -414,7 +409,7 @@ def rechecked(
 def stale_in(skip: SkipStale) -> list[int]:
     """The stale rows of table "a"."""
     assert skip._stale is not None
-    return skip._all.by_table(skip._stale).get("a", torch.empty(0)).tolist()
+    return skip._numbers.by_table(skip._stale).get("a", torch.empty(0)).tolist()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-3], ids=["as before", "at a smaller learning rate"])
@@ -483,14 +478,9 @@ def test_the_guard_may_be_patient() -> None:
 
 def guarded(losses: Iterable[float]) -> int | None:
     """After how many losses, from when skipping began, a guard with its defaults ends it."""
-    moving = Moving(STEPS)
-    skip = moving.slipstream()
-    moving.run(skip, moving.batches())
-    for count, loss in enumerate(losses):
-        skip.note(loss)
-        if skip.record.stopped:
-            return count
-    return None
+    guard = LossGuard(SkipSettings().patience, SkipSettings().slack)
+    risen = (guard.note(loss, is_skipping=True) is not None for loss in losses)
+    return next((count for count, has_risen in enumerate(risen) if has_risen), None)
 
 
 def test_the_guard_does_not_take_noise_for_harm() -> None:
