@@ -33,8 +33,11 @@ def check_both(take: object, join: object) -> None:
         raise ValueError(f"{given}= goes with {missing}=, which is not there: {_GIVE_BOTH}")
 
 
-def take(batch: Any, places: Tensor, *, size: int) -> Any:
-    """Return the samples at `places` of a batch of `size`, in that order."""
+def take(batch: Any, places: Tensor, *, size: int, by: Take | None = None) -> Any:
+    """Return the samples at `places` of a batch of `size`, in that order; `by` the caller's
+    function, if there is one."""
+    if by is not None:
+        return by(batch, places)
     jagged = _jagged_taken(places, size)
     return _map([batch], lambda parts: _taken(parts[0], places, size), jagged, size)
 
@@ -53,46 +56,41 @@ def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
     return _map([batch], tensors, jagged, size)
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """Return one batch of all samples of several batches of one structure."""
+def join(batches: Sequence[Any], *, by: Join | None = None) -> Any:
+    """Return one batch of all samples of several batches of one structure; a single one as it is.
+
+    `by` is the caller's function, if there is one.
+    """
     if not batches:
         raise ValueError("there is no batch to join")
+    if len(batches) == 1:
+        return batches[0]
+    if by is not None:
+        return by(batches)
     return _map(batches, lambda parts: torch.cat(list(parts)), _jagged_joined)
 
 
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same batch with every tensor changed; raise if it holds unknown objects."""
+    return _map([batch], lambda parts: change(parts[0]), lambda parts: parts[0].map(change))
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Return every tensor of a batch; its order depends on the structure alone."""
+    """Return every tensor of a batch; their order depends on its structure alone."""
     tensors: list[Tensor] = []
-
-    def tensor(parts: Sequence[Tensor]) -> Tensor:
-        tensors.append(parts[0])
-        return parts[0]
-
-    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        (ids,) = parts
-        weights = ids.weights_or_none()
-        tensors.extend([ids.values(), ids.lengths(), *([] if weights is None else [weights])])
-        return ids
-
-    _map([batch], tensor, jagged)
+    map_tensors(batch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return tensors
 
 
 def with_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
     """Return a batch of this structure, with tensors in the order of `tensors_of`."""
     given = iter(tensors)
-
-    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        values, lengths = next(given), next(given)
-        weights = None if parts[0].weights_or_none() is None else next(given)
-        return KeyedJaggedTensor(parts[0].keys(), values, lengths=lengths, weights=weights)
-
-    return _map([batch], lambda parts: next(given), jagged)
+    return map_tensors(batch, lambda _: next(given))
 
 
 def pinned(batch: Any) -> Any:
     """Return a copy in page-locked memory."""
-    return _map([batch], lambda parts: parts[0].pin_memory(), lambda parts: parts[0].pin_memory())
+    return map_tensors(batch, Tensor.pin_memory)
 
 
 def outline(batch: Any, *, values: bool = True) -> Any:
@@ -121,18 +119,18 @@ def outline(batch: Any, *, values: bool = True) -> Any:
     )
 
 
-def mask_of(found: Any, size: int | None = None) -> Tensor:
-    """What a function said of each sample of a batch of `size`, yes or no: checked, on the CPU."""
-    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.ndim != 1:
-        what = type(found).__name__
-        if isinstance(found, Tensor):
-            what = f"a tensor of {found.dtype}, shape {tuple(found.shape)}"
+def mask_of(mask: Any, size: int | None = None) -> Tensor:
+    """Return a mask with a bool for each of `size` samples, checked, on the CPU."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 1:
+        what = type(mask).__name__
+        if isinstance(mask, Tensor):
+            what = f"a tensor of {mask.dtype}, shape {tuple(mask.shape)}"
         raise TypeError(f"a bool for each sample was expected, a tensor [B], instead of {what}")
-    if size is not None and len(found) != size:
+    if size is not None and len(mask) != size:
         raise ValueError(
-            f"a bool for each of {size:,} samples was expected, and {len(found):,} came"
+            f"a bool for each of {size:,} samples was expected, and {len(mask):,} came"
         )
-    return found.cpu()
+    return mask.cpu()
 
 
 def _map(
@@ -210,9 +208,9 @@ def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]
                 f"ids of {len(ids.keys())} features have {len(ids.offsets()) - 1} bags, and "
                 f"{size:,} samples would have {len(ids.keys()) * size:,}"
             )
-        here = places.to(ids.offsets().device)
-        starts = ids.offsets()[:-1].view(-1, size).index_select(1, here).flatten()
-        lengths = ids.lengths().view(-1, size).index_select(1, here).flatten()
+        columns = places.to(ids.offsets().device)
+        starts = ids.offsets()[:-1].view(-1, size).index_select(1, columns).flatten()
+        lengths = ids.lengths().view(-1, size).index_select(1, columns).flatten()
         ends = lengths.cumsum(0)
         lookups = torch.repeat_interleave(starts - (ends - lengths), lengths)
         lookups += torch.arange(len(lookups), device=lookups.device)
@@ -230,32 +228,22 @@ def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]
 def _jagged_joined(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """Join feature by feature, so that samples of one batch follow those of another."""
     keys = parts[0].keys()
-    for each in parts:
-        if each.keys() != keys:
-            raise ValueError(f"batches to join have other features: {keys} and {each.keys()}")
-    values: list[Tensor] = []
-    weights: list[Tensor] = []
-    lengths: list[Tensor] = []
-    cuts = [_by_feature(each) for each in parts]
-    for feature in range(len(keys)):
-        for ids, (edges, counts) in zip(parts, cuts, strict=True):
-            here = slice(edges[feature], edges[feature + 1])
-            values.append(ids.values()[here])
-            lengths.append(counts[feature])
-            given = ids.weights_or_none()
-            if given is not None:
-                weights.append(given[here])
-    if weights and len(weights) != len(values):
+    for ids in parts:
+        if ids.keys() != keys:
+            raise ValueError(f"batches to join have other features: {keys} and {ids.keys()}")
+    weights = [ids.weights_or_none() for ids in parts]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
         raise ValueError("batches to join must all have weights, or none of them")
+    counts = [ids.lengths().view(len(keys), -1) for ids in parts]  # by feature and sample
+    cuts = [count.sum(1).tolist() for count in counts]
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        split = [tensor.split(cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+        return torch.cat([part for by_batch in zip(*split, strict=True) for part in by_batch])
+
     return KeyedJaggedTensor(
         keys,
-        torch.cat(values),
-        lengths=torch.cat(lengths),
-        weights=torch.cat(weights) if weights else None,
+        joined([ids.values() for ids in parts]),
+        lengths=torch.cat(counts, 1).flatten(),
+        weights=None if weights[0] is None else joined([w for w in weights if w is not None]),
     )
-
-
-def _by_feature(ids: KeyedJaggedTensor) -> tuple[list[int], Tensor]:
-    """Return where each feature's ids end, after a 0, and their number by [feature, sample]."""
-    counts = ids.lengths().view(len(ids.keys()), -1)
-    return [0, *counts.sum(1).cumsum(0).tolist()], counts

@@ -92,8 +92,7 @@ class Sorter:
             taken, told = self._captured(batches, tensors, rule)
             if told is None:
                 moved = [to_device(batch, lanes.device) for batch in batches]
-                joined = moved[0] if len(moved) == 1 else samples.join(moved)
-                taken, told = self._sorted(joined, rule)
+                taken, told = self._sorted(samples.join(moved), rule)
             place = self._told[self._next % MOST_WAITING][: len(told)]
             self._next += 1
             place.copy_(told, non_blocking=True)
@@ -133,6 +132,4 @@ class Sorter:
     def _sorted(self, batch: Any, rule: Rule) -> tuple[Any, Tensor]:
         is_first, told = rule(batch)
         order = is_first.logical_not().to(torch.uint8).argsort(stable=True)
-        if self._take is not None:
-            return self._take(batch, order), told
-        return samples.take(batch, order, size=len(order)), told
+        return samples.take(batch, order, size=len(order), by=self._take), told

@@ -10,7 +10,6 @@ This module does not know rows, nor why a sample is hot.
 
 from __future__ import annotations
 
-import math
 import os
 import reprlib
 import tempfile
@@ -18,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -66,9 +65,7 @@ class SetOptions:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def taken(self, batch: Any, places: Tensor, size: int) -> Any:
-        if self.take is not None:
-            return self.take(batch, places)
-        return samples.take(batch, places, size=size)
+        return samples.take(batch, places, size=size, by=self.take)
 
     @property
     def knows_batches(self) -> bool:
@@ -76,9 +73,7 @@ class SetOptions:
         return self.take is not None and self.join is not None
 
     def joined(self, batches: Sequence[Any]) -> Any:
-        if len(batches) == 1:
-            return batches[0]
-        return (self.join or samples.join)(batches)
+        return samples.join(batches, by=self.join)
 
 
 class Copies:
@@ -89,9 +84,7 @@ class Copies:
     ) -> None:
         self._options, self._memory = options, _MemoryLimit(most_bytes, folder)
         self._outline: Any = None
-        self._blocks: dict[bool, _Blocks | _Kept] = {}
-        self._waiting: dict[bool, list[Any]] = {True: [], False: []}
-        self._counts = {True: 0, False: 0}  # waiting samples
+        self._hot, self._cold = _Blocks(options), _Blocks(options)
 
     def of(
         self,
@@ -104,14 +97,16 @@ class Copies:
             self._check(batch, number)
             mask = samples.mask_of(popular(batch))
             size = size or len(mask)
-            for is_hot in (True, False):
-                self._add(batch, mask if is_hot else ~mask, is_hot)
+            self._hot.add(batch, mask)
+            self._cold.add(batch, ~mask)
             advance(len(mask))
-        for is_hot in self._blocks:
-            self._flush(is_hot)
-        if not any(each.sizes for each in self._blocks.values()):
+        sets: list[BatchSet] = []
+        for blocks in (self._hot, self._cold):
+            blocks.finish()
+            sets.append(CopiedSet(blocks, self._options, size) if blocks.sizes else NoBatches())
+        if not any(part.samples for part in sets):
             raise ValueError(_why_nothing(batches))
-        hot, cold = (self._set(is_hot, size) for is_hot in (True, False))
+        hot, cold = sets
         return Separated(hot, cold, size, self._options.epochs)
 
     def _check(self, batch: Any, number: int) -> None:
@@ -124,8 +119,7 @@ class Copies:
             seen = None
         if number == 0:
             self._outline = seen
-            for is_hot in (True, False):
-                self._blocks[is_hot] = _Kept() if seen is None else _Blocks(self._memory)
+            self._hot.memory = self._cold.memory = None if seen is None else self._memory
         if seen != self._outline:
             here, there = _first_difference(seen, self._outline)
             raise ValueError(
@@ -133,28 +127,6 @@ class Copies:
                 f"be mixed: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out what "
                 "differs between batches, or give functions of your own: take= and join="
             )
-
-    def _add(self, batch: Any, mask: Tensor, is_hot: bool) -> None:
-        places = mask.nonzero().squeeze(1)
-        if not len(places):
-            return
-        taken = self._options.taken(batch, places, len(mask))
-        if self._options.take is not None:
-            taken = copy_of(taken)  # it may hold views of buffers that the loader refills
-        self._waiting[is_hot].append(taken)
-        self._counts[is_hot] += len(places)
-        if self._counts[is_hot] >= self._options.block:
-            self._flush(is_hot)
-
-    def _flush(self, is_hot: bool) -> None:
-        if count := self._counts[is_hot]:
-            self._blocks[is_hot].add(self._options.joined(self._waiting[is_hot]), count)
-            self._waiting[is_hot], self._counts[is_hot] = [], 0
-
-    def _set(self, is_hot: bool, size: int) -> BatchSet:
-        if not self._blocks[is_hot].sizes:
-            return NoBatches()
-        return CopiedSet(self._blocks[is_hot], replace(self._options, batch_size=size))
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
@@ -244,96 +216,91 @@ def _close(*files: IO[bytes]) -> None:
 class _Blocks:
     """Blocks of samples of one kind, in memory or in a file."""
 
-    def __init__(self, memory: _MemoryLimit) -> None:
-        self._memory = memory
-        self._like: Any = None  # a batch
-        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        self._kept: list[list[Tensor]] = []
+    def __init__(self, options: SetOptions) -> None:
+        self._options = options
+        self.memory: _MemoryLimit | None = None  # None: batches of unknown structure, in memory
+        self._waiting: list[Any] = []  # samples of the next block
+        self._count = 0  # of those samples
+        self._like: Any = None  # the first block
+        self._kept: list[Any] = []  # blocks in memory, behind those in the file
         self._file: _File | None = None
-        self._places: list[list[tuple[int, int]]] = []  # of each tensor: offset, first dimension
+        # Of each tensor of each block in the file.
+        self._stored: list[list[tuple[int, torch.Size, torch.dtype]]] = []
         self.sizes: list[int] = []
         self.bytes = 0
 
-    def add(self, batch: Any, count: int) -> None:
-        # `take` copied these tensors: they share no memory with the loader's.
-        tensors = [each.detach().cpu().contiguous() for each in samples.tensors_of(batch)]
-        if any(not each.ndim for each in tensors):
-            raise ValueError("samples hold a tensor without dimensions; give it one number each")
-        kinds = [(each.dtype, each.shape[1:]) for each in tensors]
-        if not self.sizes:
-            self._like, self._kinds = batch, kinds
-        assert kinds == self._kinds, f"{kinds} instead of {self._kinds}"
-        size = sum(each.numel() * each.element_size() for each in tensors)
-        self._memory.take(size)
-        self.sizes.append(count)
-        self.bytes += size
-        self._kept.append(tensors)
-        if self._memory.is_full:
-            self._write()
+    def add(self, batch: Any, mask: Tensor) -> None:
+        places = mask.nonzero().squeeze(1)
+        if not len(places):
+            return
+        taken = self._options.taken(batch, places, len(mask))
+        if self._options.take is not None:
+            taken = copy_of(taken)  # it may hold views of buffers that the loader refills
+        self._waiting.append(taken)
+        self._count += len(places)
+        if self._count >= self._options.block:
+            self._end_block()
 
-    def _write(self) -> None:
+    def _end_block(self) -> None:
+        if not self._count:
+            return
+        block = self._options.joined(self._waiting)
+        if self.memory is not None:
+            block = samples.map_tensors(block, lambda x: x.detach().cpu().contiguous())
+            tensors = samples.tensors_of(block)
+            if any(not tensor.ndim for tensor in tensors):
+                raise ValueError("samples hold a tensor without dimensions; give it one per sample")
+            size = sum(tensor.nbytes for tensor in tensors)
+            self.memory.take(size)
+            self.bytes += size
+        self._like = block if self._like is None else self._like
+        self.sizes.append(self._count)
+        self._kept.append(block)
+        self._waiting, self._count = [], 0
+        if self.memory is not None and self.memory.is_full:
+            self._write(self.memory)
+
+    def _write(self, memory: _MemoryLimit) -> None:
         """Move the blocks in memory to the file."""
-        self._file = self._file or self._memory.file()
-        for tensors in self._kept:
-            places = []
-            for each in tensors:
+        self._file = self._file or memory.file()
+        for block in self._kept:
+            stored = []
+            for tensor in samples.tensors_of(block):
                 self._file.write(memoryview(bytes(-self._file.size % _ALIGNED)))
-                places.append((self._file.size, len(each)))
-                if each.numel():
-                    self._file.write(each.view(-1).view(torch.uint8).numpy().data)
-            self._places.append(places)
+                stored.append((self._file.size, tensor.shape, tensor.dtype))
+                if tensor.numel():
+                    self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            self._stored.append(stored)
         self._kept = []
 
     def finish(self) -> None:
+        self._end_block()
         if self._file is not None:
             self._file.finish()
 
     def read(self, block: int) -> Any:
-        if block >= len(self._places):
-            return samples.with_tensors(self._like, self._kept[block - len(self._places)])
-        pairs = zip(self._places[block], self._kinds, strict=True)
-        tensors = (self._tensor(*place, *kind) for place, kind in pairs)
-        return samples.with_tensors(self._like, tensors)
+        if block >= len(self._stored):
+            return self._kept[block - len(self._stored)]
+        return samples.with_tensors(self._like, (self._tensor(*x) for x in self._stored[block]))
 
-    def _tensor(self, offset: int, length: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        count = length * math.prod(shape)
-        if not count:
-            return torch.zeros((length, *shape), dtype=dtype)
+    def _tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if not shape.numel():
+            return torch.zeros(shape, dtype=dtype)
         assert self._file is not None
-        found = torch.frombuffer(self._file.mapped, dtype=dtype, offset=offset, count=count)
-        return found.view(length, *shape)
-
-
-class _Kept:
-    """Blocks of samples of one kind, of unknown structure, in memory."""
-
-    bytes = 0
-
-    def __init__(self) -> None:
-        self._batches: list[Any] = []
-        self.sizes: list[int] = []
-
-    def add(self, batch: Any, count: int) -> None:
-        self._batches.append(batch)
-        self.sizes.append(count)
-
-    def finish(self) -> None: ...
-
-    def read(self, block: int) -> Any:
-        return self._batches[block]
+        mapped, count = self._file.mapped, shape.numel()
+        return torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(shape)
 
 
 class CopiedSet:
     """Copied samples of one kind, in batches. A thread reads one stretch ahead."""
 
-    def __init__(self, blocks: _Blocks | _Kept, options: SetOptions) -> None:
-        assert options.batch_size is not None
-        blocks.finish()
-        self._blocks, self._options, self._size = blocks, options, options.batch_size
+    def __init__(self, blocks: _Blocks, options: SetOptions, batch_size: int) -> None:
+        self._blocks, self._options, self._size = blocks, options, batch_size
         sizes = np.array(blocks.sizes, dtype=np.int64)
         self.samples = int(sizes.sum())
         fitting = _MIXED_BYTES * self.samples // max(1, blocks.bytes)
         self._order = Order(sizes, mixed=max(1, min(options.mixed, fitting)), seed=options.seed)
+        self._pins = options.pin_memory and blocks.memory is not None
 
     @property
     def batches_per_epoch(self) -> int:
@@ -378,8 +345,7 @@ class CopiedSet:
         return made
 
     def _pinned(self, batch: Any) -> Any:
-        is_known = isinstance(self._blocks, _Blocks)
-        return samples.pinned(batch) if self._options.pin_memory and is_known else batch
+        return samples.pinned(batch) if self._pins else batch
 
 
 def _one_ahead(

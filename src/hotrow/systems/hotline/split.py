@@ -149,9 +149,7 @@ class Splitter:
 
     def taken(self, batch: Any, order: Tensor, size: int) -> Any:
         """Return the samples at some places of a batch of `size`, in that order."""
-        if self._take is not None:
-            return self._take(batch, order)
-        return samples.take(batch, order, size=size)
+        return samples.take(batch, order, size=size, by=self._take)
 
     def _cut(self, size: int) -> Cut:
         if self._take is None:

@@ -49,7 +49,7 @@ class Refill:
     def __init__(self, count: Callable[[Any], int], take: Take | None, join: Join | None) -> None:
         """`count` gives a batch's number of samples. `take` and `join` are for batches that
         inputs/samples.py cannot cut."""
-        self._count_samples, self._take, self._join = count, take, join or samples.join
+        self._count_samples, self._take, self._join = count, take, join
         self._is_ours = take is None and join is None
         self.clear()
 
@@ -124,14 +124,11 @@ class Refill:
 
     def _joined(self) -> Any:
         parts, self._parts = self._parts, []
-        batch = parts[0] if len(parts) == 1 else self._join(parts)
+        batch = samples.join(parts, by=self._join)
         return samples.pinned(batch) if self._pins else batch
 
     def _cut(self, batch: Any, places: Tensor, size: int) -> Any:
-        if self._take is not None:
-            cut = self._take(batch, places)
-        else:
-            cut = samples.take(batch, places, size=size)
+        cut = samples.take(batch, places, size=size, by=self._take)
         count = self._count_samples(cut)
         if count != len(places):
             raise ValueError(
