@@ -53,33 +53,23 @@ def dense_batches(total: int, size: int) -> Iterator[Batch]:
         yield Batch(ids, None, ("f",), len(ids))
 
 
+def drawn_of(total: int, size: int, rate: float = 0.1, seed: int = 0) -> Tensor:
+    return torch.cat([x.values for x in sampled(dense_batches(total, size), rate, seed=seed)])
+
+
 def test_each_sample_is_drawn_once_at_the_most() -> None:
-    drawn = torch.cat([batch.values for batch in sampled(dense_batches(50_000, 100), 0.2)])
+    drawn = drawn_of(50_000, 100, 0.2)
     assert len(drawn.unique()) == len(drawn)
     assert len(drawn) == pytest.approx(10_000, abs=5 * math.sqrt(8000))
     # From everywhere, as often from each tenth.
     parts = torch.bincount(drawn.flatten() // 5000)
     assert (parts - 1000).abs().max() < 5 * math.sqrt(800)
+    assert drawn_of(250, 100, 1.0).flatten().tolist() == list(range(250))
 
 
-def test_the_same_samples_come_at_every_batch_size() -> None:
-    first, second = (
-        torch.cat([batch.values for batch in sampled(dense_batches(5000, size), 0.1, seed=7)])
-        for size in (7, 640)
-    )
-    assert torch.equal(first, second)
-
-
-def test_another_seed_draws_others() -> None:
-    first, second = (
-        torch.cat([batch.values for batch in sampled(dense_batches(5000, 100), seed=seed)])
-        for seed in (0, 1)
-    )
-    assert not torch.equal(first, second)
-
-
-def test_all_may_be_drawn() -> None:
-    assert [len(each.values) for each in sampled(dense_batches(250, 100), 1.0)] == [100, 100, 50]
+def test_a_seed_draws_the_same_samples_at_every_batch_size() -> None:
+    assert torch.equal(drawn_of(5000, 7), drawn_of(5000, 640))
+    assert not torch.equal(drawn_of(5000, 7), drawn_of(5000, 7, seed=1))
 
 
 def test_drawn_bags_keep_their_ids() -> None:
@@ -215,29 +205,18 @@ def test_the_most_used_rows_of_all_tables_are_hot() -> None:
     assert (report.threshold, report.notes) == (None, ())
 
 
-def test_rows_that_were_never_counted_stay_cold_whatever_is_left() -> None:
-    counts = counted([5, 0, 9], [0, 0])
-    chosen = top_k(counts, bytes_of(counts), 49)
-    assert rows_of(chosen) == [[0, 2], []]
-    assert chosen.report.covered == 1
-
-
-def test_rows_used_equally_often_come_in_order() -> None:
-    counts = counted([2, 2, 2, 2], [2, 2])
-    assert rows_of(top_k(counts, bytes_of(counts), 50)) == [[0, 1, 2, 3], [0]]
-
-
-def test_of_different_widths_uses_per_byte_decide() -> None:
-    counts = counted([10, 3], [12, 4])
-    chosen = top_k(counts, {"t0": 10, "t1": 40}, 61)  # 1.0, 0.3 and 0.3, 0.1 uses per byte
-    assert rows_of(chosen) == [[0, 1], [0]]
-    assert chosen.report.hot_bytes == 60
-
-
-def test_small_tables_may_be_hot_as_a_whole() -> None:
-    counts = counted([9, 8, 7, 1], [0, 0])
-    chosen = top_k(counts, bytes_of(counts), 40, small_table_bytes=20)
-    assert rows_of(chosen) == [[0, 1], [0, 1]]
+@pytest.mark.parametrize(
+    ("counts", "row_bytes", "budget", "small", "rows"),
+    [
+        (([5, 0, 9], [0, 0]), (10, 10), 49, 0, [[0, 2], []]),  # what was not read stays cold
+        (([2, 2, 2, 2], [2, 2]), (10, 10), 50, 0, [[0, 1, 2, 3], [0]]),  # in order
+        (([10, 3], [12, 4]), (10, 40), 61, 0, [[0, 1], [0]]),  # 1.0, 0.3; 0.3, 0.1 per byte
+        (([9, 8, 7, 1], [0, 0]), (10, 10), 40, 20, [[0, 1], [0, 1]]),  # a small table
+    ],
+)
+def test_top_k_by_hand(counts: Any, row_bytes: Any, budget: int, small: int, rows: Any) -> None:
+    sizes = dict(zip(("t0", "t1"), row_bytes, strict=True))
+    assert rows_of(top_k(counted(*counts), sizes, budget, small_table_bytes=small)) == rows
 
 
 # -- by threshold ------------------------------------------------------------------------
@@ -321,24 +300,18 @@ CHOICES = [by_threshold, top_k]
 
 
 @pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("budget", [50, 10**12])
-def test_a_budget_for_every_row_makes_every_row_hot(choose: Any, budget: int) -> None:
+@pytest.mark.parametrize("budget", [0, 9, 50, 10**12])
+def test_a_budget_for_every_row_or_none(choose: Any, budget: int) -> None:
     counts = counted([5, 0, 9], [0, 0])
     chosen = choose(counts, bytes_of(counts), budget)
-    assert rows_of(chosen) == [[0, 1, 2], [0, 1]]
     (note,) = chosen.report.notes
-    assert "holds every row (50 bytes): all rows are hot, and no sample is cold" in note
-
-
-@pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("budget", [0, 9])
-def test_a_budget_for_no_row_makes_none_hot(choose: Any, budget: int) -> None:
-    counts = counted([5, 0, 9], [0, 0])
-    chosen = choose(counts, bytes_of(counts), budget)
-    assert rows_of(chosen) == [[], []]
-    (note,) = chosen.report.notes
-    assert f"of {budget} bytes holds no row (the smallest takes 10)" in note
-    assert chosen.report.covered == 0
+    if budget < 10:
+        assert rows_of(chosen) == [[], []]
+        assert f"of {budget} bytes holds no row (the smallest takes 10)" in note
+        assert chosen.report.covered == 0
+    else:
+        assert rows_of(chosen) == [[0, 1, 2], [0, 1]]
+        assert "holds every row (50 bytes): all rows are hot, and no sample is cold" in note
 
 
 @pytest.mark.parametrize("choose", CHOICES)
