@@ -25,8 +25,7 @@ from hotrow.data.prepared.format import to_json as manifest_json
 from hotrow.data.sources import Samples, SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
-from hotrow.systems.fae.sample_sets import _others
-from hotrow.systems.fae.separate import separate
+from hotrow.systems.fae.separate import _others, separate
 
 SCHEMA = Schema(
     "click",
@@ -210,7 +209,7 @@ def test_a_set_goes_on_from_any_batch(tmp_path: Path) -> None:
 
 
 def test_others_are_all_that_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.systems.fae.sample_sets._PART", 4)
+    monkeypatch.setattr("hotrow.systems.fae.separate._PART", 4)
     for hot in ([], [0], [3, 4], [9], [0, 1, 2, 3], list(range(10))):
         found = np.concatenate(list(_others(np.array(hot, np.int64), 10)))
         assert found.tolist() == sorted(set(range(10)) - set(hot))

@@ -37,7 +37,7 @@ from hotrow.study.skew import (
 from hotrow.study.tracked_rows import GROUPS, Choice, Followed, Read, choose, fitting_rows, unique
 from hotrow.study.working_sets import Windows, WorkingSet
 from hotrow.support.messages import few
-from hotrow.systems.fae.sample_copies import nobody
+from hotrow.support.progress import no_progress
 
 ALL = "all tables"
 HOT_PARTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -127,7 +127,7 @@ def profile_lookups(
     hot_part: float = 0.01,
     periods: int = 8,
     seed: int = 0,
-    advance: Callable[[int], None] = nobody,
+    advance: Callable[[int], None] = no_progress,
 ) -> Profiled:
     """Reads a trace twice. `slots`: where misses are asked for, by default SLOT_PARTS of the rows;
     they are counted from batch `first` on. `hot_part` of the rows make the hot set whose drift is

@@ -12,7 +12,7 @@ import hotrow
 from builders import no_synchronisation
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.hotset import HotSet, Places, popular
-from hotrow.inputs.tables import feature_order, group_by_width
+from hotrow.inputs.tables import feature_order
 
 Table = hotrow.EmbeddingBagConfig
 TABLES = [Table("a", 6, 4, ["f", "g"]), Table("b", 5, 8, ["h"], padding_idx=2)]
@@ -114,17 +114,8 @@ def test_a_hot_set_says_what_it_holds() -> None:
     assert hot.mask("b").tolist() == [True, False, False, False, True]
     assert hot.num_rows == 4
     assert hot.num_bytes({"a": 10, "b": 100}) == 220
-    narrow, wide = group_by_width(TABLES)
-    assert (hot.ids(narrow).tolist(), hot.ids(wide).tolist()) == ([1, 3], [0, 4])
     moved = hot.to("cpu")
     assert torch.equal(moved.is_hot, hot.is_hot)
-
-
-def test_ids_of_a_group_count_on_from_table_to_table() -> None:
-    tables = [Table("x", 3, 4, ["f"]), Table("y", 9, 8, ["g"]), Table("z", 3, 4, ["h"])]
-    hot = HotSet.of(tables, {"x": torch.tensor([2]), "z": torch.tensor([0, 1])})
-    narrow, wide = group_by_width(tables)
-    assert (hot.ids(narrow).tolist(), hot.ids(wide).tolist()) == ([2, 3, 4], [])
 
 
 @pytest.mark.parametrize("is_hot", [torch.ones(11), torch.ones(10, dtype=torch.bool)])

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.data import ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.inputs.hotset import HotSet
 from hotrow.kernels.reference import in_bits
 from hotrow.systems.calibrate import AccessCounts
 from hotrow.systems.slipstream.skip import SkipRecord, SkipSettings
+from hotrow.systems.slipstream.stale import SkipStale
 from hotrow.training.trainer import Trainer
 
 SIZE, COUNT = 16, 40
@@ -70,10 +70,12 @@ def make_trainer(
     )
 
 
-def slipstream(**changes: Any) -> hotrow.Slipstream:
+def slipstream(
+    kind: type[hotrow.Slipstream] = hotrow.Slipstream, **changes: Any
+) -> hotrow.Slipstream:
     settings = {"target": 0.4, "tolerance": 0.2, "watched": 0.1, "sample_rate": 0.2}
     settings |= {"hot_budget": "80%", "validate_every": 0, "recheck_every": 10, **changes}
-    return hotrow.Slipstream(**settings)
+    return kind(**settings)
 
 
 class Noted:
@@ -184,13 +186,8 @@ FEW = {"watched": 0.2, "sample_rate": 0.3, "recheck_every": 3, "least_visits": 0
 @pytest.mark.parametrize(
     ("strategy", "check"), [("lookahead", check_samples), ("static", check_rows)]
 )
-def test_on_the_engine_of_a_device(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, check: Callable[..., object]
-) -> None:
-    """By Triton's interpreter, which is slow."""
-    from hotrow.engine.gpu.rows import gpu_rows
-
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+@pytest.mark.usefixtures("device_rows")
+def test_on_the_engine_of_a_device(strategy: str, check: Callable[..., object]) -> None:
     check(strategy, "cpu", 8, **FEW)
 
 
@@ -220,13 +217,16 @@ def test_batches_from_anywhere(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast"])
-def test_a_gpu_leaves_out_the_samples_that_the_host_would(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, here = Noted(slipstream()), Noted(slipstream())
+def test_a_gpu_leaves_out_the_samples_that_the_host_would(strategy: str) -> None:
+    class HostSifts(hotrow.Slipstream):
+        def bound(self, *args: Any, **options: Any) -> SkipStale:
+            skip = super().bound(*args, **options)
+            skip._sifter = None
+            return skip
+
+    there, here = Noted(slipstream()), Noted(slipstream(HostSifts))
     trainer = make_trainer(there, strategy, "cuda")
     losses = run(trainer, BATCHES)
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: False)
     other = make_trainer(here, strategy, "cuda")
     assert losses == run(other, BATCHES)
     assert same(trainer, other)
@@ -254,24 +254,26 @@ def test_rows_are_left_alone_from_the_decision_on_and_the_dense_part_is_not() ->
 # -- epochs ------------------------------------------------------------------------------------
 
 
+class Epochs(list[ClickBatch]):
+    """A loader that says how long its epochs are."""
+
+    batches_per_epoch = COUNT
+
+
 def test_each_run_is_an_epoch_and_so_are_parts_of_a_long_one() -> None:
-    apart, together = slipstream(), slipstream(batches_per_epoch=COUNT)
-    first, second = make_trainer(apart), make_trainer(together)
+    apart = slipstream()
+    first = make_trainer(apart)
     losses = run(first) + run(first)
-    assert run(second, BATCHES + BATCHES) == losses
-    assert same(first, second)
-    assert apart.record == together.record
+    for together, loader in (
+        (slipstream(batches_per_epoch=COUNT), BATCHES + BATCHES),
+        (slipstream(), Epochs(BATCHES + BATCHES)),
+    ):
+        second = make_trainer(together)
+        assert run(second, loader) == losses
+        assert same(first, second)
+        assert apart.record == together.record
     r = apart.record
     assert r.offered == 2 * (COUNT - r.first_batch) * SIZE  # hot rows are counted once
-
-
-def test_a_loader_may_say_how_long_its_epochs_are() -> None:
-    class Epochs(list[ClickBatch]):
-        batches_per_epoch = COUNT
-
-    system = slipstream()
-    run(make_trainer(system), Epochs(BATCHES + BATCHES))
-    assert system.record.offered == 2 * (COUNT - system.record.first_batch) * SIZE
 
 
 def test_an_epoch_of_unknown_length_is_refused() -> None:
@@ -386,21 +388,6 @@ def test_evaluating_on_the_way_changes_no_bit_and_a_rising_loss_ends_skipping() 
     assert run(trainer) == run(plain)  # for good
 
 
-def test_the_validation_loss_is_the_mean_over_all_samples() -> None:
-    seen: list[float] = []
-    uneven = [HELD_OUT[0], ClickBatch(*(each[:5] for each in vars(HELD_OUT[1]).values()))]
-    system = slipstream(test=uneven, validate_every=10, patience=1000)
-    trainer = make_trainer(system)
-    for record in trainer.run(BATCHES[:12]):
-        if record.step == 10:
-            assert system._skip is not None
-            system._skip.note = seen.append  # type: ignore[method-assign]
-            logits = torch.cat([trainer.predict(batch) for batch in uneven])
-            labels = torch.cat([batch.label for batch in uneven])
-            right = F.binary_cross_entropy_with_logits(logits, labels)
-    assert seen == [pytest.approx(right.item())]
-
-
 # -- the control -------------------------------------------------------------------------------
 
 
@@ -482,23 +469,36 @@ def test_settings_that_make_no_sense(options: Any, said: str) -> None:
         hotrow.Slipstream(**options)
 
 
-def test_more_that_makes_no_sense() -> None:
-    said = r"no 'traget' \(did you mean 'target'\?\); its settings are target, tolerance"
+@pytest.mark.parametrize(
+    ("given", "options", "said"),
+    [
+        (
+            (),
+            {"traget": 0.1},
+            r"no 'traget' \(did you mean 'target'\?\); its settings are target, t",
+        ),
+        ((0.2,), {}, r"by their names, such as target=0.3; got 0.2"),
+    ],
+)
+def test_settings_that_it_does_not_have(given: Any, options: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
-        hotrow.Slipstream(traget=0.1)
-    with pytest.raises(TypeError, match=r"by their names, such as target=0.3; got 0.2"):
-        hotrow.Slipstream(0.2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"such as slipstream.record, not <.*Slipstream"):
-        hotrow.RandomDrop(like=hotrow.Slipstream())  # type: ignore[arg-type]
-    for options, said in (
-        ({}, "a share of the samples, or like="),
-        ({"share": 0.1, "like": SkipRecord("samples")}, "a share of the samples, or like="),
-        ({"share": "10%"}, "share must be at least 0 and below 1, not '10%'"),
-        ({"share": 1.0}, "share must be at least 0 and below 1, not 1.0"),
-        ({"like": SkipRecord("samples"), "starting_batch": 2}, "leave starting_batch out"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            hotrow.RandomDrop(**options)  # type: ignore[arg-type]
+        hotrow.Slipstream(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({}, ValueError, "a share of the samples, or like="),
+        ({"share": 0.1, "like": SkipRecord("samples")}, ValueError, "a share of the samples, or"),
+        ({"share": "10%"}, ValueError, "share must be at least 0 and below 1, not '10%'"),
+        ({"share": 1.0}, ValueError, "share must be at least 0 and below 1, not 1.0"),
+        ({"like": SkipRecord(""), "starting_batch": 2}, ValueError, "leave starting_batch out"),
+        ({"like": hotrow.Slipstream()}, TypeError, r"slipstream.record, not <.*Slipstream"),
+    ],
+)
+def test_a_control_that_makes_no_sense(options: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        hotrow.RandomDrop(**options)
 
 
 @pytest.mark.parametrize(

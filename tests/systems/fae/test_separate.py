@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hotrow
 from hotrow.support.files import Disk
-from hotrow.systems.fae import sample_copies as copied
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
+from hotrow.systems.fae.sample_copies import MOST_BYTES, SetOptions
 from hotrow.systems.fae.separate import check_read_again, separate
 
 
@@ -85,11 +85,9 @@ def epochs_of(found: Separated, percent: float = 50) -> list[list[tuple[str, lis
     return epochs
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(**options: Any) -> SetOptions:
     """Blocks and stretches of a few samples, so that there are many of them."""
-    monkeypatch.setattr(copied, "_BLOCK", 7)
-    monkeypatch.setattr(copied, "_MIXED", 20)
+    return SetOptions(block=7, mixed=20, **options)
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,7 +98,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     every=st.sampled_from([0, 1, 3, 50]),  # 0: none is hot, 1: all are
     percent=st.sampled_from([1.0, 50.0]),
     seed=st.one_of(st.none(), st.integers(0, 3)),
-    most_bytes=st.sampled_from([0, 900, copied.MOST_BYTES]),  # file, both, memory
+    most_bytes=st.sampled_from([0, 900, MOST_BYTES]),  # file, both, memory
 )
 @pytest.mark.filterwarnings("ignore:none of the .* samples is hot")
 def test_every_sample_comes_once_an_epoch_as_it_was(
@@ -118,52 +116,43 @@ def test_every_sample_comes_once_an_epoch_as_it_was(
     def popular(batch: Clicks) -> Tensor:
         return batch.number % every == 0 if every else torch.zeros(len(batch.number)).bool()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copied, "_BLOCK", 7)
-        patch.setattr(copied, "_MIXED", 20)
-        found = separate(
-            iter(loader(samples, loaded)),  # read once
-            popular,
-            folder=folder, batch_size=size, epochs=2, seed=seed, most_bytes=most_bytes,
-        )  # fmt: skip
-        assert list(folder.iterdir()) == []  # nothing to be left behind
-        size = size or min(loaded, samples)
-        for batches in epochs_of(found, percent):
-            numbers = [number for _, mine in batches for number in mine]
-            assert Counter(numbers) == Counter(range(samples))
-            for kind, here in (("hot", found.hot), ("cold", found.cold)):
-                mine = [each for name, each in batches if name == kind]
-                assert len(mine) == here.batches_per_epoch
-                assert all(len(each) == size for each in mine[:-1])  # one short tail
-                wanted = [n for n in range(samples) if (n % every == 0 if every else False)]
-                if kind == "cold":
-                    wanted = sorted(set(range(samples)) - set(wanted))
-                numbers = [number for each in mine for number in each]
-                assert sorted(numbers) == wanted
-                if seed is None:
-                    assert numbers == wanted
+    found = separate(
+        iter(loader(samples, loaded)),  # read once
+        popular,
+        small_blocks(batch_size=size, epochs=2, seed=seed),
+        folder=folder, most_bytes=most_bytes,
+    )  # fmt: skip
+    assert list(folder.iterdir()) == []  # nothing to be left behind
+    size = size or min(loaded, samples)
+    hot = [number for number in range(samples) if every and number % every == 0]
+    wanted = {"hot": hot, "cold": sorted(set(range(samples)) - set(hot))}
+    for batches in epochs_of(found, percent):
+        for kind, here in (("hot", found.hot), ("cold", found.cold)):
+            mine = [numbers for name, numbers in batches if name == kind]
+            assert len(mine) == here.batches_per_epoch
+            assert all(len(numbers) == size for numbers in mine[:-1])  # one short tail
+            numbers = [number for batch in mine for number in batch]
+            assert (numbers if seed is None else sorted(numbers)) == wanted[kind]
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_a_file_gives_what_memory_gives(tmp_path: Path) -> None:
-    in_memory = separate(loader(100, 16), is_third, epochs=2, seed=1)
-    in_file = separate(loader(100, 16), is_third, epochs=2, seed=1, folder=tmp_path, most_bytes=0)
+    options = small_blocks(epochs=2, seed=1)
+    in_memory = separate(loader(100, 16), is_third, options)
+    in_file = separate(loader(100, 16), is_third, options, folder=tmp_path, most_bytes=0)
     assert epochs_of(in_memory) == epochs_of(in_file)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_a_seed_decides_and_every_epoch_differs() -> None:
     def order(seed: int) -> list[Any]:
-        return epochs_of(separate(loader(100, 16), is_third, epochs=2, seed=seed))
+        return epochs_of(separate(loader(100, 16), is_third, small_blocks(epochs=2, seed=seed)))
 
     assert order(1) == order(1) != order(2)
     first, second = order(1)
     assert first != second
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_batches_go_on_from_any_of_them() -> None:
-    cold = separate(loader(100, 16), is_third, epochs=2, batch_size=9).cold
+    cold = separate(loader(100, 16), is_third, small_blocks(epochs=2, batch_size=9)).cold
     every = [check(each) for each in cold.batches()]
     assert len(every) == 2 * cold.batches_per_epoch
     for start in range(len(every) + 1):
@@ -174,13 +163,13 @@ def test_a_data_loader_is_read_once_for_all_epochs() -> None:
     data = TensorDataset(torch.arange(50), torch.rand(50, 3))
     given = DataLoader(data, batch_size=8)
     told = []
-    found = separate(given, lambda batch: batch[0] < 20, epochs=3, advance=told.append)
+    found = separate(given, lambda batch: batch[0] < 20, SetOptions(epochs=3), advance=told.append)
     assert sum(told) == 50
     for segment in HotColdOrder(found):
         for number, values in segment:
             assert torch.equal(values, data.tensors[1][number])
             assert bool((number < 20).all()) == (segment.kind == "hot")
-    assert found.described().startswith("50 samples are 20 hot (40.0%, 3 batches) and 30 cold")
+    assert (found.hot.samples, found.cold.samples) == (20, 30)
 
 
 def test_what_a_loader_writes_over_is_kept() -> None:
@@ -191,7 +180,7 @@ def test_what_a_loader_writes_over_is_kept() -> None:
             buffer.copy_(torch.arange(first, first + 4))
             yield buffer
 
-    found = separate(reusing(), lambda batch: batch % 2 == 0, seed=None)
+    found = separate(reusing(), lambda batch: batch % 2 == 0, SetOptions(seed=None))
     assert torch.cat(list(found.hot.batches())).tolist() == [0, 2, 4, 6, 8, 10]
 
 
@@ -224,7 +213,9 @@ def test_batches_that_are_not_by_samples_bring_their_own_functions(tmp_path: Pat
     def popular(batch: Bags) -> Tensor:
         return torch.tensor([len(each) < 2 for each in lists(batch)])
 
-    found = separate(given, popular, take=take, join=join, folder=tmp_path, most_bytes=0)
+    found = separate(
+        given, popular, SetOptions(take=take, join=join), folder=tmp_path, most_bytes=0
+    )
     hot = [tuple(each) for batch in found.hot.batches() for each in lists(batch)]
     cold = [tuple(each) for batch in found.cold.batches() for each in lists(batch)]
     assert Counter(hot + cold) == Counter(map(tuple, every))
@@ -238,10 +229,8 @@ def test_threads_end_with_the_loop() -> None:
     found = separate(loader(100, 16), is_third)
     before = threading.active_count()
     for segment in HotColdOrder(found):
-        for _ in segment:
-            break
-        if segment.first > 0:
-            break
+        next(iter(segment))
+        break
     assert threading.active_count() == before
 
 
@@ -249,16 +238,17 @@ def test_threads_end_with_the_loop() -> None:
 
 
 def test_no_hot_sample_is_said() -> None:
-    with pytest.warns(UserWarning, match="none of the 20 samples is hot.*all take the cold way"):
+    with pytest.warns(
+        UserWarning, match="none of the 20 samples is hot.*all are trained as cold ones"
+    ):
         found = separate(loader(20, 6), lambda batch: torch.zeros(len(batch.number)).bool())
     ((kind, numbers), *_) = epochs_of(found)[0]
     assert (kind, len(numbers), found.hot.batches_per_epoch) == ("cold", 6, 0)
 
 
 def test_a_batch_larger_than_a_set_is_one_short_batch() -> None:
-    found = separate(loader(20, 6), is_third, batch_size=10)
+    found = separate(loader(20, 6), is_third, SetOptions(batch_size=10))
     assert [len(check(each)) for each in found.hot.batches()] == [7]
-    assert "the 7 hot ones do not fill a batch of 10" in found.described()
 
 
 def test_what_was_read_before_is_named() -> None:
@@ -344,7 +334,7 @@ def test_what_is_another_in_each_batch_is_for_functions() -> None:
         names = [name for batch in batches for name in batch["names"]]
         return {"a": torch.cat([batch["a"] for batch in batches]), "names": names, "i": 0}
 
-    found = separate(batches, lambda batch: batch["a"] % 2 == 0, take=take, join=join)
+    found = separate(batches, lambda batch: batch["a"] % 2 == 0, SetOptions(take=take, join=join))
     for each in found.hot.batches():
         assert each["names"] == ["abcd"[place % 4] for place in each["a"]]
     with pytest.raises(ValueError, match=r"batch 1 .*: 1 instead of 0; .*take= and join="):
@@ -354,4 +344,4 @@ def test_what_is_another_in_each_batch_is_for_functions() -> None:
 @pytest.mark.parametrize("name", ["batch_size", "epochs"])
 def test_numbers_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        separate(loader(20, 6), is_third, **{name: 0})  # type: ignore[arg-type]
+        SetOptions(**{name: 0})  # type: ignore[arg-type]

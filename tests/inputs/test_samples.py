@@ -97,7 +97,7 @@ def test_a_batch_is_made_of_its_tensors_again() -> None:
     batch = {"clicks": Clicks(dense, ids, torch.arange(SIZE)), "more": [Named(dense, None), "text"]}
     tensors = tensors_of(batch)
     assert [tuple(each.shape) for each in tensors] == [
-        (SIZE, 3), ids.values().shape, (3 * SIZE,), ids.values().shape, (SIZE,), (SIZE, 3)
+        (SIZE, 3), ids.values().shape, ids.values().shape, (3 * SIZE + 1,), (SIZE,), (SIZE, 3)
     ]  # fmt: skip
     found = with_tensors(batch, [each.clone() for each in tensors])
     assert bags_of(found["clicks"].sparse) == bags_of(ids)

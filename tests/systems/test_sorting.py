@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrow.support.streams import lanes_of
+from hotrow.support.streams import Lanes, lanes_of
 from hotrow.systems.sorting import MOST_WAITING, Sorter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -159,8 +159,13 @@ def test_a_rule_that_waits_for_the_device_is_not_captured() -> None:
         check(sorter.sort([batch], reads_back), batch)
 
 
-def test_what_is_sorted_comes_after_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes, marked = lanes_of(torch.device("cpu")), list[str]()
-    monkeypatch.setattr(lanes, "mark", lambda name: marked.append(name))
-    sorter_on("cpu").sort([batch_of(0)], small_first)
+def test_what_is_sorted_comes_after_no_plan() -> None:
+    marked: list[str] = []
+
+    class Noting(Lanes):
+        def mark(self, name: Any) -> Any:
+            marked.append(name)
+            return super().mark(name)
+
+    Sorter(Noting(torch.device("cpu")), numbers=2).sort([batch_of(0)], small_first)
     assert marked == ["sort"]

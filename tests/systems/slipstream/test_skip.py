@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,21 +14,13 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.systems.slipstream.skip
-from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.engine.strategy import as_listed
-from hotrow.systems.slipstream.skip import (
-    KeepAll,
-    Skip,
-    SkipRandom,
-    SkipRecord,
-    SkipSettings,
-    SkipStale,
-    noise_of,
-)
+from hotrow.systems.slipstream.sifting import Sifter
+from hotrow.systems.slipstream.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings
+from hotrow.systems.slipstream.stale import LossGuard, SkipStale, noise_of
 from hotrow.systems.sorting import Sorter
 
 SIZE, BATCHES = 10, 24
+SIFTED = 1 << 20  # bytes of batches that are sifted together
 Table = hotrow.EmbeddingBagConfig
 
 
@@ -85,8 +77,11 @@ class Moving:
         # Of lookups, half are of "b", whose rows rest.
         target = 0.65 if changes.get("mode") == "rows" else 0.3
         settings |= {"tolerance": 0.1, "target": target, **changes}
-        hot = settings.pop("hot", self.hot)
-        return SkipStale(self.embedding, hot, num_batches, SkipSettings(**settings), ids=ids_of)
+        hot, sifted = settings.pop("hot", self.hot), settings.pop("sifted_bytes", 0)
+        return SkipStale(
+            self.embedding, hot, num_batches, SkipSettings(**settings), ids=ids_of,
+            sifted_bytes=sifted,
+        )  # fmt: skip
 
 
 def samples_in(batches: Iterable[Clicks]) -> Counter[int]:
@@ -130,59 +125,60 @@ def test_samples_of_stale_rows_are_left_out_and_each_other_is_trained_once() -> 
     ids=lambda changes: "-".join(changes) or "all",
 )
 def test_samples_that_are_sifted_beside_training_are_those_of_the_host(
-    changes: dict[str, Any], sizes: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], sizes: str
 ) -> None:
     found = []
-    for sifts in (False, True):
-        monkeypatch.setattr(
-            hotrow.systems.slipstream.skip, "_can_sift", lambda embedding, sifts=sifts: sifts
-        )
+    for sifted_bytes in (0, SIFTED):
         moving = Moving(STEPS)
-        skip, batches = moving.slipstream(**changes), moving.batches()
+        skip, batches = moving.slipstream(sifted_bytes=sifted_bytes, **changes), moving.batches()
         if sizes == "all kinds":  # few that can be sifted together, and one of which none is left
             for place, size in ((11, 20), (14, 1), (15, 1), (19, 33), (23, 5)):
                 batches[place] = Clicks(batches[place].sparse[:size], batches[place].label[:size])
             batches[13].sparse[:] = 0
         if sizes == "in turns":  # each is sifted alone, and as many wait as where they look alike
-            odd = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
-            batches[1::2] = odd
+            batches[1::2] = [Clicks(batch.sparse[:7], batch.label[:7]) for batch in batches[1::2]]
         trained = moving.run(skip, batches)
         found.append((trained, skip.record))
     (here, expected), (there, record) = found
     assert record == expected
     assert record.dropped > 0
-    assert [each.label.tolist() for each in there] == [each.label.tolist() for each in here]
+    assert [batch.label.tolist() for batch in there] == [batch.label.tolist() for batch in here]
     assert all(torch.equal(a.sparse, b.sparse) for a, b in zip(there, here, strict=True))
 
 
+class CountingSorter(Sorter):
+    """Notes how many batches are sorted together."""
+
+    def __init__(self, lanes: Any) -> None:
+        super().__init__(lanes, numbers=8)
+        self.counts: list[int] = []
+
+    def sort(self, batches: Any, rule: Any) -> Any:
+        self.counts.append(len(batches))
+        return super().sort(batches, rule)
+
+
 @pytest.mark.parametrize("together", [1, 3, 8])
-def test_as_many_batches_are_sifted_together_as_fit(
-    together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: True)
+def test_as_many_batches_are_sifted_together_as_fit(together: int) -> None:
     moving = Moving(STEPS)
-    skip, batches = moving.slipstream(), moving.batches()
+    batches, lanes = moving.batches(15), moving.embedding.lanes
     num_bytes = batches[0].sparse.nbytes + batches[0].label.nbytes
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_MOST_TOGETHER", together * num_bytes)
-    counts, sort = [], Sorter.sort
+    sorter = CountingSorter(lanes)
+    sifter = Sifter(
+        lanes, ids_of, lambda ids: ids[:, 0] > 2, most_bytes=together * num_bytes, sorter=sorter
+    )
+    for batch in batches:
+        sifter.add(batch)
+    kept = [sifter.next().kept for _ in batches]
+    assert kept == [int((batch.sparse[:, 0] > 2).sum()) for batch in batches]
+    assert not sifter.waiting
+    assert sorter.counts == [together] * (15 // together) + [15 % together] * (15 % together > 0)
 
-    def counted(self: Sorter, batches: Any, rule: Any) -> Any:
-        counts.append(len(batches))
-        return sort(self, batches, rule)
 
-    monkeypatch.setattr(Sorter, "sort", counted)
-    moving.run(skip, batches)
-    left = BATCHES - skip.record.first_batch
-    assert counts == [together] * (left // together) + [left % together] * (left % together > 0)
-
-
-@pytest.mark.parametrize("sifts", [False, True])
-def test_a_batch_without_samples_leaves_nothing_to_train(
-    sifts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
+@pytest.mark.parametrize("sifted_bytes", [0, SIFTED])
+def test_a_batch_without_samples_leaves_nothing_to_train(sifted_bytes: int) -> None:
     moving = Moving(STEPS)
-    skip, batches = moving.slipstream(), moving.batches()
+    skip, batches = moving.slipstream(sifted_bytes=sifted_bytes), moving.batches()
     for place in (9, 10, 15):  # the first of them is the first that samples may be left out of
         batches[place] = Clicks(batches[place].sparse[:0], batches[place].label[:0])
     trained = moving.run(skip, batches)
@@ -190,11 +186,8 @@ def test_a_batch_without_samples_leaves_nothing_to_train(
     assert samples_in(trained).total() + skip.record.dropped == (BATCHES - 3) * SIZE
 
 
-@pytest.mark.parametrize("sifts", [False, True])
-def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
-    sifts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.systems.slipstream.skip, "_can_sift", lambda embedding: sifts)
+@pytest.mark.parametrize("sifted_bytes", [0, SIFTED])
+def test_a_loader_that_fails_is_heard_after_its_last_good_sample(sifted_bytes: int) -> None:
     moving, trained, good = Moving(STEPS), Counter[int](), 21
 
     def loader() -> Iterator[Clicks]:
@@ -207,7 +200,7 @@ def test_a_loader_that_fails_is_heard_after_its_last_good_sample(
                 moving.train(batch)
                 trained.update(batch.label.tolist())
 
-    skip = moving.slipstream()
+    skip = moving.slipstream(sifted_bytes=sifted_bytes)
     with pytest.raises(OSError, match="disk on fire"):
         run()
     r = skip.record
@@ -264,39 +257,31 @@ def test_only_samples_of_hot_rows_are_left_out() -> None:
 def test_jagged_samples(weighted: bool) -> None:
     moving = Moving(STEPS)
     draw, batches = torch.Generator().manual_seed(3), []
-    for batch in range(BATCHES):
+    for dense in moving.batches():
         lengths = torch.randint(1, 3, (2 * SIZE,), generator=draw)
         rows = torch.randint(10, (int(lengths[:SIZE].sum()),), generator=draw)
         rest = torch.randint(4, (int(lengths[SIZE:].sum()),), generator=draw)
-        weights = torch.rand(len(rows) + len(rest)) if weighted else None
-        ids = hotrow.KeyedJaggedTensor(
-            ["f", "g"], torch.cat([rows, rest]), lengths=lengths, weights=weights
-        )
-        batches.append(Clicks(ids, torch.arange(SIZE) + batch * SIZE))
+        values = torch.cat([rows, rest])
+        weights = torch.rand(len(values)) if weighted else None
+        ids = hotrow.KeyedJaggedTensor(["f", "g"], values, lengths=lengths, weights=weights)
+        batches.append(Clicks(ids, dense.label))
 
-    def rows_of(batch: Clicks) -> list[list[int]]:
-        lengths = batch.sparse.lengths()[: len(batch.label)].tolist()
-        return [bag.tolist() for bag in batch.sparse.values()[: sum(lengths)].split(lengths)]
+    def samples_of(batches: Iterable[Clicks]) -> Iterator[tuple[int, list[int]]]:
+        """The number of each sample, and its rows of "a"."""
+        for batch in batches:
+            lengths = batch.sparse.lengths()[: len(batch.label)].tolist()
+            bags = batch.sparse.values()[: sum(lengths)].split(lengths)
+            yield from zip(batch.label.tolist(), (bag.tolist() for bag in bags), strict=True)
 
-    skip = moving.slipstream(target=0.2)
-    trained = []
+    skip, trained = moving.slipstream(target=0.2), []
     for segment in skip.segments(batches):
         for batch in segment:
-            looked_up = torch.tensor([r for bag in rows_of(batch) for r in bag]).unsqueeze(1)
-            moving.train(Clicks(looked_up, batch.label))
+            rows = [row for _, bag in samples_of([batch]) for row in bag]
+            moving.train(Clicks(torch.tensor(rows).unsqueeze(1), batch.label))
             trained.append(batch)
     assert skip.record.stale_rows["a"] == 3
-    right = {
-        sample: rows
-        for batch in batches
-        for sample, rows in zip(batch.label.tolist(), rows_of(batch), strict=True)
-        if sample < 9 * SIZE or max(rows) > 2
-    }
-    found = [
-        pair for batch in trained for pair in zip(batch.label.tolist(), rows_of(batch), strict=True)
-    ]
-    assert dict(found) == right
-    assert len(found) == len(right)
+    right = [pair for pair in samples_of(batches) if pair[0] < 9 * SIZE or max(pair[1]) > 2]
+    assert sorted(samples_of(trained)) == right
 
 
 def test_a_target_of_zero_hands_out_what_it_was_given() -> None:
@@ -308,48 +293,7 @@ def test_a_target_of_zero_hands_out_what_it_was_given() -> None:
         assert skip.record.dropped == 0
 
 
-@pytest.mark.parametrize("mode", ["samples", "rows"])
-def test_training_with_a_target_of_zero_has_the_same_bits(mode: str) -> None:
-    case, steps = CASES["one-hot"], 8
-    strategy = replace(variant("lookahead", victims="random"), order=as_listed)
-    budget = tight_budget(case, case.batches(steps), strategy.hold)
-    found = []
-    for settings in (SkipSettings(target=0, mode=mode), None):
-        embedding, losses = build(case, "adam", strategy, budget=budget), []
-        skip: Skip = KeepAll()
-        if settings is not None:
-            hot = {"a": torch.arange(60)}
-            skip = SkipStale(embedding, hot, steps, settings, ids=lambda batch: batch)
-        for segment in skip.segments(case.batches(steps)):
-            for batch in hotrow.ahead(segment, embedding):
-                loss = readout(embedding(batch))
-                loss.backward()
-                losses.append(loss.detach())
-        found.append(outcome(embedding, losses))
-    assert found[0].same_bits(found[1])
-
-
 # -- rows ------------------------------------------------------------------------------------
-
-
-def test_stale_rows_rest_and_their_samples_are_trained() -> None:
-    moving = Moving(STEPS)
-    skip, batches = moving.slipstream(mode="rows"), moving.batches()
-    key, before = moving.embedding.key_of("a"), []
-    trained = []
-    for segment in skip.segments(batches):
-        before.append(moving.embedding.state_dict()[key])
-        for batch in segment:
-            moving.train(batch)
-            trained.append(batch)
-    assert all(a is b for a, b in zip(trained, batches, strict=True))
-    assert skip.record.dropped == 0
-    assert skip.record.stale_rows == {"a": 3, "b": 4}
-    after = moving.embedding.state_dict()[key]
-    assert torch.equal(after[:3], before[-1][:3])  # since the last segment began
-    assert not torch.equal(after[3:], before[-1][3:])
-    skip.close()
-    assert all(group.frozen is None for group in moving.embedding.groups)
 
 
 def test_frozen_rows_are_updated_again_in_a_new_epoch_until_it_has_decided() -> None:
@@ -414,7 +358,7 @@ def rechecked(
 def stale_in(skip: SkipStale) -> list[int]:
     """The stale rows of table "a"."""
     assert skip._stale is not None
-    return skip._all.by_table(skip._stale).get("a", torch.empty(0)).tolist()
+    return skip._numbers.by_table(skip._stale).get("a", torch.empty(0)).tolist()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-3], ids=["as before", "at a smaller learning rate"])
@@ -471,26 +415,17 @@ def test_a_validation_loss_that_rises_ends_skipping(mode: str) -> None:
 
 
 def test_the_guard_may_be_patient() -> None:
-    moving = Moving(STEPS)
-    skip = moving.slipstream(patience=2, slack=0.01)
-    moving.run(skip, moving.batches())
-    noted(skip, 0.5, 0.509, 0.6, 0.5, 0.6)
-    assert not skip.record.stopped
-    with pytest.warns(UserWarning, match="rose to nan"):
-        skip.note(math.nan)
-    assert skip.record.stopped
+    guard = LossGuard(patience=2, slack=0.01)
+    for loss in (0.5, 0.509, 0.6, 0.5, 0.6):
+        assert guard.note(loss, is_skipping=True) is None
+    assert guard.note(math.nan, is_skipping=True) == 0.5
 
 
 def guarded(losses: Iterable[float]) -> int | None:
     """After how many losses, from when skipping began, a guard with its defaults ends it."""
-    moving = Moving(STEPS)
-    skip = moving.slipstream()
-    moving.run(skip, moving.batches())
-    for count, loss in enumerate(losses):
-        skip.note(loss)
-        if skip.record.stopped:
-            return count
-    return None
+    guard = LossGuard(SkipSettings().patience, SkipSettings().slack)
+    risen = (guard.note(loss, is_skipping=True) is not None for loss in losses)
+    return next((count for count, has_risen in enumerate(risen) if has_risen), None)
 
 
 def test_the_guard_does_not_take_noise_for_harm() -> None:
@@ -519,12 +454,18 @@ def test_the_guard_notices_harm() -> None:
     assert guarded([0.5, 0.51, 0.52, 0.53]) == 3  # little is known of their noise
 
 
-def test_what_losses_vary_by_is_neither_trend_nor_step() -> None:
-    assert noise_of([1.0, 2.0]) == 0
-    assert noise_of([1.0, 2.0, 3.0, 4.0]) == 0
-    assert noise_of([1.0, 1.0, 5.0, 5.0, 5.0, 5.0]) == 1.0  # (2, 2, 0, 0) in the middle
-    assert noise_of([1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]) == 0
-    assert noise_of([1.0, 2.0, 1.0, 2.0, 1.0]) == 1
+@pytest.mark.parametrize(
+    ("losses", "noise"),
+    [
+        ([1.0, 2.0], 0),
+        ([1.0, 2.0, 3.0, 4.0], 0),
+        ([1.0, 1.0, 5.0, 5.0, 5.0, 5.0], 1),  # (2, 2, 0, 0) in the middle
+        ([1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0], 0),
+        ([1.0, 2.0, 1.0, 2.0, 1.0], 1),
+    ],
+)
+def test_what_losses_vary_by_is_neither_trend_nor_step(losses: list[float], noise: float) -> None:
+    assert noise_of(losses) == noise
 
 
 # -- searches that fail ----------------------------------------------------------------------
@@ -556,29 +497,6 @@ def test_a_search_that_does_not_converge_is_reported_and_takes_less(mode: str) -
         assert "Nothing is skipped; a target of 1 would" in r.threshold.said
         assert r.stale_rows == {}
         assert all(group.frozen is None for group in moving.embedding.groups)
-
-
-@pytest.mark.parametrize(
-    ("hot", "said"),
-    [
-        ({}, "none of 30 sampled inputs looks up hot rows alone"),
-        ({"a": torch.arange(10)}, "none of 30 sampled inputs looks up hot rows alone"),
-    ],
-)
-def test_without_hot_inputs_nothing_is_skipped(hot: Any, said: str) -> None:
-    moving = Moving(STEPS)
-    skip, batches = moving.slipstream(hot=hot), moving.batches()
-    with pytest.warns(UserWarning, match=said):
-        trained = moving.run(skip, batches)
-    assert all(a is b for a, b in zip(trained, batches, strict=True))
-
-
-def test_rows_that_are_seldom_visited_may_make_a_target_impossible() -> None:
-    moving = Moving(STEPS)
-    skip = moving.slipstream(least_visits=1000)
-    with pytest.warns(UserWarning, match=r"none of the sampled hot inputs \([\d,]+\) can be stale"):
-        moving.run(skip, moving.batches())
-    assert skip.record.seldom_rows == {"a": 10, "b": 4}
 
 
 def test_rows_are_watched_longer_where_too_few_were_visited() -> None:
