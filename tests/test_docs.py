@@ -134,7 +134,7 @@ def test_local_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_pages_are_in_plain_english(page: Path) -> None:
-    unclear = r"\b(?:whoever|nobody|somebody|no number| is told)\b"
+    unclear = r"whoever|nobody|somebody|no number| is told"
     assert re.findall(unclear, page.read_text(), re.IGNORECASE) == []
 
 
