@@ -132,6 +132,15 @@ def test_local_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    names = re.findall(r"`((?:\w+/)+\w+\.(?:py|c))`", page.read_text())
+    folders = (ROOT, ROOT / "src", ROOT / "src" / "hotrow")
+    assert [
+        name for name in names if not any((folder / name).is_file() for folder in folders)
+    ] == []
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_pages_are_in_plain_english(page: Path) -> None:
     unclear = r"whoever|nobody|somebody|no number| is told"
