@@ -1,4 +1,4 @@
-"""Gives every reader damaged and hostile files, for as long as it is told.
+"""Gives every reader damaged and hostile files, for a given time.
 
     python benchmarks/fuzz.py --minutes 5
 

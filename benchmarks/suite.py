@@ -193,7 +193,7 @@ class Bench:
 
 
 def clean_up() -> None:
-    """Whatever nobody refers to any more leaves both memories."""
+    """Free what is no longer referenced, in both memories."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

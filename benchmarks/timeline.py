@@ -182,7 +182,7 @@ def _draw_lane(
 
 
 def _merged(spans: Sequence[Span], *, gap: float) -> list[Span]:
-    """Neighbours of one kind whose distance nobody could see are drawn as one."""
+    """Neighbours of one kind whose distance is too small to see are drawn as one."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
