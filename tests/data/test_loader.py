@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import hotrow
-import hotrow.data.sources
 from hotrow.data import ClickBatch, Loader, ParquetSource, PreparedSource
 from hotrow.data.prepared import Jagged, Prepared
 from hotrow.data.prepared.format import Feature, Schema
@@ -432,11 +431,9 @@ def test_blocks_of_many_shards_are_read_as_they_lie(
         def shards(self, split: str) -> Any:
             return shards
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hotrow.data.sources, "BLOCK", block)
-        source = PreparedSource(Made(), "train", dense=dense)
-        blocks = np.array(sorted(each for each in picked if each < len(source.sizes)), np.int64)
-        found = source.read(blocks)
+    source = PreparedSource(Made(), "train", dense=dense, block=block)
+    blocks = np.array(sorted(each for each in picked if each < len(source.sizes)), np.int64)
+    found = source.read(blocks)
     starts = [
         first + sum(samples[:number])
         for number, count in enumerate(samples)

@@ -121,7 +121,7 @@ def change(folder: Path, edit: Callable[[Any], None]) -> None:
 
 
 EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "newer": (lambda m: m.update(format=2), "made by a newer hotrow"),
+    "newer": (lambda m: m.update(format=2), "was saved by a newer hotrow"),
     "path": (lambda m: m["splits"]["train"][0].update(file="../secret"), "no file inside"),
     "absolute": (lambda m: m["splits"]["train"][0].update(file="/etc/passwd"), "no file inside"),
     "huge": (lambda m: m["splits"]["train"][0].update(samples=10**15), "samples need"),

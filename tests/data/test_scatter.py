@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrow.data.scatter import Scatter
+from hotrow.data.popularity import Scatter
 from hotrow.support.hashing import hashed, key_of
 
 

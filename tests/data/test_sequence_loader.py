@@ -13,12 +13,10 @@ import torch
 
 from clicks import taobao_lines, write
 from hotrow.data import Loader, ParquetSource, PreparedSource, SequenceBatch, SequenceLoader
+from hotrow.data.loader import check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.job import Settings
-from hotrow.data.prepared.taobao import Taobao
-from hotrow.data.prepared.work import prepare
-from hotrow.data.sequence_loader import check_histories, histories_of
+from preparing import prepared
 
 PAST = {"user": None, "item": "history_item", "category": "history_category"}
 
@@ -27,9 +25,7 @@ PAST = {"user": None, "item": "history_item", "category": "history_category"}
 def data(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     folder = tmp_path_factory.mktemp("taobao")
     path = write(folder / "UserBehavior.csv", taobao_lines(200), separator=",")
-    out = folder / "out"
-    prepare(Taobao([path], out, seed=3, skip_bad=False), out, Settings(seed=3), workers=2)
-    return Prepared(out)
+    return prepared("taobao", folder / "out", path, seed=3)
 
 
 def loader(data: Prepared, steps: int = 20, **options: Any) -> SequenceLoader:

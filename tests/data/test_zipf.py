@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hotrow.data.zipf import HEAD_RANKS, Zipf
+from hotrow.data.popularity import HEAD_RANKS, Zipf
 
 SKEWS = [0.0, 0.5, 0.9, 1.0 - 1e-9, 1.0, 1.05, 1.2, 2.0]
 
