@@ -249,7 +249,7 @@ def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> 
     torch.testing.assert_close(other.state_dict(), padded.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "slots"), [("dcnv2-full", 240), ("deepfm-multi-hot", 460), ("tbsm", 440)]
@@ -262,7 +262,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(
     """On the device's engine, with stand-ins for graphs."""
     case = MODEL_CASES[name]
     # The largest first: its room is that of all others.
-    batches = sorted(case.batches(8), key=lambda batch: -len(tensors_in(batch.sparse)[0]))
+    batches = sorted(case.batches(6), key=lambda batch: -len(tensors_in(batch.sparse)[0]))
 
     def run(captured: bool, **options: Any) -> Any:
         model = case.build(case.embedding(**options))

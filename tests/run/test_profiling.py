@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrow.data.scatter import Scatter
-from hotrow.data.zipf import Zipf
+from hotrow.data.popularity import Scatter, Zipf
 from hotrow.engine.profile import check_profile
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.tables import EmbeddingBagConfig

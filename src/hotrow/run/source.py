@@ -20,10 +20,9 @@ from hotrow.data import (
     SyntheticClicks,
     SyntheticSequences,
 )
-from hotrow.data.loader import MIXED, BatchReader
+from hotrow.data.loader import MIXED, BatchReader, check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
-from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
 from hotrow.engine.profile import Profile

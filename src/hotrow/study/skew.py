@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.zipf import Zipf
+from hotrow.data.popularity import Zipf
 from hotrow.systems.estimate import student_t
 
 CONFIDENCE = 0.99  # of the errors that are stated

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.scatter import Scatter
+from hotrow.data.popularity import Scatter
 from hotrow.sizing.reuse import NEVER
 from hotrow.study.skew import CountedRows, Counts
 from hotrow.support.hashing import key_of
