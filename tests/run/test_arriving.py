@@ -9,7 +9,7 @@ from test_files import STEP
 
 from hotrow.cli._watch import RunLines, Screen, progress_facts
 from hotrow.run.files import RunWriter, read_steps
-from hotrow.run.tally import STEPS_BEHIND, Arriving, Tally
+from hotrow.run.tally import STEPS_BEHIND, PendingRecords, Tally
 from hotrow.support.records import LateStepRecord, StepRecord
 
 
@@ -29,7 +29,7 @@ class Device:
 
 def test_a_loss_that_is_there_is_handed_on_at_once() -> None:
     found: list[StepRecord] = []
-    Arriving(found.append).add(STEP)
+    PendingRecords(found.append).add(STEP)
     assert found == [STEP]
 
 

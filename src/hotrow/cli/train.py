@@ -14,8 +14,7 @@ from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, refuse_ranks, us
 from hotrow.cli._watch import RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.resume import find_run_to_resume, settings_of
-from hotrow.run.session import Observer, train_run
-from hotrow.run.stopping import StopAfterStep
+from hotrow.run.session import Observer, StopAfterStep, train_run
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tracing import parse_traced
 

@@ -7,9 +7,10 @@ Every mistake is a ValueError that names the file, the section and the key, in t
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -412,6 +413,21 @@ def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> Ru
         is_exact = find_named(config.embedding.strategy).contract == "exact"
         config = replace(config, training=replace(config.training, check_equality=is_exact))
     return config
+
+
+def from_settings(
+    settings: Mapping[str, Any], overrides: Iterable[str] = (), *, where: str
+) -> RunConfig:
+    """Build a run from settings that were saved with a run, then apply overrides."""
+    try:
+        tables = json.loads(json.dumps(settings))  # a copy, with lists instead of tuples
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    overrides = list(overrides)
+    for text in overrides:
+        toml.override(RunConfig, tables, text)
+    where += " with --set" if overrides else ""
+    return toml.build(RunConfig, tables, where=where, section="")
 
 
 def is_data(folder: Path) -> bool:
