@@ -19,9 +19,7 @@ def predict(
     out: Annotated[Path, typer.Option("--out", "-o", help="The Parquet file to write.")],
     split: Split = "test",
     data: OtherData = None,
-    force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Replace the file if it is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     settings: Settings = None,
     as_json: JsonFlag = False,
     runs: Runs = Path("runs"),
