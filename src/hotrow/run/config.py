@@ -106,8 +106,8 @@ class DataSection(SyntheticConfig):
     """`[data]`: generated clicks, and the number of samples of an epoch.
 
     With `kind` "prepared" the data are those of `folder`, which `hotrow prepare` has made; only
-    `batch_size`, `shuffle`, its `seed`, `dense` and `eval_batches` apply. With `kind` "counted" they
-    are generated, and rows are read as often as in the folder's training split: its tables replace
+    `batch_size`, `shuffle`, its `seed`, `dense` and `eval_batches` apply. With "counted" they are
+    generated, and rows are read as often as in the folder's training split: its tables replace
     `rows`, `names`, `scale`, `lookups`, `skew`, `num_dense` and `constant`."""
 
     kind: str = "synthetic"
@@ -236,8 +236,8 @@ class RowOptimizerSection:
 @dataclass(frozen=True)
 class EmbeddingSection:
     """`[embedding]`: the strategy, the budget of fast memory, how many batches are known ahead, and
-    how a GPU moves rows. `profile`: pin rows by the counts of prepared data, or by those of a folder
-    of `hotrow profile`."""
+    how a GPU moves rows. `profile`: pin rows by the counts of prepared data, or of a folder of
+    `hotrow profile`."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"

@@ -57,17 +57,18 @@ class Job:
             yield record
 
     def _batches(self) -> Iterable[AnyBatch]:
-        samples, first, last = self.samples, self.first, self.total_steps
+        samples, first, steps = self.samples, self.first, self.total_steps - self.first
+        # Comparisons have samples that can be read from the first batch alone.
+        read = partial(samples.batches, start=first) if first else samples.batches
         if self.trainer.system is None:
-            return samples.batches(last, start=first)
-        steps = last - first
+            return read(first + steps)
         epoch = min(steps, samples.batches_per_epoch)
         if isinstance(self.trainer.system, FAE):  # sorts the samples of one epoch, and repeats them
             if _has_sample_numbers(samples, steps):
                 loader: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))  # type: ignore[attr-defined]
                 return loader
             steps = epoch
-        return Again(lambda: samples.batches(first + steps, start=first), steps, epoch)
+        return Again(lambda: read(first + steps), steps, epoch)
 
     @property
     def position(self) -> int:
