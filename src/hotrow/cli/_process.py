@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,9 @@ _RANK_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # torchrun's and mpirun's
 _LOADAVG = Path("/proc/loadavg")  # its fourth word: running threads / all threads
 
 
-def refuse_ranks(command: str) -> None:
+def refuse_ranks(command: str, distributed: Any = torch.distributed) -> None:
     """Raise if this process is one of several ranks: each would train the whole run."""
     counts = [os.environ.get(name, "") for name in _RANK_COUNTS]
-    distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         counts.append(str(distributed.get_world_size()))
     ranks = max([1, *(int(count) for count in counts if count.isdecimal())])

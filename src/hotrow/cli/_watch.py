@@ -117,7 +117,7 @@ class Screen:
         record, folder, saved = result.record, result.folder, result.saved
         if record.memory != self._memory:  # the plans of a GPU grow with the batches
             self._show_memory(record.memory)
-        show_parts([facts_table(_summary(record))], self._console)
+        show_parts([facts_table(summary_facts(record))], self._console)
         goes_on = f"; hotrow train {folder} --resume goes on from it"
         where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
         where += goes_on if where and record.outcome != "finished" else ""
@@ -201,7 +201,7 @@ def progress_facts(tally: Tally) -> list[str]:
     return [*loss, *auc, *moved, *waited]
 
 
-def _summary(record: RunRecord) -> dict[str, str]:
+def summary_facts(record: RunRecord) -> dict[str, str]:
     summary, limit = record.summary, record.limit
     contract = find_named(record.settings["embedding"]["strategy"]).contract
     equality = {
