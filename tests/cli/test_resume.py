@@ -629,7 +629,7 @@ def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, "run.toml", after=4)
-    monkeypatch.setattr("hotrow.run.session.go_on", pytest.fail)  # nor does a second one fill RAM
+    monkeypatch.setattr("hotrow.run.session.resume", pytest.fail)  # nor does a second one fill RAM
     with RunWriter.going_on(Path("runs/small"), after=3):
         result = train("run.toml", "--resume")
     assert result.exit_code == 2

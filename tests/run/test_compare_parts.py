@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_files import STEP
 from torch import Tensor
 
 from hotrow.data import SyntheticClicks, SyntheticConfig
@@ -22,6 +21,7 @@ from hotrow.study.likeness import Apart, Distance, Reference, bits_of, room_for_
 from hotrow.study.systems import SYSTEMS, Reordered, SystemKind, find_system, register
 from hotrow.support.records import EvalRecord
 from hotrow.systems.slipstream.skip import SkipRecord
+from step_records import STEP
 
 SMALL = (
     "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",

@@ -88,8 +88,8 @@ def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
         assert shop.max() <= 5
         assert other.max() <= 7
         assert shop.unique().numel() <= 5
-    assert sum(len(each) for each in samples.validation) > 0
-    assert sum(len(each) for each in samples.test) > 0
+    assert sum(len(each) for each in samples.split("validation").batches) > 0
+    assert sum(len(each) for each in samples.split("test").batches) > 0
 
 
 def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:

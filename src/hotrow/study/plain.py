@@ -208,7 +208,7 @@ class PlainHybrid:
         return float(loss)
 
     def evaluate(self) -> EvalRecord:
-        return self._trainer.evaluate(self._samples.test)
+        return self._trainer.evaluate(self._samples.split("test").batches)
 
     def dense(self) -> Mapping[str, Tensor]:
         return dense_weights(self._model)

@@ -17,11 +17,10 @@ from torch import Tensor
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.samples import take
 from hotrow.run.config import RunConfig
-from hotrow.run.job import build, dense_weights
+from hotrow.run.job import build, dense_weights, skip_of
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import PLAIN, SKIPS, Named, find_named
 from hotrow.run.strategy_names import SYSTEMS as NAMED_SYSTEMS
-from hotrow.run.training import skip_of
 from hotrow.study.plain import PlainHybrid, why_not_plain
 from hotrow.support.messages import did_you_mean
 from hotrow.support.records import EvalRecord, StepRecord
@@ -41,7 +40,7 @@ class System(Protocol):
         """All steps of the run, on `samples.batches(...)`, with its learning rates."""
 
     def evaluate(self) -> EvalRecord:
-        """Quality at the end, on `samples.test`."""
+        """Quality at the end, on the test split."""
 
     def dense(self) -> Mapping[str, Tensor]:
         """Everything trained that is no row, by name."""

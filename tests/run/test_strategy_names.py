@@ -9,9 +9,8 @@ import pytest
 
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.config import load
-from hotrow.run.job import build
+from hotrow.run.job import build, record_of, told_of
 from hotrow.run.strategy_names import SKIPS, SYSTEMS, find_named
-from hotrow.run.training import record_of, told_of
 from hotrow.systems.fae.fae import FAE
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
