@@ -24,9 +24,9 @@ from hotrow.cli._output import counting, show
 from hotrow.report.simulated import simulation_document
 from hotrow.run.config import load
 from hotrow.sizing.machines import THIS, machines
+from hotrow.study.lookups import OfRun
 from hotrow.study.simulation import CACHING, ORDERS, Simulation, find_simulated
 from hotrow.study.sizing import machine_of
-from hotrow.study.trace import Trace
 
 _INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depths"}
 
@@ -121,7 +121,7 @@ def simulate(
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     torch.manual_seed(config.run.seed)  # of rows that leave at random
-    trace = Trace(config.data, steps=config.model.num_steps)
+    trace = OfRun(config.data, steps=config.model.num_steps, repeats=False)
     sizes = sorted(set(read_slots(slots, trace.num_rows)))
     chosen = [find_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
@@ -142,9 +142,8 @@ def simulate(
     )
     total = simulation.total_batches
     with counting("planning", total, "batches", quiet=as_json) as advance:
-        simulation.run(pins_ranks=pin == "ranks", on_batch=advance)
+        facts, conditions = simulation.run(pins_ranks=pin == "ranks", on_batch=advance)
     name = config.run.name if file is None else str(file)
-    facts, conditions = simulation.facts, simulation.conditions
     show(simulation_document(facts, name=name, conditions=conditions), as_json=as_json, html=html)
 
 

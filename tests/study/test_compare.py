@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_files import STEP
 from torch import Tensor
 
 from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.config import RunConfig, load
 from hotrow.study.compare import Comparison, _Clock, choose
-from hotrow.study.likeness import Apart, Distance, Reference, bits_of, room_for_reference
-from hotrow.study.systems import SYSTEMS, Reordered, SystemKind, find_system, register
-from hotrow.support.records import EvalRecord
+from hotrow.study.likeness import (
+    Apart,
+    Distance,
+    Reference,
+    Tolerance,
+    bits_of,
+    room_for_reference,
+)
+from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
+from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.systems.slipstream.skip import SkipRecord
 
 SMALL = (
@@ -31,6 +37,12 @@ SMALL = (
 
 def config(*overrides: str) -> RunConfig:
     return load(overrides=[*SMALL, *overrides])
+
+
+STEP = StepRecord(
+    step=1, loss=0.5, samples=8, seconds=1.0, lookups=8, unique_rows=8, fetched_rows=2,
+    evicted_rows=2, bytes_fetched=8, bytes_evicted=8,
+)  # fmt: skip
 
 
 class Fixed:
@@ -74,15 +86,15 @@ def test_bits_tell_what_differs() -> None:
 
 
 def test_distances_are_those_of_all_values(tmp_path: Path) -> None:
-    reference = Reference(tmp_path)
+    reference = Reference(tmp_path, Tolerance())
     bits_of(fixed(), LOSSES, copy=reference)
     same = reference.distance(fixed(chunk=7), LOSSES)
     assert same is not None
-    assert same.is_tolerable
+    assert Tolerance().holds(same)
     assert (same.values.values, same.values.unlike, same.values.largest) == (4 + 60, 0, 0.0)
     far = reference.distance(fixed(chunk=3, change=0.5), [0.5, 0.26, math.nan])
     assert far is not None
-    assert not far.is_tolerable
+    assert not Tolerance().holds(far)
     assert (far.values.unlike, far.values.beyond) == (1, 1)
     assert far.values.largest == pytest.approx(0.5)
     assert far.first_beyond == 2
@@ -94,7 +106,7 @@ def test_distances_are_those_of_all_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_number_and_none_are_infinitely_far_apart(tmp_path: Path, value: float) -> None:
-    reference = Reference(tmp_path)
+    reference = Reference(tmp_path, Tolerance())
     bits_of(fixed(), LOSSES, copy=reference)
     found = reference.distance(fixed(change=value), LOSSES)
     assert found is not None
@@ -110,7 +122,7 @@ def test_room_on_the_disk_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_clock_leaves_the_first_steps_out() -> None:
-    clock = _Clock(torch.device("cpu"))
+    clock = _Clock()
     for seconds in (9.0, 1.0, 2.0, 4.0):
         clock.add(replace(STEP, samples=8, seconds=seconds))
     assert clock.rates(1) == [8.0, 4.0, 2.0]
@@ -118,7 +130,7 @@ def test_a_clock_leaves_the_first_steps_out() -> None:
     assert clock.whole_run(1, 52) == pytest.approx(44 / 7)
 
 
-def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_of_a_gpu_reads_marks() -> None:
     times = iter([0.0, 1.0, 3.0])
     waited = []
 
@@ -128,9 +140,7 @@ def test_a_clock_of_a_gpu_reads_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         made.since = lambda earlier: at - earlier.at
         return made
 
-    lanes = SimpleNamespace(mark_here=mark)
-    monkeypatch.setattr("hotrow.study.compare.lanes_of", lambda device: lanes)
-    clock = _Clock(torch.device("cuda"))
+    clock = _Clock(mark)
     for _ in range(3):
         clock.add(replace(STEP, samples=8, seconds=1e-6))  # of the host, which runs ahead
     assert clock.rates(0) == [8.0, 4.0]
@@ -259,27 +269,23 @@ def apart(largest: float, beyond: int, first_beyond: int | None) -> Distance:
     ],
 )
 def test_rounding_is_measured_by_rounding(found: Distance, is_near: bool) -> None:
-    assert found.is_as_near([apart(0.001, 30, None), apart(0.01, 10, 30)]) is is_near
+    controls = [apart(0.001, 30, None), apart(0.01, 10, 30)]
+    assert Tolerance().is_as_near(found, controls) is is_near
 
 
 def test_a_reordered_batch_has_the_same_samples() -> None:
     clicks = SyntheticClicks(SyntheticConfig(rows=(50, 9), batch_size=32, num_dense=2))
     samples: Any = SimpleNamespace(batches=lambda steps: clicks.batches(0, steps))
-    (before,), (after,) = clicks.batches(0, 1), Reordered(samples, 1).batches(1)
+    (before,), (after,) = clicks.batches(0, 1), reordered_batches(samples, 1)(1)
     assert not torch.equal(before.dense, after.dense)
     assert sorted(before.dense.tolist()) == sorted(after.dense.tolist())
 
 
-def test_what_is_beyond_the_tolerance_stands_beside_rounding_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotrow.study.likeness.RELATIVE", 0.0)
-    monkeypatch.setattr("hotrow.study.likeness.ABSOLUTE", 1e-9)  # no rounding is within it
-    monkeypatch.setattr("hotrow.study.likeness.EARLY_STEPS", 0)
-    monkeypatch.setattr("hotrow.study.likeness.TIMES_AS_FAR", 100)
+def test_what_is_beyond_the_tolerance_stands_beside_rounding_alone(tmp_path: Path) -> None:
+    tiny = Tolerance(0.0, 1e-9, times_as_far=100, early_steps=0)  # no rounding is within it
     settings = config("embedding.optimizer.name=sgd")
     entries = choose(settings, ["hybrid-plain", "lru"], repeat=1)
-    comparison = Comparison(settings, entries)
+    comparison = Comparison(settings, entries, tolerance=tiny)
     turns = [turn.strategy for turn in comparison.run(tmp_path) if turn.stage == "finished"]
     assert turns == ["all-fast", "hybrid-plain", "lru", "reordered-1", "reordered-2"]
     found = {each.strategy: each for each in comparison.record("finished").strategies}

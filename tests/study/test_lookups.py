@@ -9,15 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import hotrow
 from clicks import taobao_lines, write
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import load
-from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun
+from hotrow.run.source import open_samples
+from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun, _IdSpace
 from hotrow.study.profiling import profile_lookups
-from hotrow.study.trace import Trace
 
 
 @pytest.fixture
@@ -144,15 +146,32 @@ RUNS = [
 
 
 @pytest.mark.parametrize("settings", RUNS)
-def test_a_run_looks_up_what_its_trace_has(settings: list[str]) -> None:
+def test_a_run_looks_up_what_its_batches_have(settings: list[str]) -> None:
     config = load(overrides=settings)
-    lookups = OfRun(config.data, steps=config.model.num_steps, batches=5)
-    trace = Trace(config.data, steps=config.model.num_steps)
-    assert sum(lookups.rows.values()) == trace.num_rows
-    for mine, theirs in zip(lookups.batches(), trace.batches(5), strict=True):
-        ids = mine.ids[mine.ids != NO_ROW]
-        assert np.sort(ids).tolist() == np.sort(theirs.numpy()).tolist()
+    lookups = OfRun(config.data, steps=config.model.num_steps, batches=11)
+    read = open_samples(config.data, pin_memory=False, steps=config.model.num_steps)
+    bases = np.cumsum([0, *lookups.rows.values()])
+    assert lookups.num_rows == bases[-1]
+    for mine, batch in zip(lookups.batches(), read.batches(11), strict=True):
+        kjt = batch.sparse
+        if isinstance(kjt, torch.Tensor):
+            wanted = [*kjt.numpy().T]
+        else:
+            wanted = np.split(kjt.values().numpy(), kjt.offsets()[32:-1:32].numpy())
+        for place, (ids, rows) in enumerate(zip(wanted, lookups.rows.values(), strict=True)):
+            mine_too = mine.ids[(mine.ids >= bases[place]) & (mine.ids < bases[place + 1])]
+            assert sorted(mine_too - bases[place]) == sorted(ids[ids < rows])
+        assert len(mine.rows) == sum(mine.ids != NO_ROW)
         assert mine.samples == 32
+
+
+def test_epochs_of_generated_data_repeat_only_where_asked() -> None:
+    data = load(overrides=RUNS[0]).data
+    (first, *_, again), (_, *_, new) = (
+        [batch.ids.tolist() for batch in OfRun(data, batches=11, repeats=each).batches()]
+        for each in (True, False)
+    )
+    assert first == again != new
 
 
 def test_a_run_on_a_folder_reads_its_samples(folder: Path, tmp_path: Path) -> None:
@@ -184,11 +203,13 @@ def test_the_largest_value_of_a_sample_may_be_that_of_none() -> None:
 
 
 def test_an_id_that_its_table_has_not_names_its_feature() -> None:
-    import torch
-
-    from hotrow.study.lookups import _Features
-
-    features = _Features({"a": 3, "b": 5}, {"x": "a", "y": "b"})
-    assert features.batch(torch.tensor([[2, 4]]), 1).ids.tolist() == [2, 7]
-    with pytest.raises(ValueError, match="feature 'x' has the id 3; its table has 3 rows"):
-        features.batch(torch.tensor([[3, 0]]), 1)
+    space = _IdSpace({"a": 3, "b": 5}, {"x": "a", "y": "b"})
+    assert space.batch(torch.tensor([[2, 4]]), 1).ids.tolist() == [2, 7]
+    lists = hotrow.KeyedJaggedTensor(["x", "y"], torch.tensor([2, 6]), lengths=torch.tensor([1, 1]))
+    for wrong, said in (
+        (torch.tensor([[2, 0], [3, 0]]), "feature 'x' has the id 3; its table has 3 rows"),
+        (torch.tensor([[2, -1]]), "feature 'y' has the id -1; its table has 5 rows"),
+        (lists, "feature 'y' has the id 6; its table has 5 rows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            space.batch(wrong, 1)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.ceilings import machine_at, measure
 from hotrow.sizing.cost import Work, all_fast_ms, dense_ms, form_of, rows_ms, step_time
-from hotrow.sizing.machines import at, find_machine, machines
+from hotrow.sizing.machines import at, find_machine, machine_at, machines, measure
 from hotrow.store.ram import Store
 
 H200 = find_machine("h200")
@@ -118,7 +117,7 @@ def test_this_machine_is_measured() -> None:
     assert given.ms == pytest.approx(13 + given.moving_ms)
 
 
-def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_timed_were_not_moved_before() -> None:
     """They would be in a core's own memory, which is many times as fast."""
     moved: dict[tuple[str, int], list[torch.Tensor]] = {}
 
@@ -131,8 +130,7 @@ def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPat
             moved.setdefault(("write", rows.shape[1]), []).append(ids)
             super().write(ids, rows)
 
-    monkeypatch.setattr("hotrow.sizing.ceilings.Store", Seen)
-    measure(torch.device("cpu"))
+    measure(torch.device("cpu"), store=Seen)
     assert len(moved) == 6
     for each in moved.values():
         ids = torch.cat(each)
