@@ -16,7 +16,7 @@ from hotrow.cli import make_app
 from hotrow.engine.profile import save_profile
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.report.page import page_of
-from hotrow.report.sized import size_document
+from hotrow.report.predicted import size_document
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.sizing.budgets import budget_for

@@ -1,4 +1,4 @@
-"""Documents: what a command shows, wherever it is shown.
+"""Documents: what a command shows on a terminal, on a page or as JSON.
 
 A document has a title, parts (texts, tables, charts, sections of them), and facts. `terminal.py`
 prints the parts, `page.py` makes an HTML page of them, and `--json` prints the facts.
@@ -34,8 +34,8 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts. `words`: columns of text, at the left; `bad`: cells, by row and column, that
-    stand out; `marked`: rows that do."""
+    """Rows of texts. `words`: columns of text, aligned left. `bad`: highlighted cells, by row and
+    column. `marked`: highlighted rows."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side where there is room. `otherwise`: shown where none has a point."""
+    """Charts side by side where there is room. `otherwise`: the text if no chart has a point."""
 
     charts: Sequence[Chart]
     otherwise: str = ""
@@ -61,7 +61,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Section:
-    """Parts below a heading. A folded section is for pages alone."""
+    """Parts below a heading. A folded section is for pages only."""
 
     title: str
     parts: Sequence[Part]

@@ -106,19 +106,21 @@ class Turn:
     samples_per_second: float = math.nan  # of a finished turn
     message: str = ""
 
-
-def usual_strategies(config: RunConfig) -> list[str]:
-    """Return the strategies that are compared by default, with the run's own."""
-    return list(dict.fromkeys([*USUAL, config.embedding.strategy]))
+    @property
+    def is_over(self) -> bool:
+        return self.stage in ("finished", "failed")
 
 
 def choose(
     config: RunConfig, names: Sequence[str] | None = None, *, repeat: int = 3
 ) -> list[Entry]:
-    """Return the entries of a comparison, all-fast first: the others are compared with it. A
-    strategy with random-drop follows the one with slipstream, and skips as many samples."""
+    """Return the entries of a comparison, by default of USUAL and the run's own strategy.
+
+    All-fast is first: the others are compared with it. A strategy with random-drop follows the one
+    with slipstream, and skips as many samples.
+    """
     is_usual = names is None
-    names = usual_strategies(config) if names is None else list(names)
+    names = list(dict.fromkeys([*USUAL, config.embedding.strategy]) if names is None else names)
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"strategy {name!r} is named twice")

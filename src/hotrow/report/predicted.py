@@ -1,24 +1,110 @@
-"""How much fast memory a run needs: in a sentence, and as a document."""
+"""What `hotrow simulate` and `hotrow size` predict, as documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from hotrow.report.charts import Bars, Chart, Line, lines_by_name, name_with_depth
-from hotrow.report.document import NONE, Bullets, Charts, Document, Section, Table, Text, rate
+from hotrow.report.charts import Chart, Line, bars_by_name, lines_by_name, name_with_depth
+from hotrow.report.document import (
+    NONE,
+    Bullets,
+    Charts,
+    Document,
+    Part,
+    Section,
+    Table,
+    Text,
+    rate,
+)
 from hotrow.support.records import SizedOption, SizeRecord
 from hotrow.support.units import show_bytes
 
-_HEADS = (
+_SIMULATED = ("strategy", "slots", "ahead", "hit rate", "rows/batch", "moved/batch", "chunked")
+_PREDICTED = ("ms/step", "speed", "samples/s", "waits for")
+_SIZED = (
     "strategy", "budget", "of rows", "pinned", "ahead", "fill", "ms/step", "speed", "samples/s",
     "waits for",
 )  # fmt: skip
 _WORDS = ("waits for", "fill")
 
 
+def simulation_document(
+    facts: Sequence[Mapping[str, Any]], *, name: str, conditions: str
+) -> Document:
+    """`conditions`: what was simulated, in a sentence."""
+    is_timed = any("step_ms" in each for each in facts)
+    heads = _SIMULATED + (_PREDICTED if is_timed else ())
+    rows = [_simulated_cells(each)[: len(heads)] for each in facts]
+    parts: list[Part] = [
+        Text(conditions, "faint"),
+        Section("By slots", [Charts(list(_simulated_charts(facts, is_timed)))]),
+        Section("Figures", [Table(heads, rows, words=("waits for",))]),
+    ]
+    if is_timed and any(each.get("chunked_batches") for each in facts):
+        parts.append(
+            Text(
+                "No step is predicted where batches are chunked: more slots, or a smaller "
+                "data.batch_size, lets their rows in"
+            )
+        )
+    return Document(f"hotrow simulate: {name}", parts, facts)
+
+
+def _simulated_charts(facts: Sequence[Mapping[str, Any]], is_timed: bool) -> list[Chart]:
+    depths = {each.get("depth") for each in facts if each["strategy"] == "lookahead"}
+
+    def lines(key: str) -> tuple[Line, ...]:
+        return lines_by_name(
+            (name_with_depth(each["strategy"], each.get("depth"), depths), each["slots"], each[key])
+            for each in facts
+            if key in each
+        )
+
+    charts = [
+        Chart(
+            "Rows fetched for a batch", "slots", "rows", lines("rows_per_batch"),
+            "belady is the least that is possible if all batches are known.",
+            from_zero=True, x_log=True,
+        ),
+        Chart(
+            "Hit rate", "slots", "share of lookups", lines("hit_rate"),
+            "Lookups that cause no fetch.", y_format=".0%", x_log=True,
+            from_zero=len({each["slots"] for each in facts}) == 1,  # a point alone has no scale
+        ),
+    ]  # fmt: skip
+    if is_timed:
+        fast = next(each["all_fast_ms"] for each in facts if "all_fast_ms" in each)
+        note = f"With every row in fast memory it takes {fast:.3g} ms."
+        charts.append(
+            Chart(
+                "Predicted step", "slots", "milliseconds", lines("step_ms"), note,
+                from_zero=True, x_log=True,
+            )
+        )  # fmt: skip
+    return charts
+
+
+def _simulated_cells(each: Mapping[str, Any]) -> list[str]:
+    is_planned, is_timed = "depth" in each, "step_ms" in each
+    return [
+        each["strategy"],
+        f"{each['slots']:,}",
+        str(each["depth"]) if is_planned else "all",
+        f"{each['hit_rate']:.2%}",
+        f"{each['rows_per_batch']:,.0f}",
+        show_bytes(each["bytes_per_batch"]) if is_planned else NONE,
+        f"{each['chunked_batches']} of {each['batches']}" if is_planned else NONE,
+        f"{each['step_ms']:.3f}" if is_timed else NONE,
+        f"{each['of_all_fast']:.0%}" if is_timed else NONE,
+        f"{each['samples_per_second']:,.0f}" if is_timed else NONE,
+        each["limit"] if is_timed else NONE,
+    ]
+
+
 def size_document(record: SizeRecord) -> Document:
     marked = [place for place, option in enumerate(record.best) if option == record.chosen]
-    best, tried = ([_cells(each) for each in some] for some in (record.best, record.options))
+    best, tried = ([_sized_cells(each) for each in some] for some in (record.best, record.options))
     return Document(
         f"hotrow size: {record.name}",
         [
@@ -27,10 +113,10 @@ def size_document(record: SizeRecord) -> Document:
             Bullets(record.notes),
             Section(
                 "Of each strategy, the smallest that is enough",
-                [Table(_HEADS, best, words=_WORDS, marked=marked)],
+                [Table(_SIZED, best, words=_WORDS, marked=marked)],
             ),
             Section("By budget", [Charts([_speeds(record), _moved(record), _parts(record)])]),
-            Section("All that was tried", [Table(_HEADS, tried, words=_WORDS)], is_folded=True),
+            Section("All that was tried", [Table(_SIZED, tried, words=_WORDS)], is_folded=True),
         ],
         facts=[record],
     )
@@ -65,7 +151,7 @@ def _conditions(record: SizeRecord) -> str:
     )
 
 
-def _cells(option: SizedOption) -> list[str]:
+def _sized_cells(option: SizedOption) -> list[str]:
     return [
         option.strategy,
         show_bytes(option.budget_bytes),
@@ -124,11 +210,7 @@ def _parts(record: SizeRecord) -> Chart:
         "planning": [option.planning_ms for option in record.best],
         "moving rows": [option.moving_ms for option in record.best],
     }
-    bars = tuple(
-        Bars(name, names, times, colour=colour)
-        for colour, (name, times) in enumerate(values.items())
-    )
     return Chart(
-        "Parts of a step", "milliseconds", "", bars, order=names,
+        "Parts of a step", "milliseconds", "", bars_by_name(names, values), order=names,
         note="On a GPU, planning and moving rows go on beside training where strategies overlap.",
     )  # fmt: skip
