@@ -19,7 +19,7 @@ from hotrow.kernels import for_device
 from hotrow.kernels.reference import SortedIds
 from hotrow.store.budget import choose_map
 
-_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
+_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable
 _CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
@@ -82,7 +82,7 @@ def simulate(
             num_rows,
             depth,
             hottest,
-            dense_map=choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS,
+            dense_map=has_dense_map(slots, num_rows, as_trained=as_trained),
         )
         for strategy, slots in choices
     ]
@@ -99,6 +99,11 @@ def simulate(
     for lane in lanes:
         lane.drain()
     return [lane.result() for lane in lanes]
+
+
+def has_dense_map(slots: int, num_rows: int, *, as_trained: bool) -> bool:
+    """Return whether rows are found by a dense map; it changes the speed only."""
+    return choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
 
 
 @dataclass(frozen=True)
