@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hotrow
 from clicks import taobao_lines, write
-from hotrow.cli import make_app
+from commands import hotrow as command
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import load
 from hotrow.run.source import open_samples
@@ -36,9 +35,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "columns.toml").write_text(
         'label = "label"\ncategories = ["shop", "item", "seen"]\n[tables]\nseen = "item"\n'
     )
-    words = ["prepare", "parquet", str(tmp_path / "clicks.parquet"), "--columns"]
-    words += [str(tmp_path / "columns.toml"), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(make_app(), words)
+    columns_file = ["--columns", tmp_path / "columns.toml", "--out", tmp_path / "out"]
+    result = command("prepare", "parquet", tmp_path / "clicks.parquet", *columns_file)
     assert result.exit_code == 0, result.output
     return tmp_path
 
@@ -56,6 +54,9 @@ def test_a_folder_is_read_as_its_manifest_has_counted_it(folder: Path) -> None:
     held_back = OfFolder(folder / "out", split="test", batch_size=64)
     assert sum(batch.samples for batch in held_back.batches()) == data.samples("test")
     assert OfFolder(folder / "out", batch_size=64, batches=2).num_batches == 2
+    overrides = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=64"]
+    run = OfRun(load(overrides=overrides).data)
+    assert (run.num_batches, run.rows) == (data.samples("train") // 64, data.table_rows)
 
 
 def test_a_parquet_file_has_a_row_for_every_value(folder: Path) -> None:
@@ -100,15 +101,11 @@ def test_times_make_periods(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="not sorted by 'time'"):
         list(unsorted.batches())
-
-
-def test_times_must_be_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
     for times in ([1, None, 3], [1.0, float("nan"), 3.0]):
-        pq.write_table(pa.table({"time": times, "item": [0] * 3}), path)
-        lookups = OfParquet(path, categories=["item"], batch_size=4, time="time")
-        with pytest.raises(ValueError, match=r"a.parquet: column 'time'.* has 1 empty value"):
-            list(lookups.batches())
+        pq.write_table(pa.table({"time": times, "item": [0] * 3}), tmp_path / "c.parquet")
+        gaps = OfParquet(tmp_path / "c.parquet", categories=["item"], batch_size=4, time="time")
+        with pytest.raises(ValueError, match=r"c.parquet: column 'time'.* has 1 empty value"):
+            list(gaps.batches())
 
 
 def test_columns_that_cannot_be_ids_are_refused(tmp_path: Path) -> None:
@@ -174,18 +171,10 @@ def test_epochs_of_generated_data_repeat_only_where_asked() -> None:
     assert first == again != new
 
 
-def test_a_run_on_a_folder_reads_its_samples(folder: Path, tmp_path: Path) -> None:
-    overrides = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=64"]
-    lookups = OfRun(load(overrides=overrides).data)
-    samples = Prepared(folder / "out").samples("train")
-    assert lookups.num_batches == samples // 64
-    assert lookups.rows == Prepared(folder / "out").table_rows
-
-
 def test_sequences_of_a_folder_are_padded_with_nothing(tmp_path: Path) -> None:
     write(tmp_path / "UserBehavior.csv", taobao_lines(60), separator=",")
-    words = ["prepare", "taobao", str(tmp_path / "UserBehavior.csv"), "--out"]
-    assert CliRunner().invoke(make_app(), [*words, str(tmp_path / "out")]).exit_code == 0
+    words = ["prepare", "taobao", tmp_path / "UserBehavior.csv", "--out", tmp_path / "out"]
+    assert command(*words).exit_code == 0
     overrides = ["model.kind=tbsm", "data.kind=prepared", f"data.folder={tmp_path / 'out'}"]
     config = load(overrides=[*overrides, "data.batch_size=16"])
     lookups = OfRun(config.data, steps=config.model.num_steps)
