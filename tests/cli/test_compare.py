@@ -259,7 +259,7 @@ def test_without_all_fast_nothing_is_compared_and_told_why(
     small = replace(SYSTEMS["all-fast"], refuses=lambda config: "the GPU is too small")
     monkeypatch.setitem(SYSTEMS, "all-fast", small)
     result = compare("--strategies", "lru", "--repeat", "1", "--json")
-    assert result.exit_code == 0  # nobody asked for it
+    assert result.exit_code == 0  # it was not asked for
     assert table(result)["lru"]["equal"] == "not compared"
     assert table(result)["lru"]["equal_note"] == "all-fast failed: the GPU is too small"
     result = compare("--strategies", "lru,all-fast", "--repeat", "1", "--json")

@@ -184,7 +184,7 @@ def test_mistakes_end_in_a_sentence(words: list[str], said: str) -> None:
 def test_many_runs_are_told_a_few_at_a_time(trained: Path, tmp_path: Path) -> None:
     for number in range(12):
         shutil.copytree(trained / "runs" / "second", tmp_path / f"run-{number}")
-    for file in ("run.json", "start.json"):  # of an earlier version: nobody knows its settings
+    for file in ("run.json", "start.json"):  # as of an earlier version, without settings
         (tmp_path / "run-3" / file).unlink()
     result = invoke("report", str(tmp_path), "--text")
     assert result.exit_code == 0, result.output

@@ -90,10 +90,6 @@ class Bars(_Series):
             }  # fmt: skip
         return [bars]
 
-    def cells(self, form: str) -> Iterator[tuple[str, str]]:
-        for label, value in zip(self.labels, self.values, strict=True):
-            yield label, format(value, form) if math.isfinite(value) else ""
-
 
 @dataclass(frozen=True)
 class Spans(_Series):
@@ -113,10 +109,6 @@ class Spans(_Series):
         )  # fmt: skip
         return [bars]
 
-    def cells(self, form: str) -> Iterator[tuple[str, str]]:
-        for label, length in zip(self.labels, self.lengths, strict=True):
-            yield label, format(length, form)
-
 
 @dataclass(frozen=True)
 class Chart:
@@ -133,7 +125,7 @@ class Chart:
     from_zero: bool = False  # the axis of values begins at 0
     is_stacked: bool = False
     order: tuple[str, ...] = ()  # of the labels, from the top down
-    cell: str = ""  # Python's format of a value in a table instead of the chart; empty: no table
+    cell: str = ""  # of lines: Python's format in a table instead of the chart; empty: no table
     gaps: Mapping[Any, str] = field(default_factory=dict)  # in that table: why a point is missing
 
     @property

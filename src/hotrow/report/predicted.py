@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,19 +14,41 @@ from hotrow.report.document import (
     Document,
     Part,
     Section,
-    Table,
     Text,
+    number,
     rate,
+    table_by_columns,
 )
 from hotrow.support.records import SizedOption, SizeRecord
 from hotrow.support.units import show_bytes
 
-_SIMULATED = ("strategy", "slots", "ahead", "hit rate", "rows/batch", "moved/batch", "chunked")
-_PREDICTED = ("ms/step", "speed", "samples/s", "waits for")
-_SIZED = (
-    "strategy", "budget", "of rows", "pinned", "ahead", "fill", "ms/step", "speed", "samples/s",
-    "waits for",
-)  # fmt: skip
+_MOVED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "strategy": lambda x: x["strategy"],
+    "slots": lambda x: f"{x['slots']:,}",
+    "ahead": lambda x: str(x.get("depth", "all")),
+    "hit rate": lambda x: f"{x['hit_rate']:.2%}",
+    "rows/batch": lambda x: f"{x['rows_per_batch']:,.0f}",
+    "moved/batch": lambda x: show_bytes(x["bytes_per_batch"]) if "depth" in x else NONE,
+    "chunked": lambda x: f"{x['chunked_batches']} of {x['batches']}" if "depth" in x else NONE,
+}
+_TIMED: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "ms/step": lambda x: number(x.get("step_ms", math.nan), ".3f"),
+    "speed": lambda x: number(x.get("of_all_fast", math.nan), ".0%"),
+    "samples/s": lambda x: number(x.get("samples_per_second", math.nan), ",.0f"),
+    "waits for": lambda x: x.get("limit", NONE),
+}
+_SIZED: dict[str, Callable[[SizedOption], str]] = {
+    "strategy": lambda option: option.strategy,
+    "budget": lambda option: show_bytes(option.budget_bytes),
+    "of rows": lambda option: f"{option.slot_share:.1%}",
+    "pinned": lambda option: f"{option.pinned_share:.0%}",
+    "ahead": lambda option: f"{option.depth}" if option.depth else NONE,
+    "fill": lambda option: option.fill or NONE,
+    "ms/step": lambda option: f"{option.step_ms:.3g}",
+    "speed": lambda option: f"{option.of_all_fast:.0%}",
+    "samples/s": lambda option: _rate(option),
+    "waits for": lambda option: option.limit,
+}
 _WORDS = ("waits for", "fill")
 
 
@@ -34,12 +57,11 @@ def simulation_document(
 ) -> Document:
     """`conditions`: what was simulated, in a sentence."""
     is_timed = any("step_ms" in each for each in facts)
-    heads = _SIMULATED + (_PREDICTED if is_timed else ())
-    rows = [_simulated_cells(each)[: len(heads)] for each in facts]
+    columns = _MOVED | (_TIMED if is_timed else {})
     parts: list[Part] = [
         Text(conditions, "faint"),
         Section("By slots", [Charts(list(_simulated_charts(facts, is_timed)))]),
-        Section("Figures", [Table(heads, rows, words=("waits for",))]),
+        Section("Figures", [table_by_columns(columns, facts, words=_WORDS)]),
     ]
     if is_timed and any(each.get("chunked_batches") for each in facts):
         parts.append(
@@ -85,38 +107,19 @@ def _simulated_charts(facts: Sequence[Mapping[str, Any]], is_timed: bool) -> lis
     return charts
 
 
-def _simulated_cells(each: Mapping[str, Any]) -> list[str]:
-    is_planned, is_timed = "depth" in each, "step_ms" in each
-    return [
-        each["strategy"],
-        f"{each['slots']:,}",
-        str(each["depth"]) if is_planned else "all",
-        f"{each['hit_rate']:.2%}",
-        f"{each['rows_per_batch']:,.0f}",
-        show_bytes(each["bytes_per_batch"]) if is_planned else NONE,
-        f"{each['chunked_batches']} of {each['batches']}" if is_planned else NONE,
-        f"{each['step_ms']:.3f}" if is_timed else NONE,
-        f"{each['of_all_fast']:.0%}" if is_timed else NONE,
-        f"{each['samples_per_second']:,.0f}" if is_timed else NONE,
-        each["limit"] if is_timed else NONE,
-    ]
-
-
 def size_document(record: SizeRecord) -> Document:
     marked = [place for place, option in enumerate(record.best) if option == record.chosen]
-    best, tried = ([_sized_cells(each) for each in some] for some in (record.best, record.options))
+    best = table_by_columns(_SIZED, record.best, words=_WORDS, marked=marked)
+    tried = table_by_columns(_SIZED, record.options, words=_WORDS)
     return Document(
         f"hotrow size: {record.name}",
         [
             Text(advice(record), "advice"),
             Text(_conditions(record), "faint"),
             Bullets(record.notes),
-            Section(
-                "Of each strategy, the smallest that is enough",
-                [Table(_SIZED, best, words=_WORDS, marked=marked)],
-            ),
+            Section("Of each strategy, the smallest that is enough", [best]),
             Section("By budget", [Charts([_speeds(record), _moved(record), _parts(record)])]),
-            Section("All that was tried", [Table(_SIZED, tried, words=_WORDS)], is_folded=True),
+            Section("All that was tried", [tried], is_folded=True),
         ],
         facts=[record],
     )
@@ -149,21 +152,6 @@ def _conditions(record: SizeRecord) -> str:
         f"different rows. On {where} ({record.machine['name']}) all-fast takes "
         f"{record.all_fast_ms:.3g} ms, {how}; steps are predicted, ±{record.error:.0%}."
     )
-
-
-def _sized_cells(option: SizedOption) -> list[str]:
-    return [
-        option.strategy,
-        show_bytes(option.budget_bytes),
-        f"{option.slot_share:.1%}",
-        f"{option.pinned_share:.0%}",
-        f"{option.depth}" if option.depth else NONE,
-        option.fill or NONE,
-        f"{option.step_ms:.3g}",
-        f"{option.of_all_fast:.0%}",
-        _rate(option),
-        option.limit,
-    ]
 
 
 def _rate(option: SizedOption) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hotrow.report.charts import COLOURS, Chart, Line, band, with_error
-from hotrow.report.document import Bullets, Charts, Document, Part, Section, Table, Text
+from hotrow.report.document import (
+    Bullets,
+    Charts,
+    Document,
+    Part,
+    Section,
+    Table,
+    Text,
+    table_by_columns,
+)
 from hotrow.support.units import show_bytes
 
 _TABLES_DRAWN = len(COLOURS) - 1
-_TABLES = (
-    "table", "rows", "read", "accesses", "lookups/sample", "rows/batch", "top 1 %", "top 10 %",
-    "Zipf",
-)  # fmt: skip
 _WHAT = {
     "lru": "the least recent rows leave",
     "static": "the hottest rows stay",
@@ -25,7 +30,7 @@ _WHAT = {
 def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Document:
     """`counted_bytes`: the most memory that counting took."""
     total, floors = facts["total"], facts["floors"]
-    tables = [_cells(each) for each in (total, *facts["tables"])]
+    tables = table_by_columns(_TABLES, (total, *facts["tables"]), marked=[0])
     return Document(
         f"hotrow profile: {facts['data']}",
         [
@@ -44,7 +49,7 @@ def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Documen
             Section("Skew", [Charts([coverage(facts), _all_hot(facts)])]),
             Section("Fast memory", list(_fast_memory(facts))),
             Section("Drift", [Charts([_drift(total)], "One period alone.")]),
-            Section("Tables", [Table(_TABLES, tables, marked=[0])]),
+            Section("Tables", [tables]),
             Section("The hottest rows of all tables", [_hottest(facts)]),
         ],
         facts=[facts],
@@ -173,23 +178,22 @@ def _drift(total: Mapping[str, Any]) -> Chart:
     )
 
 
-def _cells(each: Mapping[str, Any]) -> list[str]:
-    return [
-        each["name"],
-        f"{each['rows']:,}",
-        _estimate(each["distinct"], ",.0f"),
-        f"{each['accesses']:,}",
-        f"{each['lookups_per_sample']:.3g}",
-        f"{each['unique_rows']:,.0f}",
-        _estimate(each["top"]["1.0%"], ".1%"),
-        _estimate(each["top"]["10.0%"], ".1%"),
-        f"{each['zipf']['skew']:.2f} ±{each['zipf']['error']:.1%}",
-    ]
-
-
 def _estimate(estimate: Mapping[str, float], form: str) -> str:
     return with_error(estimate["value"], estimate["error"], form)
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "table": lambda table: table["name"],
+    "rows": lambda table: f"{table['rows']:,}",
+    "read": lambda table: _estimate(table["distinct"], ",.0f"),
+    "accesses": lambda table: f"{table['accesses']:,}",
+    "lookups/sample": lambda table: f"{table['lookups_per_sample']:.3g}",
+    "rows/batch": lambda table: f"{table['unique_rows']:,.0f}",
+    "top 1 %": lambda table: _estimate(table["top"]["1.0%"], ".1%"),
+    "top 10 %": lambda table: _estimate(table["top"]["10.0%"], ".1%"),
+    "Zipf": lambda table: f"{table['zipf']['skew']:.2f} ±{table['zipf']['error']:.1%}",
+}

@@ -20,15 +20,12 @@ from hotrow.report.document import (
     Table,
     Text,
     number,
+    table_by_columns,
 )
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
 from hotrow.support.units import show_bytes
 
-_SUMMARY = (
-    "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",
-    "moved", "waited", "fast memory", "equal to all-fast",
-)  # fmt: skip
 _STEPS_SHOWN = 4  # in a timeline
 _SPANS_SHOWN = 400
 _TABLES_SHOWN = 40
@@ -56,13 +53,13 @@ class RunView:
 
 def runs_document(runs: Sequence[RunView]) -> Document:
     limits = [f"{run.name}: {run.record.limit.message}." for run in runs if run.record.limit]
-    rows = [_summary_cells(run) for run in runs]
+    summary = table_by_columns(_SUMMARY, runs, words=_WORDS, bad=_bad(runs))
     timelines = [timeline(run) for run in runs if run.spans]
     return Document(
         "hotrow report: " + ", ".join(run.name for run in runs),
         [
             Text(limits[0], "advice") if len(limits) == 1 else Bullets(limits),
-            Section("Summary", [Table(_SUMMARY, rows, words=_WORDS, bad=_bad(runs))]),
+            Section("Summary", [summary]),
             Section("Learning", [Charts([losses(runs), aucs(runs)])]),
             Section("Speed", [Charts([speeds(runs), parts_of_a_step(runs)])]),
             Section(
@@ -268,28 +265,28 @@ def timeline(run: RunView) -> Chart:
 
 # -- texts -----------------------------------------------------------------------------
 
+_EQUALITY = {None: "not compared", True: "bits", False: "no"}
+_SUMMARY: dict[str, Callable[[RunView], str]] = {
+    "run": lambda run: run.name,
+    "strategy": lambda run: str(run.record.settings.get("embedding", {}).get("strategy", NONE)),
+    "outcome": lambda run: run.record.outcome,
+    "steps": lambda run: f"{run.record.summary.steps:,}",
+    "samples/s": lambda run: number(run.record.summary.samples_per_second, ",.0f"),
+    "loss": lambda run: number(run.record.summary.loss, ".4f"),
+    "AUC": lambda run: number(run.record.summary.auc, ".4f"),
+    "log-loss": lambda run: number(run.record.summary.log_loss, ".4f"),
+    "hit rate": lambda run: f"{run.record.summary.hit_rate:.1%}",
+    "moved": lambda run: show_bytes(run.record.summary.bytes_moved),
+    "waited": lambda run: number(run.curve.total.waited, ".1%"),
+    "fast memory": lambda run: _memory(run.record),
+    "equal to all-fast": lambda run: _EQUALITY[run.record.summary.equal_to_all_fast],
+}
 _WORDS = ("strategy", "outcome", "equal to all-fast")
 
 
-def _summary_cells(run: RunView) -> list[str]:
-    """Return the cells of the columns in _SUMMARY."""
-    record, summary = run.record, run.record.summary
+def _memory(record: RunRecord) -> str:
     fast = sum(record.memory.values())
-    return [
-        run.name,
-        str(record.settings.get("embedding", {}).get("strategy", NONE)),
-        record.outcome,
-        f"{summary.steps:,}",
-        number(summary.samples_per_second, ",.0f"),
-        number(summary.loss, ".4f"),
-        number(summary.auc, ".4f"),
-        number(summary.log_loss, ".4f"),
-        f"{summary.hit_rate:.1%}",
-        show_bytes(summary.bytes_moved),
-        number(run.curve.total.waited, ".1%"),
-        show_bytes(fast) if fast else NONE,
-        {None: "not compared", True: "bits", False: "no"}[summary.equal_to_all_fast],
-    ]
+    return show_bytes(fast) if fast else NONE
 
 
 def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:

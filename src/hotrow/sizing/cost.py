@@ -49,10 +49,8 @@ class StepTime:
     """Milliseconds of a step and of its parts, some of which overlap."""
 
     ms: float
-    training_ms: float  # all-fast's step
     planning_ms: float
     moving_ms: float
-    host_ms: float
     form: str  # how fills move rows; "": none moves, or a CPU does
     limit: str  # what decides the time: dense part, planning, link, host
 
@@ -101,7 +99,7 @@ def step_time(
     """Predict a step. `planning_ms`: as measured; by default guessed from the lookups."""
     if strategy.everything:
         limit = _largest({"dense part": all_fast_ms}, machine, all_fast_ms)
-        return StepTime(all_fast_ms, all_fast_ms, 0.0, 0.0, machine.host_ms, "", limit)
+        return StepTime(all_fast_ms, 0.0, 0.0, "", limit)
     plan = machine.plan_ns * work.lookups * 1e-6 if planning_ms is None else planning_ms
     if strategy.on_host:
         return _on_host(machine, strategy, work, all_fast_ms)
@@ -113,8 +111,7 @@ def step_time(
     total = all_fast_ms + plan + moving
     parts = {"dense part": all_fast_ms, "planning": plan, "link": moving, "host": machine.host_ms}
     limit = _largest(parts, machine, all_fast_ms)
-    ms = max(machine.host_ms, total)
-    return StepTime(ms, all_fast_ms, plan, moving, machine.host_ms, form, limit)
+    return StepTime(max(machine.host_ms, total), plan, moving, form, limit)
 
 
 def _largest(parts: Mapping[str, float], machine: Machine, training: float) -> str:
@@ -136,8 +133,7 @@ def _beside(
     floor = moving if form == "staged" else min(moving, _moving_ms(machine, work, "zero-copy"))
     parts = {"dense part": training + drag, "link": floor, "host": machine.host_ms}
     limit = _largest(parts, machine, training)
-    ms = max(parts.values())
-    return StepTime(ms, training, plan, moving, machine.host_ms, form, limit)
+    return StepTime(max(parts.values()), plan, moving, form, limit)
 
 
 def _moving_ms(machine: Machine, work: Work, form: str) -> float:
@@ -174,4 +170,4 @@ def _on_host(machine: Machine, strategy: Strategy, work: Work, training: float) 
     host = _by_cpu_ms(machine, work, rows)
     vector = work.vector_bytes or work.row_bytes
     link = 2 * rows * vector / (machine.link_gb * 1e9) * _MS if machine.is_gpu else 0.0
-    return StepTime(training + host + link, training, 0.0, host + link, host, "", "host")
+    return StepTime(training + host + link, 0.0, host + link, "", "host")

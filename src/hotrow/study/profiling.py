@@ -22,14 +22,17 @@ from numpy.typing import NDArray
 
 from hotrow.engine.profile import Counts as TableCounts
 from hotrow.sizing.reuse import LONGEST_HOLD, MissCurve, Reuse, belady, floor_of
-from hotrow.study.locality import Drift, Drifting, WorkingSet, WorkingSets
 from hotrow.study.lookups import LookupBatch, Lookups
 from hotrow.study.skew import Coverage, Estimate, ZipfFit, coverage, distinct, mean_of, zipf_fit
 from hotrow.study.tracked_rows import (
     GROUPS,
     Choice,
+    Drift,
+    Drifting,
     Read,
     TrackedRows,
+    WorkingSet,
+    WorkingSets,
     choose,
     fitting_rows,
     unique,
