@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.sizing.ceilings import machine_at, measure
+from hotrow.sizing.machines import machine_at, measure
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,14 @@ DenseMs = Annotated[
         show_default="timed on this machine, guessed for others",
     ),
 ]
+
+
+def refuse_settings(settings: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Refuse settings that a command finds or names otherwise; `refused` says what to do."""
+    for setting in settings:
+        name = setting.partition("=")[0].strip()
+        if name in refused:
+            raise ValueError(f"--set {setting}: {refused[name]}")
 
 
 def check_at_least(least: int, **given: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a trace is what counting it by hand gives, or within the error that is told."""
+"""A profile is what counting a trace by hand gives, or within the error that is stated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotrow.sizing.simulator import simulate
 from hotrow.study.lookups import NO_ROW, LookupBatch
 from hotrow.study.profiling import HOT_PARTS, DataProfile, profile_lookups
 from hotrow.study.skew import CountedRows, coverage, zipf_fit
-from hotrow.study.tracked_rows import BYTES_PER_ROW, Choice, Followed, choose
+from hotrow.study.tracked_rows import BYTES_PER_ROW, TrackedRows, choose
 
 
 @dataclass
@@ -294,9 +294,11 @@ def test_memory_stays_below_what_was_granted_though_every_row_is_read() -> None:
     assert found.total.distinct.value == pytest.approx(rows, rel=0.05)
 
 
-def test_too_little_memory_to_estimate_from_is_refused() -> None:
+def test_what_cannot_be_profiled_is_refused() -> None:
     with pytest.raises(ValueError, match="--memory has room for 9 of 80,050 rows, too few"):
         profile_lookups(skewed(2, 10, LARGE), memory_bytes=1000)
+    with pytest.raises(ValueError, match="there is an id 5; the tables have 5 rows"):
+        profile_lookups(InMemory({"t": 5}, [LookupBatch(np.array([1, 5]), 2)], 2))
 
 
 def test_the_bound_is_left_out_where_it_does_not_fit() -> None:
@@ -312,25 +314,16 @@ def test_the_bound_is_left_out_where_it_does_not_fit() -> None:
 def test_a_row_is_followed_always_or_never_and_no_place_is_shared(ids: set[int], seed: int) -> None:
     hot = np.array([3, 17, 900])
     choice = choose(1000, 200, hot, np.array([9, 2, 5]), seed=seed)
-    followed = Followed(choice, np.array([1000]))
+    followed = TrackedRows(choice, np.array([1000]))
     every = followed.read(np.arange(1000))
     assert len(np.unique(every.places)) == len(every.places)
-    assert {3, 17, 900} <= set(followed.read_rows(np.ones(choice.num_followed))[1].tolist())
+    assert {3, 17, 900} <= set(followed.read_rows(np.ones(choice.num_tracked))[1].tolist())
     wanted = np.array(sorted(ids))
     some = followed.read(wanted)
     assert set(some.places.tolist()) <= set(every.places.tolist())
     again = followed.read(np.concatenate([wanted, wanted]))
     assert again.places.tolist() == some.places.tolist()
     assert again.counts.tolist() == (2 * some.counts).tolist()
-
-
-# ----------------------------------------------------------------------------------------
-
-
-def test_an_id_beyond_the_tables_is_refused() -> None:
-    trace = InMemory({"t": 5}, [LookupBatch(np.array([1, 5]), 2)], 2)
-    with pytest.raises(ValueError, match="there is an id 5; the tables have 5 rows"):
-        profile_lookups(trace)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.6, 1.05, 1.4])
@@ -343,12 +336,8 @@ def test_the_fit_finds_the_law_that_was_drawn_from(skew: float) -> None:
     assert fit.error < 0.03
 
 
-def test_a_table_of_one_row_has_no_law() -> None:
+def test_a_table_without_a_choice_of_rows_has_no_law() -> None:
     counted = CountedRows(np.array([7]), 7)
     assert np.isnan(zipf_fit(coverage(counted, 1), counted).skew)
-
-
-def test_rows_that_nobody_reads_cover_nothing() -> None:
     curve = coverage(CountedRows(np.empty(0, np.int64), 0), 10)
     assert curve.share.tolist() == [0] * len(curve.rows)
-    assert Choice(10).is_exact

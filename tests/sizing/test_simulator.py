@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 import hotrow
 from builders import skewed
 from hotrow.engine.evict import DOUBLED, EVICTIONS
-from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.simulator import Simulated, simulate
+from hotrow.sizing.simulator import Simulated, has_dense_map, simulate
 
 ROWS = 4000
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -26,24 +24,18 @@ def trace(count: int = 60) -> list[torch.Tensor]:
     return [skewed(generator, ROWS, 300) for _ in range(count)]
 
 
-def test_it_takes_as_long_as_in_training_where_rows_are_found_as_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By the map that a budget for the slots would have; it decides nothing."""
-    made = []
-
-    class Seen(Scratchpad):
-        def __init__(self, slots: int, *rest: Any, dense_map: bool) -> None:
-            made.append((slots, dense_map))
-            super().__init__(slots, *rest, dense_map=dense_map)
-
-    monkeypatch.setattr("hotrow.sizing.simulator.Scratchpad", Seen)
+def test_the_map_that_training_would_have_decides_nothing() -> None:
+    maps = [
+        has_dense_map(slots, ROWS, as_trained=as_trained)
+        for as_trained in (False, True)
+        for slots in (500, 3000)
+    ]
+    assert maps == [True, True, False, True]
     choices = [(STRATEGIES["lru"], 500), (STRATEGIES["lru"], 3000)]
     quick, real = (
         simulate(trace(), num_rows=ROWS, choices=choices, as_trained=as_trained)
         for as_trained in (False, True)
     )
-    assert made == [(500, True), (3000, True), (500, False), (3000, True)]
     assert [each.fetched_rows for each in quick] == [each.fetched_rows for each in real]
 
 
@@ -68,15 +60,17 @@ def test_a_simulation_moves_what_training_moves(name: str) -> None:
     assert found.chunked_batches == traffic.chunked_batches == 0
 
 
-def test_knowing_ahead_and_pinning_save_fetches() -> None:
-    names = ["uncached", "lru", "lookahead"]
-    choices = [(STRATEGIES[name], 900) for name in names]
+def test_better_orders_knowing_ahead_and_pinning_save_fetches() -> None:
+    worst = replace(STRATEGIES["lru"], eviction=EVICTIONS["most-recent"])
+    strategies = [STRATEGIES["uncached"], worst, STRATEGIES["lru"], STRATEGIES["lookahead"]]
+    choices = [(strategy, 900) for strategy in strategies]
     found = simulate(
         trace(120), num_rows=ROWS, choices=choices, depth=30, warm_up=60, hottest=torch.arange
     )
-    uncached, lru, lookahead = (each.rows_per_batch for each in found)
+    uncached, most_recent, lru, lookahead = (each.rows_per_batch for each in found)
     assert uncached > lru > lookahead
-    assert [each.batches for each in found] == [60, 60, 60]
+    assert most_recent > lru
+    assert [each.batches for each in found] == [60] * 4
     assert all(each.lookups_per_second > 0 for each in found)
 
 
@@ -101,23 +95,13 @@ def test_deeper_look_ahead_approaches_the_best_choice() -> None:
     assert fetched[0] > fetched[1] > fetched[2]
 
 
-def test_a_worse_order_fetches_more() -> None:
-    choices = [
-        (replace(STRATEGIES["lru"], eviction=EVICTIONS[name]), 900)
-        for name in ("least-recent", "most-recent")
-    ]
-    recent, worst = simulate(trace(), num_rows=ROWS, choices=choices)
-    assert recent.fetched_rows < worst.fetched_rows
-
-
-def test_a_trace_that_ends_in_its_warm_up_is_refused() -> None:
-    with pytest.raises(ValueError, match="the trace has 5 batches, all of them warm-up"):
-        simulate(trace(5), num_rows=ROWS, choices=[(STRATEGIES["lru"], 900)], warm_up=5)
-
-
-def test_all_fast_has_nothing_to_simulate() -> None:
-    with pytest.raises(ValueError, match="all-fast moves nothing"):
-        simulate(trace(5), num_rows=ROWS, choices=[(STRATEGIES["all-fast"], 900)])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("lru", "the trace has 5 batches, all of them warm-up"), ("all-fast", "moves nothing")],
+)
+def test_what_cannot_be_simulated_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        simulate(trace(5), num_rows=ROWS, choices=[(STRATEGIES[name], 900)], warm_up=5)
 
 
 def test_parts_of_a_trace_count_as_much_as_the_whole() -> None:

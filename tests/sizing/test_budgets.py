@@ -16,7 +16,7 @@ from hotrow.store.budget import Budget, share_out
 from hotrow.support.units import show_bytes
 
 CPU = torch.device("cpu")
-ROWS = 2_000_000
+ROWS = 500_000
 TABLE = EmbeddingBagConfig("item", ROWS, 64, ["item"])
 
 
@@ -50,15 +50,22 @@ def test_a_budget_for_slots_is_the_smallest_that_has_them(slots: int) -> None:
 
 
 def test_plans_take_their_part_of_a_large_budget_and_come_on_top_of_a_small_one() -> None:
-    budget = partial(budget_for, row_bytes=256, num_rows=ROWS, buffer_part=1 / 64)
+    budget = partial(budget_for, row_bytes=256, num_rows=2_000_000, buffer_part=1 / 64)
     plans = plan_bytes_of(50_000)
     assert budget(1_000_000, plan_bytes=plans) == budget(1_000_000) + plans
     assert budget(10_000, plan_bytes=plans) == budget(10_000)
 
 
 def test_numbers_grow_by_about_the_same_factor() -> None:
-    found = geometric(1000, 1_000_000, 7)
-    assert found == [1000, 3162, 10_000, 31_623, 100_000, 316_228, 1_000_000]
+    assert geometric(1000, 1_000_000, 7) == [
+        1000,
+        3162,
+        10_000,
+        31_623,
+        100_000,
+        316_228,
+        1_000_000,
+    ]
     assert geometric(1, 3, 9) == [1, 2, 3]
     assert geometric(7, 5, 9) == [5]
 
@@ -68,12 +75,9 @@ def test_the_more_skewed_a_profile_the_less_is_enough() -> None:
     assert slots_of(found[0]) == ROWS
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0] / 20
-
-
-def test_two_batches_fit_whatever_the_profile_says() -> None:
-    """Else rows could not come while others are trained."""
+    # Two batches fit, so that rows arrive while others train.
     expected = -torch.expm1(-8192 * zipf(1.6) / zipf(1.6).sum())
-    assert slots_of(auto({"item": zipf(1.6)})) >= 2 * float(expected.sum())
+    assert slots_of(found[-1]) >= 2 * float(expected.sum())
 
 
 def test_no_more_is_taken_than_what_is_free_without_the_models_part() -> None:
@@ -85,18 +89,15 @@ def test_no_more_is_taken_than_what_is_free_without_the_models_part() -> None:
 def test_where_memory_is_short_of_what_is_enough_all_that_may_be_is_taken() -> None:
     """And not the least with which nothing is much slower than so."""
     enough = auto({"item": zipf(1.05)})
-    for part in (0.5, 0.8, 0.95):
+    for part in (0.5, 0.95):
         free = int(part * enough / 0.7)
         assert auto({"item": zipf(1.05)}, free) == int(0.7 * free)
     assert auto({"item": zipf(1.05)}, 4 << 30) == enough
 
 
-def test_too_little_that_is_free_is_an_error() -> None:
+def test_auto_needs_enough_memory_and_a_gpu_or_a_profile() -> None:
     with pytest.raises(ValueError, match=f"70% of the {show_bytes(9000)} that are free.*smallest"):
         auto({"item": zipf(1.0)}, 9000)
-
-
-def test_auto_needs_a_gpu_or_a_profile() -> None:
     with pytest.raises(ValueError, match=r"device='cpu', and no profile=.*hotrow size"):
         hotrow.EmbeddingBagCollection([TABLE], hotrow.SGD(), budget="auto")
 

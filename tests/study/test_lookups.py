@@ -9,15 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
+import torch
 
+import hotrow
 from clicks import taobao_lines, write
-from hotrow.cli import make_app
+from commands import hotrow as command
 from hotrow.data.prepared import Prepared
 from hotrow.run.config import load
-from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun
+from hotrow.run.source import open_samples
+from hotrow.study.lookups import NO_ROW, LookupBatch, OfFolder, OfParquet, OfRun, _IdSpace
 from hotrow.study.profiling import profile_lookups
-from hotrow.study.trace import Trace
 
 
 @pytest.fixture
@@ -34,9 +35,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "columns.toml").write_text(
         'label = "label"\ncategories = ["shop", "item", "seen"]\n[tables]\nseen = "item"\n'
     )
-    words = ["prepare", "parquet", str(tmp_path / "clicks.parquet"), "--columns"]
-    words += [str(tmp_path / "columns.toml"), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(make_app(), words)
+    columns_file = ["--columns", tmp_path / "columns.toml", "--out", tmp_path / "out"]
+    result = command("prepare", "parquet", tmp_path / "clicks.parquet", *columns_file)
     assert result.exit_code == 0, result.output
     return tmp_path
 
@@ -54,6 +54,9 @@ def test_a_folder_is_read_as_its_manifest_has_counted_it(folder: Path) -> None:
     held_back = OfFolder(folder / "out", split="test", batch_size=64)
     assert sum(batch.samples for batch in held_back.batches()) == data.samples("test")
     assert OfFolder(folder / "out", batch_size=64, batches=2).num_batches == 2
+    overrides = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=64"]
+    run = OfRun(load(overrides=overrides).data)
+    assert (run.num_batches, run.rows) == (data.samples("train") // 64, data.table_rows)
 
 
 def test_a_parquet_file_has_a_row_for_every_value(folder: Path) -> None:
@@ -98,15 +101,11 @@ def test_times_make_periods(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="not sorted by 'time'"):
         list(unsorted.batches())
-
-
-def test_times_must_be_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
     for times in ([1, None, 3], [1.0, float("nan"), 3.0]):
-        pq.write_table(pa.table({"time": times, "item": [0] * 3}), path)
-        lookups = OfParquet(path, categories=["item"], batch_size=4, time="time")
-        with pytest.raises(ValueError, match=r"a.parquet: column 'time'.* has 1 empty value"):
-            list(lookups.batches())
+        pq.write_table(pa.table({"time": times, "item": [0] * 3}), tmp_path / "c.parquet")
+        gaps = OfParquet(tmp_path / "c.parquet", categories=["item"], batch_size=4, time="time")
+        with pytest.raises(ValueError, match=r"c.parquet: column 'time'.* has 1 empty value"):
+            list(gaps.batches())
 
 
 def test_columns_that_cannot_be_ids_are_refused(tmp_path: Path) -> None:
@@ -144,29 +143,38 @@ RUNS = [
 
 
 @pytest.mark.parametrize("settings", RUNS)
-def test_a_run_looks_up_what_its_trace_has(settings: list[str]) -> None:
+def test_a_run_looks_up_what_its_batches_have(settings: list[str]) -> None:
     config = load(overrides=settings)
-    lookups = OfRun(config.data, steps=config.model.num_steps, batches=5)
-    trace = Trace(config.data, steps=config.model.num_steps)
-    assert sum(lookups.rows.values()) == trace.num_rows
-    for mine, theirs in zip(lookups.batches(), trace.batches(5), strict=True):
-        ids = mine.ids[mine.ids != NO_ROW]
-        assert np.sort(ids).tolist() == np.sort(theirs.numpy()).tolist()
+    lookups = OfRun(config.data, steps=config.model.num_steps, batches=11)
+    read = open_samples(config.data, pin_memory=False, steps=config.model.num_steps)
+    bases = np.cumsum([0, *lookups.rows.values()])
+    assert lookups.num_rows == bases[-1]
+    for mine, batch in zip(lookups.batches(), read.batches(11), strict=True):
+        kjt = batch.sparse
+        if isinstance(kjt, torch.Tensor):
+            wanted = [*kjt.numpy().T]
+        else:
+            wanted = np.split(kjt.values().numpy(), kjt.offsets()[32:-1:32].numpy())
+        for place, (ids, rows) in enumerate(zip(wanted, lookups.rows.values(), strict=True)):
+            mine_too = mine.ids[(mine.ids >= bases[place]) & (mine.ids < bases[place + 1])]
+            assert sorted(mine_too - bases[place]) == sorted(ids[ids < rows])
+        assert len(mine.rows) == sum(mine.ids != NO_ROW)
         assert mine.samples == 32
 
 
-def test_a_run_on_a_folder_reads_its_samples(folder: Path, tmp_path: Path) -> None:
-    overrides = ["data.kind=prepared", f"data.folder={folder / 'out'}", "data.batch_size=64"]
-    lookups = OfRun(load(overrides=overrides).data)
-    samples = Prepared(folder / "out").samples("train")
-    assert lookups.num_batches == samples // 64
-    assert lookups.rows == Prepared(folder / "out").table_rows
+def test_epochs_of_generated_data_repeat_only_where_asked() -> None:
+    data = load(overrides=RUNS[0]).data
+    (first, *_, again), (_, *_, new) = (
+        [batch.ids.tolist() for batch in OfRun(data, batches=11, repeats=each).batches()]
+        for each in (True, False)
+    )
+    assert first == again != new
 
 
 def test_sequences_of_a_folder_are_padded_with_nothing(tmp_path: Path) -> None:
     write(tmp_path / "UserBehavior.csv", taobao_lines(60), separator=",")
-    words = ["prepare", "taobao", str(tmp_path / "UserBehavior.csv"), "--out"]
-    assert CliRunner().invoke(make_app(), [*words, str(tmp_path / "out")]).exit_code == 0
+    words = ["prepare", "taobao", tmp_path / "UserBehavior.csv", "--out", tmp_path / "out"]
+    assert command(*words).exit_code == 0
     overrides = ["model.kind=tbsm", "data.kind=prepared", f"data.folder={tmp_path / 'out'}"]
     config = load(overrides=[*overrides, "data.batch_size=16"])
     lookups = OfRun(config.data, steps=config.model.num_steps)
@@ -184,11 +192,13 @@ def test_the_largest_value_of_a_sample_may_be_that_of_none() -> None:
 
 
 def test_an_id_that_its_table_has_not_names_its_feature() -> None:
-    import torch
-
-    from hotrow.study.lookups import _Features
-
-    features = _Features({"a": 3, "b": 5}, {"x": "a", "y": "b"})
-    assert features.batch(torch.tensor([[2, 4]]), 1).ids.tolist() == [2, 7]
-    with pytest.raises(ValueError, match="feature 'x' has the id 3; its table has 3 rows"):
-        features.batch(torch.tensor([[3, 0]]), 1)
+    space = _IdSpace({"a": 3, "b": 5}, {"x": "a", "y": "b"})
+    assert space.batch(torch.tensor([[2, 4]]), 1).ids.tolist() == [2, 7]
+    lists = hotrow.KeyedJaggedTensor(["x", "y"], torch.tensor([2, 6]), lengths=torch.tensor([1, 1]))
+    for wrong, said in (
+        (torch.tensor([[2, 0], [3, 0]]), "feature 'x' has the id 3; its table has 3 rows"),
+        (torch.tensor([[2, -1]]), "feature 'y' has the id -1; its table has 5 rows"),
+        (lists, "feature 'y' has the id 6; its table has 5 rows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            space.batch(wrong, 1)

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hotrow.cli import make_app
+from commands import hotrow
 from hotrow.engine.profile import save_profile
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.report.page import page_of
-from hotrow.report.sized import size_document
+from hotrow.report.predicted import size_document
 from hotrow.run.config import RunConfig, load
 from hotrow.run.job import build
 from hotrow.sizing.budgets import budget_for
@@ -46,35 +45,28 @@ def found(sizing: Sizing) -> SizeRecord:
 
 def test_the_budget_of_each_strategy_is_the_smallest_that_reaches_it(found: SizeRecord) -> None:
     for best in found.best[1:]:
-        mine = [each for each in found.options if each.strategy == best.strategy]
-        reaching = [each.budget_bytes for each in mine if each.of_all_fast >= 0.999]
+        tried = [each for each in found.options if each.strategy == best.strategy]
+        reaching = [each.budget_bytes for each in tried if each.of_all_fast >= 0.999]
         if reaching:
-            assert best.budget_bytes == min(reaching)
-            assert best.reaches
+            assert (best.budget_bytes, best.reaches) == (min(reaching), True)
         else:
-            assert best.step_ms <= 1.02 * min(each.step_ms for each in mine)
+            assert best.step_ms <= 1.02 * min(each.step_ms for each in tried)
 
 
-@pytest.mark.parametrize("reach", [0.5, 0.9, 0.95, 0.99, 0.999])
+@pytest.mark.parametrize("reach", [0.5, 0.95, 0.999])
 def test_no_smaller_budget_that_was_tried_reaches_it(sizing: Sizing, reach: float) -> None:
     found = size(sizing, reach=reach)
-    tried = (*found.options, found.best[0])
-    reaching = [each for each in tried if each.of_all_fast >= reach]
+    reaching = [each for each in (*found.options, found.best[0]) if each.of_all_fast >= reach]
     least = min(each.budget_bytes for each in reaching)
-    assert found.chosen.budget_bytes == least
-    there = [each.step_ms for each in reaching if each.budget_bytes == least]
-    assert found.chosen.step_ms <= 1.01 * min(there)
-
-
-def test_the_chosen_one_reaches_what_was_asked_for(found: SizeRecord) -> None:
-    assert found.chosen.reaches
+    chosen = found.chosen
+    assert (chosen.budget_bytes, chosen.reaches) == (least, True)
+    steps = [each.step_ms for each in reaching if each.budget_bytes == least]
+    assert chosen.step_ms <= 1.01 * min(steps)
+    low, high = chosen.low_samples_per_second, chosen.high_samples_per_second
+    assert low < chosen.samples_per_second == 64e3 / chosen.step_ms < high
     assert found.best[0].strategy == "all-fast"
-    low, high = found.chosen.low_samples_per_second, found.chosen.high_samples_per_second
-    assert low < found.chosen.samples_per_second == 64e3 / found.chosen.step_ms < high
-
-
-def test_less_is_enough_for_less_speed(sizing: Sizing, found: SizeRecord) -> None:
-    assert size(sizing, reach=0.5).chosen.budget_bytes <= found.chosen.budget_bytes
+    largest = max(each.budget_bytes for each in found.options)
+    assert 0.5 * found.rows_bytes < largest < found.rows_bytes == found.best[0].budget_bytes
 
 
 def test_in_the_long_run_a_slot_for_each_row_fetches_nothing(sizing: Sizing) -> None:
@@ -94,7 +86,7 @@ def test_a_short_trace_tells_what_a_long_one_does(config: RunConfig) -> None:
     machine = machine_of("h200", config)
     short, long = (
         Sizing(config, machine, batches=20, warm_up=warm_up, depths=(2,), dense_ms=0.5)
-        for warm_up in (30, 400)
+        for warm_up in (30, 300)
     )
     slots = np.array(long.slots)
     told = (slots > 2 * short.settled_slots) & (slots <= long.settled_slots)
@@ -118,7 +110,8 @@ def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> No
     assert far[place] / recent[place] < far[-4] / recent[-4] <= 1
 
 
-@pytest.mark.parametrize("skew", [0.6, 1.05, 1.4])
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("skew", [1.05, 0.6, 1.4])
 def test_more_slots_never_fetch_more(skew: float) -> None:
     config = load(overrides=[*SMALL, f"data.skew={skew}"])
     machine = machine_of("h200", config)
@@ -131,11 +124,6 @@ def test_more_slots_never_fetch_more(skew: float) -> None:
         fetched = each.fetched[~np.isnan(each.fetched)]
         assert (np.diff(fetched) <= 1e-9).all(), (each.strategy.name, each.depth)
         assert fetched[-1] == 0
-
-
-def test_no_budget_is_as_large_as_what_all_rows_need(found: SizeRecord) -> None:
-    largest = max(each.budget_bytes for each in found.options)
-    assert 0.5 * found.rows_bytes < largest < found.rows_bytes == found.best[0].budget_bytes
 
 
 def test_tables_smaller_than_batches_are_all_fast(config: RunConfig) -> None:
@@ -180,22 +168,18 @@ def test_who_orders_samples_is_told_that_this_is_not_predicted() -> None:
     assert "fae orders samples, or leaves some out" in size(sizing, reach=0.9).notes[0]
 
 
-def test_budgets_have_room_for_their_slots(sizing: Sizing, found: SizeRecord) -> None:
+def test_budgets_hold_their_slots_and_batches(sizing: Sizing, found: SizeRecord) -> None:
+    width = sizing.work.row_bytes
     for each in found.options[::7]:
-        budget = budget_for(
-            each.slots, row_bytes=sizing.row_bytes, num_rows=23_050, buffer_part=1 / 64
-        )
+        budget = budget_for(each.slots, row_bytes=width, num_rows=23_050, buffer_part=1 / 64)
         assert each.budget_bytes >= budget
-
-
-def test_no_batch_of_a_proposed_budget_is_chunked(sizing: Sizing, found: SizeRecord) -> None:
     least = {each.strategy: each.slots for each in reversed(found.options)}
     assert least["lru"] >= sizing.profile.floors[0]
     assert least["lookahead"] >= sizing.profile.floors[1]
 
 
 def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing: Sizing) -> None:
-    work = sizing.work(0.0)
+    work = sizing.work
     here = base_of(config, machine_of("this", config), work)
     assert here.how == "measured"
     assert here.ms > 0
@@ -206,22 +190,22 @@ def test_all_fast_is_timed_here_and_guessed_elsewhere(config: RunConfig, sizing:
 
 @pytest.mark.parametrize("setting", ["embedding.budget=auto", "embedding.profile={folder}"])
 def test_all_fast_is_timed_whatever_the_run_has_for_other_strategies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+    tmp_path: Path, setting: str
 ) -> None:
     """With tables made smaller, counts are of others."""
-    monkeypatch.setattr("hotrow.study.sizing._TIMED_BYTES", 1 << 18)
     save_profile(tmp_path / "p", {"cat_0": torch.arange(20_000)})
     config = load(overrides=[*SMALL, setting.format(folder=tmp_path / "p")])
     work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=23_050 * 68)
-    assert base_of(config, machine_of("this", config), work).how == "measured"
+    this = machine_of("this", config)
+    assert base_of(config, this, work, most_bytes=1 << 18).how == "measured"
 
 
-def test_tables_of_a_folder_are_not_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_a_folder_are_not_made_smaller() -> None:
     """Neither where data are generated by its counts."""
     data = replace(load().data, kind="counted", folder="anywhere")
     config = replace(load(), data=data)
     work = Work(lookups=192, unique_rows=100, row_bytes=68, table_bytes=5e9)
-    assert _timed(config, work) is None
+    assert _timed(config, work, 1 << 30) is None
 
 
 def test_models_of_sequences_have_a_size_too() -> None:
@@ -242,8 +226,7 @@ def test_where_nothing_reaches_it_the_nearest_is_told(config: RunConfig, sizing:
 
 def test_a_run_takes_auto_with_a_profile(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("[data]\nrows=[2000, 30]\nbatch_size=16\nsamples=320\n")
-    words = ["profile", str(tmp_path / "run.toml"), "--out", str(tmp_path / "p")]
-    assert CliRunner().invoke(make_app(), words).exit_code == 0
+    assert hotrow("profile", tmp_path / "run.toml", "--out", tmp_path / "p").exit_code == 0
     options = ["embedding.budget=auto", f"embedding.profile={tmp_path / 'p'}", "training.steps=3"]
     job = build(load(tmp_path / "run.toml", overrides=options))
     assert len(list(job.train())) == 3

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.ceilings import machine_at, measure
 from hotrow.sizing.cost import Work, all_fast_ms, dense_ms, form_of, rows_ms, step_time
-from hotrow.sizing.machines import at, find_machine, machines
+from hotrow.sizing.machines import at, find_machine, machine_at, machines, measure
 from hotrow.store.ram import Store
 
 H200 = find_machine("h200")
@@ -52,11 +51,6 @@ def test_a_step_is_never_shorter_than_all_fasts_and_longer_the_more_moves(strate
     assert found[-1] > 5 * found[0]
 
 
-def test_all_fast_is_what_it_was_given() -> None:
-    found = step_time(H200, STRATEGIES["all-fast"], WORK, all_fast_ms=0.6)
-    assert (found.ms, found.planning_ms, found.moving_ms, found.limit) == (0.6, 0, 0, "dense part")
-
-
 def test_what_overlaps_hides_moves_until_the_link_is_full() -> None:
     few, many = moving(8e3), moving(2e5)
     assert ms("lookahead", few) < ms("lru", few) < 2 * ms("lookahead", few)
@@ -73,15 +67,19 @@ def test_wide_rows_are_limited_by_bytes() -> None:
     )
 
 
-def test_rows_that_nobody_has_written_are_not_read() -> None:
+def test_rows_that_were_never_written_are_not_read() -> None:
     made = replace(WORK, made_rows=7_000)
     assert made.moved_rows == WORK.moved_rows - 7_000
     assert ms("lookahead", made) < ms("lookahead")
 
 
-def test_the_host_is_the_limit_where_the_rest_is_short() -> None:
-    found = step_time(H200, STRATEGIES["lookahead"], moving(10), all_fast_ms=0.1)
-    assert (found.ms, found.limit) == (H200.host_ms, "host")
+@pytest.mark.parametrize(
+    ("strategy", "fast", "wanted"),
+    [("lookahead", 0.1, (H200.host_ms, "host")), ("all-fast", 0.6, (0.6, "dense part"))],
+)
+def test_the_longest_part_is_the_limit(strategy: str, fast: float, wanted: object) -> None:
+    found = step_time(H200, STRATEGIES[strategy], moving(10), all_fast_ms=fast)
+    assert (found.ms, found.limit) == wanted
 
 
 def test_a_fill_has_the_form_that_a_collection_would_choose() -> None:
@@ -118,7 +116,7 @@ def test_this_machine_is_measured() -> None:
     assert given.ms == pytest.approx(13 + given.moving_ms)
 
 
-def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_timed_were_not_moved_before() -> None:
     """They would be in a core's own memory, which is many times as fast."""
     moved: dict[tuple[str, int], list[torch.Tensor]] = {}
 
@@ -131,8 +129,7 @@ def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPat
             moved.setdefault(("write", rows.shape[1]), []).append(ids)
             super().write(ids, rows)
 
-    monkeypatch.setattr("hotrow.sizing.ceilings.Store", Seen)
-    measure(torch.device("cpu"))
+    measure(torch.device("cpu"), store=Seen)
     assert len(moved) == 6
     for each in moved.values():
         ids = torch.cat(each)
