@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,13 +56,16 @@ class System:
         del self.held[address]
         self.released.append(address)
 
-    def rows(self, **options: int) -> pinned.LockedRows:
+    def rows(self, num_rows: int = ROWS, width: int = WIDTH, **options: Any) -> pinned.LockedRows:
         return locked_rows(
-            ROWS,
-            WIDTH,
-            register=self.register,
-            unregister=self.unregister,
-            **{"chunk_bytes": CHUNK, **options},
+            num_rows,
+            width,
+            **{
+                "register": self.register,
+                "unregister": self.unregister,
+                "chunk_bytes": CHUNK,
+                **options,
+            },
         )
 
 
@@ -69,10 +73,11 @@ class System:
 
 
 def test_chunks_cover_the_rows_side_by_side() -> None:
-    system = System()
-    made = system.rows()
+    system, progress = System(), []
+    made = system.rows(progress=lambda done, total: progress.append((done, total)))
     assert made.locked
     assert made.rows.shape == (ROWS, WIDTH)
+    assert not made.rows.any()
     address = made.rows.data_ptr()
     for first, size in sorted(system.held.items()):
         assert first == address
@@ -80,28 +85,12 @@ def test_chunks_cover_the_rows_side_by_side() -> None:
         assert 0 < size <= CHUNK
         address += size
     assert address == made.rows.data_ptr() + BYTES
-
-
-def test_rows_start_at_zero() -> None:
-    assert not System().rows().rows.any()
-
-
-def test_progress_is_told_chunk_by_chunk() -> None:
-    system, told = System(), []
-    locked_rows(
-        ROWS,
-        WIDTH,
-        register=system.register,
-        unregister=system.unregister,
-        progress=lambda done, total: told.append((done, total)),
-        chunk_bytes=CHUNK,
-    )
-    assert told == [(CHUNK, BYTES), (2 * CHUNK, BYTES), (3 * CHUNK, BYTES), (BYTES, BYTES)]
+    assert progress == [(CHUNK, BYTES), (2 * CHUNK, BYTES), (3 * CHUNK, BYTES), (BYTES, BYTES)]
 
 
 def test_pages_are_there_before_they_are_locked() -> None:
     """Otherwise the driver would make them one by one, on one core."""
-    system, chunk = System(), 32 << 20
+    system, chunk = System(), 16 << 20
     grown = []
 
     def register(address: int, num_bytes: int) -> str:
@@ -109,9 +98,7 @@ def test_pages_are_there_before_they_are_locked() -> None:
         return system.register(address, num_bytes)
 
     before = resident_bytes()
-    made = locked_rows(
-        3 * chunk // 256, 64, register=register, unregister=system.unregister, chunk_bytes=chunk
-    )
+    made = system.rows(3 * chunk // 256, 64, register=register, chunk_bytes=chunk)
     assert made.locked
     assert len(grown) == 3
     for count, bytes_grown in enumerate(grown, start=1):
@@ -134,14 +121,14 @@ def test_a_refusal_leaves_ordinary_rows_and_a_reason() -> None:
     assert len(system.released) == 2
 
 
-def test_the_reason_names_the_limit_on_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_the_limit_on_locked_memory() -> None:
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     reason = System(limit=0).rows().reason
-    assert "(the limit on locked memory is 8.0 MiB)" in reason
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert ("limit on locked memory is" in reason) is (limit != resource.RLIM_INFINITY)
     assert "ulimit -l" in reason
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert "limit on locked memory is" not in System(limit=0).rows().reason
+    assert pinned._memlock(8 << 20) == " (the limit on locked memory is 8.0 MiB)"
+    assert pinned._memlock(resource.RLIM_INFINITY) == ""
 
 
 def test_an_interrupt_while_locking_leaves_nothing_locked() -> None:
@@ -153,26 +140,23 @@ def test_an_interrupt_while_locking_leaves_nothing_locked() -> None:
         return system.register(address, num_bytes)
 
     with pytest.raises(KeyboardInterrupt):
-        locked_rows(ROWS, WIDTH, register=register, unregister=system.unregister, chunk_bytes=CHUNK)
+        system.rows(register=register)
     assert system.held == {}
     assert len(system.released) == 2
 
 
-def test_more_rows_than_memory_are_refused_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pinned, "_own_mapping", lambda num_floats: pytest.fail("allocated"))
+def test_more_rows_than_memory_are_refused_before_anything_is_locked() -> None:
+    system = System()
     with pytest.raises(
         ValueError, match=r"20,000 rows of 48 floats need 3.7 MiB .* 1.0 MiB are available"
     ):
-        System().rows(available=1 << 20)
-
-
-def test_what_is_available_is_measured_unless_it_is_given() -> None:
+        system.rows(available=1 << 20)
     have = available_bytes()
     assert have is not None
-    with pytest.raises(ValueError, match="of host memory"):
-        locked_rows(have // 4, 64)
+    with pytest.raises(ValueError, match="of host memory"):  # measured, unless it is given
+        system.rows(have // 4, 64)
+    assert system.held == {}
+    assert system.released == []
 
 
 # -- unlocking ---------------------------------------------------------------------------
@@ -232,56 +216,60 @@ def test_a_forked_child_unlocks_nothing() -> None:
 # -- how much memory there is ------------------------------------------------------------
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
+MEMINFO = "MemTotal: 4000 kB\nMemAvailable:   3000 kB\n"
+GROUPS: dict[str, tuple[dict[str, str], int | None]] = {
+    "nothing says it": ({}, None),
+    "no container": ({"meminfo": MEMINFO, "own": "0::/user.slice\n"}, 3000 * 1024),
+    "no limit": (
+        {
+            "meminfo": MEMINFO,
+            "own": "0::/user.slice\n",
+            "cgroup/user.slice/memory.max": "max\n",
+            "cgroup/user.slice/memory.current": "100\n",
+        },
+        3000 * 1024,
+    ),
+    "a group around ours, and files that can be given up": (
+        {
+            "meminfo": MEMINFO,
+            "own": "0::/outer/inner\n",
+            "cgroup/outer/inner/memory.max": "max\n",
+            "cgroup/outer/inner/memory.current": "50\n",
+            "cgroup/outer/memory.max": "1000000\n",
+            "cgroup/outer/memory.current": "400000\n",
+            "cgroup/outer/memory.stat": "anon 300000\ninactive_file 30000\n",
+        },
+        630_000,
+    ),
+    "the root's, where the path is the host's": (
+        {
+            "meminfo": MEMINFO,
+            "own": "0::/docker/abc\n",
+            "cgroup/memory.max": "1000000\n",
+            "cgroup/memory.current": "1500000\n",
+        },
+        0,
+    ),
+    "the older kind of group": (
+        {
+            "meminfo": MEMINFO,
+            "own": "3:cpu:/a\n2:memory:/a\n",
+            "cgroup/memory/a/memory.limit_in_bytes": "2000\n",
+            "cgroup/memory/a/memory.usage_in_bytes": "500\n",
+        },
+        1500,
+    ),
+}
 
 
-@pytest.fixture
-def meminfo(tmp_path: Path) -> Path:
-    return write(tmp_path / "meminfo", "MemTotal: 4000 kB\nMemAvailable:   3000 kB\n")
-
-
-def test_available_memory_is_the_machines_without_a_container(
-    tmp_path: Path, meminfo: Path
+@pytest.mark.parametrize(("files", "available"), GROUPS.values(), ids=GROUPS)
+def test_available_memory_is_what_machine_and_container_leave(
+    files: dict[str, str], available: int | None, tmp_path: Path
 ) -> None:
-    own = write(tmp_path / "own", "0::/user.slice\n")
-    assert available_bytes(meminfo, own, tmp_path / "none") == 3000 * 1024
-    write(tmp_path / "cgroup/user.slice/memory.max", "max\n")
-    write(tmp_path / "cgroup/user.slice/memory.current", "100\n")
-    assert available_bytes(meminfo, own, tmp_path / "cgroup") == 3000 * 1024
-
-
-def test_available_memory_is_unknown_where_nothing_says_it(tmp_path: Path) -> None:
-    assert available_bytes(*(tmp_path / name for name in "abc")) is None
-
-
-def test_a_group_around_ours_limits_it(tmp_path: Path, meminfo: Path) -> None:
-    own, cgroups = write(tmp_path / "own", "0::/outer/inner\n"), tmp_path / "cgroup"
-    write(cgroups / "outer/inner/memory.max", "max\n")
-    write(cgroups / "outer/inner/memory.current", "50\n")
-    write(cgroups / "outer/memory.max", "1000000\n")
-    write(cgroups / "outer/memory.current", "400000\n")
-    assert available_bytes(meminfo, own, cgroups) == 600_000
-    write(cgroups / "outer/memory.stat", "anon 300000\ninactive_file 30000\n")
-    assert available_bytes(meminfo, own, cgroups) == 630_000
-
-
-def test_the_limit_at_the_root_holds_when_the_path_is_the_hosts(
-    tmp_path: Path, meminfo: Path
-) -> None:
-    own, cgroups = write(tmp_path / "own", "0::/docker/abc\n"), tmp_path / "cgroup"
-    write(cgroups / "memory.max", "1000000\n")
-    write(cgroups / "memory.current", "1500000\n")
-    assert available_bytes(meminfo, own, cgroups) == 0
-
-
-def test_the_older_kind_of_group_limits_it_too(tmp_path: Path, meminfo: Path) -> None:
-    own, cgroups = write(tmp_path / "own", "3:cpu:/a\n2:memory:/a\n"), tmp_path / "cgroup"
-    write(cgroups / "memory/a/memory.limit_in_bytes", "2000\n")
-    write(cgroups / "memory/a/memory.usage_in_bytes", "500\n")
-    assert available_bytes(meminfo, own, cgroups) == 1500
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(*(tmp_path / name for name in ("meminfo", "own", "cgroup"))) == available
 
 
 # -- on a GPU ----------------------------------------------------------------------------

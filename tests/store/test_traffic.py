@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.sizing.simulator import simulate
 
@@ -60,10 +58,8 @@ def test_rows_that_no_lookup_asked_for_are_no_misses(
 
 
 @pytest.mark.parametrize("profile", [None, PROFILE], ids=["learned", "profiled"])
-def test_a_device_counts_them_apart_as_well(
-    profile: hotrow.Profile | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+@pytest.mark.usefixtures("device_engine")
+def test_a_device_counts_them_apart_as_well(profile: hotrow.Profile | None) -> None:
     traffic = trained("static", profile=profile).traffic()
     assert 0 <= traffic.hit_rate <= 1
     assert traffic.loaded_rows >= 300
