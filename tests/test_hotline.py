@@ -750,7 +750,7 @@ class StandIn:
 
     def __init__(self, captured: Any, berth: Any, split: Split) -> None:
         self._captured, self._berth = captured, berth
-        ((embedding, arrival),) = berth.arrivals
+        ((embedding, arrival),) = berth.planned
         works = [copy.copy(work) for work in arrival.works]
         for work in works:
             work.plan = replace(work.plan)
@@ -810,8 +810,6 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
 
     monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
     monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture)
-    monkeypatch.setattr(hotrow.training.captured, "_BERTHS", 4)
-    monkeypatch.setattr(hotrow.training.captured, "_EAGER_FIRST", 1)
     batches, results = batches_of(20), []
     for is_captured in (False, True):
         model = Model("static", "two-widths", "adam", budget=ROOMY)
@@ -825,6 +823,7 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
                 trainer.dense_optimizer,
                 labels=old.labels,
                 lanes=lanes_of(torch.device("cpu")),
+                graphs=hotrow.training.captured.GraphSettings(inputs=4, eager_first=1),
             )
         losses = [record.loss for record in trainer.run(batches)]
         results.append([torch.tensor(losses), *model.numbers(), system.record.split_batches])
@@ -862,7 +861,7 @@ def on_gpu(strategy: str, system: Any, batches: list[Item], **options: Any) -> t
 def graphs_in(trainer: Trainer[Item]) -> list[Any]:
     landing = trainer._step.landing
     assert landing is not None
-    berths = [berth for shape in landing._shapes.values() for berth in shape.berths]
+    berths = [berth for shape in landing._shapes.values() for berth in shape.inputs]
     return [graph for berth in berths for graph in berth.graphs.values()]
 
 
