@@ -35,11 +35,11 @@ from harness import (
     time_steps,
 )
 from hostmem import HostMemory
-from systems import SYSTEMS, System
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
 from hotrow.embedding.arguments import FILLS
+from systems import SYSTEMS, System
 
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128

@@ -219,9 +219,10 @@ def record(path: Path, arguments: argparse.Namespace) -> None:
     import torch
     from cores import on_fast_cores
     from suite import bench_for
-    from systems import SYSTEMS
     from terabyte import SETTINGS
     from torch.profiler import ProfilerActivity, profile, schedule
+
+    from systems import SYSTEMS
 
     settings = {setting.name: setting for setting in SETTINGS}
     if arguments.setting not in settings:

@@ -179,7 +179,7 @@ class Run:
 
     @property
     def num_graphs(self) -> int:
-        return sum(len(berth.graphs) for berth in self.step.landing._berths.values())
+        return self.step.landing.num_graphs
 
     def found(self) -> Found:
         self.embedding.check()

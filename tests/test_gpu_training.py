@@ -105,7 +105,7 @@ class Run:
     @property
     def num_graphs(self) -> int:
         captured = self.trainer._captured
-        return 0 if captured is None else sum(len(b.graphs) for b in captured._berths.values())
+        return 0 if captured is None else captured.num_graphs
 
 
 def same_bits(left: Found, right: Found) -> bool:

@@ -19,7 +19,7 @@ from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.store.writer import why_not
 from hotrow.support.streams import lanes_of
 from hotrow.support.units import parse_bytes
-from hotrow.training.captured import _BERTHS, _Form, _Shape
+from hotrow.training.static_inputs import InputForm, InputShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DIM, STEPS = 3000, 16, 9
@@ -379,20 +379,20 @@ def test_old_batches_do_not_keep_buffers() -> None:
 def test_a_shape_that_comes_seldom_has_one_berth(apart: int) -> None:
     """Each berth keeps the buffers of a plan for itself."""
     batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
-    form, shape = _Form([batch], {}, ()), _Shape()
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
     for landed in range(0, 20 * apart, apart):
-        berth = shape.next_berth(batch, form, landed, lanes)
+        berth = shape.next_input(batch, form, landed, lanes)
         assert berth is not None
         berth.take(form, landed)
         berth.waits = False  # it is trained at once
-    assert len(shape.berths) == (_BERTHS if apart == 1 else 1)
+    assert len(shape.inputs) == (6 if apart == 1 else 1)
 
 
 def test_batches_of_a_seldom_shape_that_wait_have_berths_of_their_own() -> None:
     batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
-    form, shape = _Form([batch], {}, ()), _Shape()
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
     for landed in range(0, 300, 100):
-        berth = shape.next_berth(batch, form, landed, lanes)
+        berth = shape.next_input(batch, form, landed, lanes)
         assert berth is not None
         berth.take(form, landed)
-    assert len({id(each) for each in shape.berths}) == 3
+    assert len({id(each) for each in shape.inputs}) == 3

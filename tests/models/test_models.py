@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
 from torch import Tensor, nn
 
 import hotrow
@@ -20,7 +21,6 @@ from hotrow.run.job import same_bits
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
 from model_cases import MODEL_CASES, STEP_FEATURES, ModelCase, Twin
-from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
 
 loss_fn = F.binary_cross_entropy_with_logits
 

@@ -150,7 +150,7 @@ def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
     """What is taken down after the last line still has its writer."""
     script = """
         import os, torch, hotrow, hotrow.embedding.collection, hotrow.engine.gpu.bulk
-        from hotrow.engine.gpu.rows import DeviceRows
+        from hotrow.engine.gpu.rows import gpu_rows
         from hotrow.store.writer import Writer
         writer = Writer(2)
         store, ids = torch.zeros(100_000, 32), torch.arange(100_000)
@@ -163,7 +163,7 @@ def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
         assert os.waitpid(child, 0)[1] == 0
         writer.write(store, ids, torch.ones(100_000, 32))
 
-        hotrow.embedding.collection._engine = lambda device: DeviceRows
+        hotrow.embedding.collection._engine = lambda device: gpu_rows
         hotrow.engine.gpu.bulk._LEAST_CERTAIN = 0
         table = hotrow.EmbeddingBagConfig("t", 100, 4, ["f"])
         budget = hotrow.Budget((hotrow.Share(16, 32, True),), window_bytes=4096)
