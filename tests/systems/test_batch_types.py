@@ -188,7 +188,7 @@ def test_a_loader_whose_length_is_an_error_has_none() -> None:
 
 
 class Pair:
-    """A batch of a class that nobody knows."""
+    """A batch of an unknown class."""
 
     def __init__(self, ids: Any, label: Tensor) -> None:
         self.ids, self.label = ids, label

@@ -275,7 +275,7 @@ def test_whole_numbers_above_16_million_survive() -> None:
 
 
 class Falling(FAE):
-    """Evaluations that somebody made up."""
+    """FAE with invented test losses."""
 
     losses: Iterator[float]
 
@@ -448,7 +448,7 @@ def test_a_budget_for_no_row_makes_every_sample_cold(cold: Any) -> None:
 
 def test_the_samples_that_a_skip_would_evaluate_on_serve() -> None:
     fae = FAE(sample_rate=0.5, skip=Slipstream(target=0, test=TEST))
-    train(Model(), fae)  # and nobody says that there are none
+    train(Model(), fae)  # without a warning
     assert len(fae.record.test_losses) == 2
 
 

@@ -184,7 +184,7 @@ def test_without_a_period_only_drift_decays() -> None:
 
 
 class Given:
-    """A log that says what it is told to."""
+    """A log with given hot rows."""
 
     def __init__(self, *hot: Sequence[int]) -> None:
         self.rows = list(hot)
@@ -352,7 +352,7 @@ def test_a_hot_set_that_stays_is_not_chosen_again_and_again() -> None:
 
 
 def test_what_has_drifted_once_is_followed_from_then_on() -> None:
-    """Popularity moves on every 60 batches; whoever learns and rests is late each time."""
+    """Popularity moves on every 60 batches; a log that rests is late each time."""
     tables = [hotrow.EmbeddingBagConfig("a", 4000, 4, ["a"])]
     draw = torch.Generator().manual_seed(0)
     shares = {}

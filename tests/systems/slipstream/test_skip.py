@@ -214,7 +214,7 @@ def test_rows_are_compared_between_the_snapshots_and_at_no_other_time() -> None:
     labels = torch.arange(SIZE)
     watch = [Clicks(torch.tensor([[row, 0]] * SIZE), labels) for row in range(9)]
     later = moving.batches(15)
-    # As published, what nobody looked up is stale: rows 0 and 1 before, 9 after.
+    # As published, unvisited rows are stale: rows 0 and 1 before, 9 after.
     skip = moving.slipstream(least_visits=0, sample_rate=0.6)
     moving.run(skip, [*watch, *later])
     assert skip.record.stale_rows["a"] == 3
@@ -520,7 +520,7 @@ def test_rows_are_watched_longer_where_too_few_were_visited() -> None:
 
 
 def test_of_inputs_that_cannot_be_told_no_share_is_skipped() -> None:
-    """Half of them read row 9, which nobody visited: the target is taken of the others."""
+    """Half of them read row 9, which was not visited: the target is taken of the others."""
     moving = Moving(torch.linspace(0.01, 0.1, 10))
     batches = moving.batches()
     for batch in batches[:13]:

@@ -1,5 +1,5 @@
 """What Slipstream lets through is trained as ever, with any strategy; its control leaves out as
-many; and whoever leaves in the middle finds no row frozen."""
+many; and a run that is left early leaves no row frozen."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_target_of_zero_is_training_without_it(strategy: str, mode: str) -> No
     plain, skipping = make_trainer(None, strategy), make_trainer(system, strategy)
     assert run(skipping) == run(plain)
     assert same(skipping, plain)
-    assert system.passed == 1  # nobody had to wait in between
+    assert system.passed == 1  # one pass, without waiting in between
     assert all(a is b for a, b in zip(system.given, BATCHES, strict=True))
 
 

@@ -80,7 +80,7 @@ def test_rows_are_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(bool(each.any()) for each in snapshot.moved().values())
 
 
-def test_a_row_that_is_no_number_any_more_has_moved_but_not_by_less() -> None:
+def test_a_row_of_nan_has_moved_but_not_by_less_than_any_threshold() -> None:
     embedding = build(CASES["one-hot"])
     snapshot = Snapshot(embedding, {"a": torch.tensor([4, 5])})
     embedding.load_weights("a", 5, torch.full((1, 4), torch.nan))
@@ -197,7 +197,7 @@ def search(moved: Tensor, **changes: Any) -> Threshold:
     return find_threshold(share_at, **{**options, **changes})
 
 
-@pytest.mark.parametrize("target", [0.05, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("target", [0.05, 0.3, 0.9])
 def test_bisection_reaches_the_target_on_a_known_distribution(target: float) -> None:
     found = search(torch.arange(10_000) / 100_000, target=target)  # uniform from 0 to 0.1
     assert found.converged

@@ -457,34 +457,37 @@ class FAE:
 
     def described(self) -> str:
         """Describe the run in sentences."""
-        r = self.record
         if self._separated is None:
             return "nothing was trained yet"
-        every = r.hot_samples + r.cold_samples
-        counted = f"in {r.counted_samples:,} counted samples"
-        where = counted if self._profile is None else "by a profile"
-        served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
-        said = [
-            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
-            f"accesses {where}",
-            f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
-            f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
-            + (", as told apart before" if r.reused else ""),
-            f"counting took {r.counted_seconds:,.1f} s and telling them apart "
-            f"{r.separated_seconds:,.1f} s, before the first step",
-            f"{r.switches:,} switches"
-            + (
-                f", at which {show_bytes(r.synchronised_bytes)} of hot rows were brought up to date"
-                if self.cold == "hybrid"
-                else "; cold rows were fetched"
-            ),
-            "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
-        ]
-        if self._profile is None and r.covered == 1 and r.num_hot_rows < self._embedding.num_rows:
+        said = _sentences(self.record, is_counted=self._profile is None, cold=self.cold)
+        is_all = self.record.num_hot_rows == self._embedding.num_rows
+        if self._profile is None and self.record.covered == 1 and not is_all:
             said.append("every row that was counted is hot: a larger sample may find more")
-        if r.pins_gave_way:
+        if self.record.pins_gave_way:
             said.append("pinned rows gave way to batches larger than the first")
-        return "; ".join([*said, *r.notes])
+        return "; ".join([*said, *self.record.notes])
+
+
+def _sentences(r: FAERecord, *, is_counted: bool, cold: Cold) -> list[str]:
+    """Describe what was chosen, separated and trained."""
+    where = f"in {r.counted_samples:,} counted samples" if is_counted else "by a profile"
+    served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
+    return [
+        f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
+        f"accesses {where}",
+        f"{r.hot_samples:,} of {r.hot_samples + r.cold_samples:,} samples are hot "
+        f"({r.hot_share:.1%}): {r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an "
+        "epoch" + (", as told apart before" if r.reused else ""),
+        f"counting took {r.counted_seconds:,.1f} s and telling them apart "
+        f"{r.separated_seconds:,.1f} s, before the first step",
+        f"{r.switches:,} switches"
+        + (
+            f", at which {show_bytes(r.synchronised_bytes)} of hot rows were brought up to date"
+            if cold == "hybrid"
+            else "; cold rows were fetched"
+        ),
+        "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
+    ]
 
 
 def _steps_per_epoch(sets: Separated) -> int:

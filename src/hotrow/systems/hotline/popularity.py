@@ -54,7 +54,6 @@ class DecayedCounts:
         *,
         keep: float = 0.5,
         every: int = 0,
-        device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= keep <= 1 or every < 0:
             raise ValueError(
@@ -63,7 +62,7 @@ class DecayedCounts:
             )
         self._row_bytes, self._budget_bytes = row_bytes, budget_bytes
         self._keep, self._every = round(keep * self._UNIT), every
-        self._counts = AccessCounts(tables, device)
+        self._counts = AccessCounts(tables)
         self._num_batches = 0
 
     def add(self, batch: Batch) -> None:
@@ -96,36 +95,22 @@ class SrripLog:
     were raised until there is one, and sets 2.
 
     9 bytes per tag, however many rows there are; `DecayedCounts` takes 8 per row, and covers more
-    accesses with as many hot rows. Rows are read in the order of the batch's values. A GPU is
-    synchronized.
+    accesses with as many hot rows. Rows are read in the order of the batch's values, on the CPU.
     """
 
     _EMPTY, _LATE, _NEW = -1, 3, 2
     _LOOKED = 1 << 12  # approximate number of tags that are compared at once
 
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        *,
-        sets: int,
-        ways: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], *, sets: int, ways: int = 16) -> None:
         if sets < 1 or ways < 1:
             raise ValueError(f"a log needs sets and ways, not {sets} and {ways}")
         self._places = Places(tables)
-        self.tags = torch.full((sets, ways), self._EMPTY, dtype=torch.int64, device=device)
-        self.values = torch.full((sets, ways), self._LATE, dtype=torch.int8, device=device)
+        self.tags = torch.full((sets, ways), self._EMPTY, dtype=torch.int64)
+        self.values = torch.full((sets, ways), self._LATE, dtype=torch.int8)
 
     @classmethod
     def within(
-        cls,
-        tables: Sequence[EmbeddingBagConfig],
-        row_bytes: RowBytes,
-        budget_bytes: int,
-        *,
-        ways: int = 16,
-        device: torch.device | str = "cpu",
+        cls, tables: Sequence[EmbeddingBagConfig], row_bytes: RowBytes, budget_bytes: int
     ) -> SrripLog:
         """Return a log with as many tags as rows of the widest table fit the budget."""
         rows = budget_bytes // max(row_bytes[table.name] for table in tables)
@@ -134,8 +119,8 @@ class SrripLog:
                 f"a hot budget of {budget_bytes:,} bytes holds no row of the widest table, which "
                 f"takes {max(row_bytes.values()):,}"
             )
-        ways = min(ways, rows)
-        return cls(tables, sets=rows // ways, ways=ways, device=device)
+        ways = min(16, rows)
+        return cls(tables, sets=rows // ways, ways=ways)
 
     def add(self, batch: Batch) -> None:
         places = self._places.checked(batch).flatten()
@@ -172,7 +157,7 @@ class SrripLog:
     def _hits(self, sets: Tensor, places: Tensor, first: Tensor, ends: Tensor) -> Tensor:
         """Do the hits before the next miss of each set; return how many they were."""
         far = max(1, self._LOOKED // max(1, self.tags.shape[1] * len(sets)))
-        here = first.unsqueeze(1) + torch.arange(far, device=first.device)
+        here = first.unsqueeze(1) + torch.arange(far)
         coming = places[here.clamp(max=len(places) - 1)]
         is_here = self.tags[sets].unsqueeze(1) == coming.unsqueeze(2)
         is_hit = is_here.any(2) & (here < ends.unsqueeze(1))
@@ -188,7 +173,7 @@ class SrripLog:
         is_hit = is_here.any(1)
         # The first of the ways with the largest value, by a key that is unique.
         ways = values.shape[1]
-        ranked = values.int() * ways + torch.arange(ways - 1, -1, -1, device=values.device)
+        ranked = values.int() * ways + torch.arange(ways - 1, -1, -1)
         victim = ranked.argmax(1)
         latest = values.gather(1, victim.unsqueeze(1))
         way = torch.where(is_hit, is_here.int().argmax(1), victim)
@@ -202,7 +187,7 @@ class SrripLog:
 
     def hot(self) -> HotSet:
         """Return the rows that have a tag."""
-        is_hot = torch.zeros(self._places.num_rows, dtype=torch.bool, device=self.tags.device)
+        is_hot = torch.zeros(self._places.num_rows, dtype=torch.bool)
         is_hot[self.tags[self.tags != self._EMPTY]] = True
         return HotSet(self._places, is_hot)
 

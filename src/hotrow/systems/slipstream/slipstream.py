@@ -68,6 +68,7 @@ class _StreamingSkip(ABC):
     """Trains what a skip keeps, epoch by epoch. Each `run()` begins an epoch."""
 
     keeps_batches = True
+    _mode: str  # of the record
 
     def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
         if batches_per_epoch is not None:
@@ -79,9 +80,9 @@ class _StreamingSkip(ABC):
         self.epochs = 0  # finished ones of the last run
 
     @property
-    @abstractmethod
     def record(self) -> SkipRecord:
         """Decisions, and their results."""
+        return SkipRecord(self._mode) if self._skip is None else self._skip.record
 
     def attach(self, trainer: Trainer[Any]) -> None:
         """Bind to a trainer; refuse a model without exactly one collection."""
@@ -154,6 +155,7 @@ class Slipstream(_StreamingSkip):
         if settings is not None and not isinstance(settings, SkipSettings):
             raise TypeError(f"settings go by their names, such as target=0.3; got {settings!r}")
         self.settings = _changed(settings or SkipSettings(), changes)
+        self._mode = self.settings.mode
         if not 0 < counted < 1:
             raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
         if validate_every is not None:
@@ -171,11 +173,6 @@ class Slipstream(_StreamingSkip):
     def as_published(cls, **options: Any) -> Self:
         """Return the published settings: unvisited rows count as stale, one decision per epoch."""
         return cls(SkipSettings.as_published(), **options)
-
-    @property
-    def record(self) -> SkipRecord:
-        """Decisions, and their results."""
-        return SkipRecord(self.settings.mode) if self._skip is None else self._skip.record
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids,
@@ -284,6 +281,8 @@ class RandomDrop(_StreamingSkip):
     batches. Changes results.
     """
 
+    _mode = "random"
+
     def __init__(
         self,
         share: float | None = None,
@@ -325,11 +324,6 @@ class RandomDrop(_StreamingSkip):
     def follow(self, record: SkipRecord) -> None:
         """Skip as many as another record says; call it before training."""
         self._like = record
-
-    @property
-    def record(self) -> SkipRecord:
-        """Results."""
-        return SkipRecord("random") if self._skip is None else self._skip.record
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
