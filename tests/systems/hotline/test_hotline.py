@@ -27,7 +27,7 @@ import hotrow.embedding.step
 import hotrow.training.captured
 from builders import RULES, no_synchronisation
 from compiling import note_compiled
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.mover import CopyMover
 from hotrow.engine.split_batch import Split
 from hotrow.inputs import samples
 from hotrow.support.streams import Lanes, lanes_of
@@ -356,7 +356,7 @@ class LateRows:
             if name == "train" and isinstance(mark, Mark) and mark.jobs:
                 late.arrive(mark.jobs)
 
-        def fill(self: RowGroup, work: Any) -> None:
+        def fill(self: CopyMover, work: Any) -> None:
             moves = work.plan.moves
 
             def job() -> None:
@@ -369,7 +369,7 @@ class LateRows:
         monkeypatch.setattr(Lanes, "mark", mark)
         monkeypatch.setattr(Lanes, "after", after)
         monkeypatch.setattr(Lanes, "join", lambda self: late.arrive(list(late.queue)))
-        monkeypatch.setattr(RowGroup, "fill", fill)
+        monkeypatch.setattr(CopyMover, "fill", fill)
 
     def arrive(self, jobs: list[Callable[[], None]]) -> None:
         for job in jobs:
