@@ -66,17 +66,11 @@ def budget_for(
         return shared.shares[0].slots
 
     wanted = min(slots, num_rows)
-<<<<<<< HEAD
     budget = least_budget(lambda total: given(total) >= wanted, smallest_budget([row_bytes]))
     # Small plans are not counted in a small budget (`hotrow.engine.gpu.plan_room`).
-    is_on_top = budget < SMALL_BUDGET and plan_bytes <= ON_TOP
+    limits = tuning.DEFAULT
+    is_on_top = budget < limits.small_budget and plan_bytes <= limits.plans_on_top
     return budget if is_on_top else budget + plan_bytes
-=======
-    found = least_budget(lambda total: given(total) >= wanted, smallest_budget([row_bytes]))
-    # Plans come on top of a small budget, as far as they are small (`hotrow.engine.gpu.plan_room`).
-    is_on_top = found < tuning.DEFAULT.small_budget and plan_bytes <= tuning.DEFAULT.plans_on_top
-    return found if is_on_top else found + plan_bytes
->>>>>>> lane-enginetests
 
 
 def buffer_part_of(strategy: Strategy, device: torch.device) -> float:
