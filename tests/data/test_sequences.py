@@ -28,7 +28,7 @@ from hotrow.data import (
 from hotrow.data.loader import check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.embedding.ahead import only_tensors, tensors_in, to_device
+from hotrow.inputs.tree import only_tensors, tensors_in, to_device
 from preparing import prepared
 
 IDS = {"user": torch.arange(6).view(2, 3), "item": 10 + torch.arange(6).view(2, 3)}

@@ -15,8 +15,8 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.strategy import as_listed
+from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import in_bits
 from hotrow.systems.slipstream.staleness import RowNumbers, Snapshot, Threshold, find_threshold
 
