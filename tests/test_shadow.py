@@ -146,8 +146,8 @@ def test_a_bit_that_changes_in_a_slot_is_found() -> None:
     def after(step: int) -> None:
         if step == 16:
             shadow.verify(step)
-            oldest = int(group.planner.last_use[group.pad.row_of_slot >= 0].argmin())
-            slot = int((group.pad.row_of_slot >= 0).nonzero()[oldest])
+            oldest = int(group.planner.last_use[group.memory.pad.row_of_slot >= 0].argmin())
+            slot = int((group.memory.pad.row_of_slot >= 0).nonzero()[oldest])
             group.slots.view(torch.int32)[slot, 2] ^= 1
             with pytest.raises(CorruptRows, match=r"1 of .* in its slot"):
                 shadow.verify(step)
@@ -159,7 +159,7 @@ def test_a_map_that_is_wrong_is_found() -> None:
     embedding = collection()
     train(embedding, 3, lambda step: None)
     shadow = Shadow([embedding], step=3)
-    rows = embedding.groups[0].pad.row_of_slot
+    rows = embedding.groups[0].memory.pad.row_of_slot
     taken = (rows >= 0).nonzero().squeeze(1)[:2]
     rows[taken] = rows[taken.flip(0)]
     with pytest.raises(CorruptRows, match=r"at step 9 the maps of slots are wrong .*disagree"):

@@ -215,7 +215,7 @@ def test_rows_made_in_their_slots_are_those_of_the_store(device: str) -> None:
     options: dict[str, Any] = {"seed": 4, "device": device}
     slots = collection(*tables, strategy="lookahead", budget=budget, **options)
     expected = collection(*tables, **options)
-    assert slots.groups[0].unwritten is not None
+    assert slots.groups[0].memory.host.unwritten is not None
     slots.groups[0].store.rows.fill_(torch.nan)  # so that reading the store would show
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
