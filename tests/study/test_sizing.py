@@ -115,7 +115,7 @@ def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> No
 def test_more_slots_never_fetch_more(skew: float) -> None:
     config = load(overrides=[*SMALL, f"data.skew={skew}"])
     machine = machine_of("h200", config)
-    sizing = Sizing(config, machine, batches=20, warm_up=60, depths=(1, 5, 40), dense_ms=0.0)
+    sizing = Sizing(config, machine, batches=10, warm_up=40, depths=(1, 20), dense_ms=0.0)
     fair = [each for each in sizing.slots if sizing.profile.floors[1] <= each]
     planned = list(sizing.planned(fair[:5:2]))
     for near, far in pairwise(planned[2:]):
