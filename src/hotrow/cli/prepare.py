@@ -112,7 +112,7 @@ def prepare(
 
     - `hotrow prepare csv clicks.csv --columns columns.toml --out prepared/mine`
 
-    pyarrow reads .gz, .zst and Parquet: `pip install pyarrow`. Plain text needs none.
+    pyarrow reads all these files: `pip install pyarrow`.
     """
     settings = Settings(
         min_frequency=min_frequency,
