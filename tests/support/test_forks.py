@@ -64,8 +64,7 @@ def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
     assert status_of_child(work) == 0
 
 
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+@pytest.mark.parametrize(("strategy", "closes"), [("lookahead", False), ("scratchpipe", True)])
 def test_what_is_read_ahead_is_not_finished_in_a_child(strategy: str, closes: bool) -> None:
     embedding = collection(strategy)
     ids = [torch.randint(ROWS, (64, 1)) for _ in range(60)]

@@ -12,17 +12,19 @@ _SOON = 1.0  # seconds: what is done by then needs no bar
 
 
 @contextmanager
-def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+def bytes_bar(
+    title: str, *, clock: Callable[[], float] = perf_counter
+) -> Iterator[Callable[[int, int], None]]:
     """Gives `advance(done, total)`, in bytes, for one piece of work.
 
     The bar goes to stderr, if that is a terminal, and away when the work has ended.
     """
-    started, bar, task = perf_counter(), None, None
+    started, bar, task = clock(), None, None
 
     def advance(done: int, total: int) -> None:
         nonlocal bar, task
         if bar is None:
-            if done >= total or perf_counter() - started < _SOON or not _is_seen():
+            if done >= total or clock() - started < _SOON or not _is_seen():
                 return
             bar = _bar()
             bar.start()

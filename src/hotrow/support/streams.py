@@ -97,7 +97,9 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """`sort`, `plan`, `rows` and `back` run beside `train`, the lane of whoever calls."""
+    """`sort`, `plan`, `rows` and `back` run beside `train`, the lane of the caller."""
+
+    _event: type[_Event] = _Event
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,7 +165,7 @@ class Lanes:
         if not self._streams:
             return Mark()
         stream = self._stream(name)
-        mark = _Event(stream)
+        mark = self._event(stream)
         # Threads train on streams of their own.
         self._newest[stream.cuda_stream if name == "train" else name] = mark
         return mark
@@ -175,13 +177,13 @@ class Lanes:
 
     def launched_on(self, stream: torch.cuda.Stream | None) -> Mark:
         """A mark in a stream that nobody else hears of, from any thread."""
-        return self.mark("train") if stream is None else _Event(stream)
+        return self.mark("train") if stream is None else self._event(stream)
 
     def mark_here(self) -> Mark:
         """A mark in the current stream, that nobody else hears of."""
         if not self._streams:
             return Mark()
-        return _Event(self._current(self.here.inside or self.here.trained_on))
+        return self._event(self._current(self.here.inside or self.here.trained_on))
 
     def newest(self, name: Name) -> Mark | None:
         """The last mark that was made in a lane, which may have been given more since."""
@@ -204,17 +206,17 @@ class Lanes:
             return
         mine = self._stream("train")
         for name, stream in self._streams.items():
-            mark = self._newest[name] = _Event(stream)
+            mark = self._newest[name] = self._event(stream)
             mark.event.wait(mine)
         for stream in self._trained_elsewhere(mine):
-            _Event(stream).event.wait(mine)
+            self._event(stream).event.wait(mine)
         self.read_here()
 
     def read_here(self) -> None:
         """All lanes, and training, wait for what the current thread has launched so far."""
         if self._streams:
             mine = self._stream("train")
-            mark = self._newest[mine.cuda_stream] = _Event(mine)
+            mark = self._newest[mine.cuda_stream] = self._event(mine)
             for stream in (*self._streams.values(), *self._trained_elsewhere(mine)):
                 mark.event.wait(stream)
 
