@@ -39,16 +39,23 @@ def collection(strategy: str) -> hotrow.EmbeddingBagCollection:
     return hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="10%", strategy=strategy)
 
 
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        spans = [line.split()[0].split("-") for line in lines]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
 @pytest.mark.parametrize("kind", ["store", "locked"])
-def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
-    kept = [
-        host_rows(ROWS, WIDTH)
-        if kind == "store"
-        else locked_rows(ROWS, WIDTH, register=lambda *_: "", unregister=lambda _: None).rows
-    ]
+def test_a_child_has_no_part_in_rows_and_frees_nothing_in_their_place(kind: str) -> None:
+    released: list[int] = []
+    locked = locked_rows(ROWS, WIDTH, register=lambda *_: "", unregister=released.append)
+    kept = [host_rows(ROWS, WIDTH) if kind == "store" else locked.rows]
     first, size = kept[0].data_ptr(), kept[0].nbytes
 
     def work() -> None:
+        assert not is_mapped(first)
+        locked.close()
+        assert released == []
         mine: list[np.ndarray] = []
         for _ in range(1000):  # until one lies where the rows did
             memory = mmap.mmap(-1, size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -62,6 +69,8 @@ def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
         assert not mine[-1].any()
 
     assert status_of_child(work) == 0
+    assert locked.locked
+    assert not kept[0].any()
 
 
 @pytest.mark.parametrize(("strategy", "closes"), [("lookahead", False), ("scratchpipe", True)])
