@@ -372,12 +372,12 @@ def test_a_snapshot_is_not_changed_by_who_writes(most: int, some: bool) -> None:
         rows[written] = torch.rand(len(written), 3)
     assert same_bits(found, before[ids])
     assert (snapshot.waits.seconds > 0) == (most < 1000)
-    snapshot.keep(torch.arange(1000))  # nobody waits any more
+    snapshot.keep(torch.arange(1000))  # does not wait any more
 
 
-def test_a_snapshot_may_end_while_somebody_is_about_to_write() -> None:
+def test_a_snapshot_may_end_while_a_thread_is_about_to_write() -> None:
     class Ends(Store):
-        """Whoever asks a second time finds that nobody reads any more."""
+        """The second access finds that the snapshot has ended."""
 
         asked = 0
 

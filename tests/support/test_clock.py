@@ -95,7 +95,7 @@ def test_names_are_seen_by_a_profiler_alone() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler, named("plan"):
         pass
     assert _names(profiler) == {"plan"}
-    assert named("plan") is named("fill")  # nothing is made while nobody looks
+    assert named("plan") is named("fill")  # nothing is made without a profiler
 
 
 @pytest.mark.parametrize(("strategy", "stages"), [("lookahead", FUSED), ("scratchpipe", FIVE)])

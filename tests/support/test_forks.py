@@ -16,7 +16,7 @@ import hotrow
 from hotrow.store.pinned import locked_rows
 from hotrow.store.ram import host_rows
 
-# Python warns of forks beside threads; whoever forks is what this is about.
+# Python warns of forks beside threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ROWS, WIDTH = 250_000, 16
 
