@@ -26,10 +26,10 @@ _CHUNK_FLOATS = 1 << 20
 
 
 class Store:
-    """All rows, with two verbs: `read` and `write`."""
+    """Two verbs over rows that lie somewhere: `read` and `write`."""
 
-    snapshot: Snapshot | None = None  # rows as they were, read while others write
-    touched: TouchedRows | None = None  # whether each of a few rows was written
+    snapshot: Snapshot | None = None  # somebody reads all rows as they were
+    touched: TouchedRows | None = None  # somebody wants to know who of these was written
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows  # [num_rows, width] float32
