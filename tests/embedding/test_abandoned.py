@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_reading_threads import STRATEGIES, batches, collection, every_row, in_thread, vectors
 from torch import Tensor
 
 import hotrow
@@ -20,7 +21,6 @@ import hotrow.embedding.collection
 from builders import SCHEDULES, variant
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.support.threads import may_wait
-from test_reading_threads import STRATEGIES, batches, collection, every_row, in_thread, vectors
 
 STEPS = 4  # trained before the iterator is left
 MOST_SECONDS = 60  # of a test whose threads wait for each other

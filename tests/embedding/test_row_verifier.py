@@ -13,7 +13,7 @@ import hotrow
 import hotrow.embedding.collection
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
-from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.engine.gpu.rows import DeviceRows
 from hotrow.run.files import RunWriter
 from hotrow.run.job import Job
@@ -59,7 +59,7 @@ def train(embedding: Any, count: int, after: Any, size: int = 16) -> None:
 @pytest.mark.parametrize("strategy", hotrow.STRATEGIES)
 def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> None:
     embedding, compared = collection(strategy), []
-    shadow = Shadow([embedding])
+    shadow = RowVerifier([embedding])
 
     def after(step: int) -> None:
         if step % 5 == 0:
@@ -76,7 +76,7 @@ def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> No
     torch.manual_seed(0)
     before = torch.rand(3)
     torch.manual_seed(0)
-    Shadow([embedding]).verify(30)
+    RowVerifier([embedding]).verify(30)
     assert torch.equal(torch.rand(3), before)  # nobody else's numbers change
 
 
@@ -104,7 +104,7 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(
         shares = (hotrow.Share(60, 32, True), hotrow.Share(30, 32, True))
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
     embedding = collection(strategy, fill=fill, device=device, budget=budget)
-    shadow, compared = Shadow([embedding]), []
+    shadow, compared = RowVerifier([embedding]), []
     last = 12 if few else 30
 
     def after(step: int) -> None:
@@ -117,14 +117,14 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(
         return
     assert min(compared) > 10
     embedding.groups[0].store.rows.view(torch.int32)[:, 3] ^= 1
-    with pytest.raises(CorruptRows, match="slow memory, and nobody has written them: row 0 of"):
+    with pytest.raises(CorruptRows, match="slow memory, but were not written: row 0 of"):
         shadow.verify(last + 1)
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "lru", "hybrid", "static-hybrid"])
 def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
     embedding = collection(strategy)
-    shadow = Shadow([embedding])
+    shadow = RowVerifier([embedding])
     seen = torch.cat([batch[:, :2].flatten() for batch in batches(5)]).unique()
     row = next(each for each in range(899, 0, -1) if each not in seen.tolist())
 
@@ -141,7 +141,7 @@ def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
 def test_a_bit_that_changes_in_a_slot_is_found() -> None:
     embedding = collection("lru", budget="50%")
     group = embedding.groups[0]
-    shadow = Shadow([embedding])
+    shadow = RowVerifier([embedding])
 
     def after(step: int) -> None:
         if step == 16:
@@ -158,7 +158,7 @@ def test_a_bit_that_changes_in_a_slot_is_found() -> None:
 def test_a_map_that_is_wrong_is_found() -> None:
     embedding = collection()
     train(embedding, 3, lambda step: None)
-    shadow = Shadow([embedding], step=3)
+    shadow = RowVerifier([embedding], step=3)
     rows = embedding.groups[0].pad.row_of_slot
     taken = (rows >= 0).nonzero().squeeze(1)[:2]
     rows[taken] = rows[taken.flip(0)]
