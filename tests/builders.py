@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import hotrow
 from hotrow.engine.evict import EVICTIONS
-from hotrow.engine.planner import Hold
+from hotrow.engine.rules import Hold
 from hotrow.engine.stages import FIVE, FUSED, SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
 

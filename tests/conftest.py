@@ -69,9 +69,20 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.fixture(autouse=True)
 def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few batches are known ahead in a test, and yet rows are to leave in bulk."""
-    monkeypatch.setattr("hotrow.engine.gpu.bulk._LEAST_CERTAIN", 0)
+    from hotrow.engine.tuning import Tuning  # now that Triton's variable is set
+
+    monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(least_certain=0))
 
 
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets collections on a CPU use the engine of GPUs, with Triton's interpreter."""
+    if not torch.cuda.is_available():
+        from hotrow.engine.gpu.rows import gpu_rows
+
+        monkeypatch.setattr("hotrow.embedding.collection._engine", lambda device: gpu_rows)

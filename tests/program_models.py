@@ -332,7 +332,7 @@ class Rows(Model):
         budget = _budget_of(program, strategy)
         embedding = kind(program.tables, program.rule, budget, strategy=strategy, **options)
         for group in embedding.groups if strategy.on_host and self.device.type == "cpu" else ():
-            group.has_link = program.late
+            group.link.exists = program.late
         embedding.grad_scale = program.grad_scale
         return embedding
 

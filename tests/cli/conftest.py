@@ -1,12 +1,17 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from commands import Faults
+from hotrow.run.saving import Saving
+from hotrow.support.files import Disk
 
 
 @pytest.fixture(autouse=True)
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other programs do meanwhile is told to users, and must not decide what tests see."""
+    """Commands warn of a busy machine, which must not decide what tests see."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
@@ -18,3 +23,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     if text := getattr(request.module, "RUN_TOML", None):
         (tmp_path / "run.toml").write_text(text)
     return tmp_path
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Faults of the runs of a test."""
+    faults, after_step, opened = Faults(), Saving.after_step, Disk.open
+
+    def hooked(self: Saving, step: int) -> None:
+        faults.after_step(self._job, step)
+        after_step(self, step)
+
+    def hooked_open(self: Disk, path: Path) -> Any:
+        file = faults.open(path)
+        return opened(self, path) if file is None else file
+
+    monkeypatch.setattr(Saving, "after_step", hooked)
+    monkeypatch.setattr(Disk, "open", hooked_open)
+    return faults

@@ -21,7 +21,7 @@ from clicks import criteo_lines, write
 from commands import hotrow
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.job import needed
-from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.sources import Avazu
 
 
 def run(*words: str | Path) -> tuple[int, str]:

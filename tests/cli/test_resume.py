@@ -102,7 +102,7 @@ def row_state(run: str) -> dict[str, torch.Tensor]:
     return {t.key: torch.cat([rows for _, rows in found.rows(t.key)]) for t in found.tables}
 
 
-# All others are stopped and go on in tests/test_checkpoints.py.
+# All others are stopped and go on in tests/checkpoint/test_checkpoints.py.
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -629,7 +629,7 @@ def test_tensorboard_is_told_from_where_it_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_two_processes_do_not_train_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, "run.toml", after=4)
-    monkeypatch.setattr("hotrow.run.session.go_on", pytest.fail)  # nor does a second one fill RAM
+    monkeypatch.setattr("hotrow.run.session.resume", pytest.fail)  # nor does a second one fill RAM
     with RunWriter.going_on(Path("runs/small"), after=3):
         result = train("run.toml", "--resume")
     assert result.exit_code == 2

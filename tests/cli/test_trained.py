@@ -7,7 +7,6 @@ import math
 import os
 import random
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -251,7 +250,7 @@ def test_a_run_that_was_killed_is_told_how_to_go_on() -> None:
     ("name", "value", "message"),
     [
         ("data", "all", "run.json is damaged: data: expected a table, got text"),
-        ("data", {"dense": []}, "what it says of its data lacks something (KeyError 'tables')"),
+        ("data", {"dense": []}, "the record of run dlrm is damaged: data: it lacks `tables`"),
         ("settings", [], "run.json is damaged: settings: expected a table, got a list"),
     ],
 )
@@ -305,7 +304,7 @@ def test_all_of_a_split_is_scored() -> None:
 
 
 def test_scores_are_written_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.run.predictions._GROUP", 32)
+    monkeypatch.setattr("hotrow.run.open_run._GROUP_SAMPLES", 32)
     hotrow("predict", "dlrm", "--out", "groups.parquet")
     file = pq.ParquetFile("groups.parquet")
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [32, 32]
@@ -350,27 +349,21 @@ def test_a_bar_is_shown_where_somebody_looks(
     assert "64/64" in hotrow(command, "dlrm", *options).stderr
 
 
-def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    told = refused("predict", "dlrm", "--out", "never.parquet")
-    assert "scores are written with pyarrow, which is not installed: pip install pyarrow" in told
-
-
 def test_one_class_alone_has_no_auc(monkeypatch: pytest.MonkeyPatch) -> None:
     record = open_trained("dlrm")
     batches = [
         type(batch)(batch.dense, batch.sparse, torch.ones_like(batch.label))
-        for batch in record.samples.test
+        for batch in record.samples.split("test").batches
     ]
     assert math.isnan(record.trainer.evaluate(batches).auc)
-    monkeypatch.setattr("hotrow.run.source.Generated.validation", batches)
+    monkeypatch.setattr("hotrow.run.source.Generated._held_back", batches)
     assert evaluated("dlrm")["auc"] is None
     assert "none: all labels are alike" in hotrow("evaluate", "dlrm").stdout
 
 
 def test_predicting_changes_no_mode_and_no_random_number() -> None:
     job = open_trained("dlrm")
-    batch, before = next(iter(job.samples.test)), torch.get_rng_state()
+    batch, before = next(iter(job.samples.split("test").batches)), torch.get_rng_state()
     job.model.train()
     scores = job.trainer.predict(batch)
     assert not scores.requires_grad

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_reading_threads import STRATEGIES, batches, collection, every_row, in_thread, vectors
 from torch import Tensor
 
 import hotrow
 import hotrow.embedding.collection
 from builders import SCHEDULES, variant
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.support.threads import may_wait
+from test_reading_threads import STRATEGIES, batches, collection, every_row, in_thread, vectors
 
 STEPS = 4  # trained before the iterator is left
 MOST_SECONDS = 60  # of a test whose threads wait for each other
@@ -325,7 +325,7 @@ def test_training_goes_on_with_every_schedule(schedule: str) -> None:
 def test_training_goes_on_with_the_device_engine(
     fill: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     check_training_goes_on(lambda: collection("lookahead", fill=fill), ways_on()["iterate"], more=2)
 
 

@@ -18,15 +18,15 @@ import hotrow
 import hotrow.embedding.collection
 import hotrow.engine.gpu.plan_buffers
 import hotrow.engine.gpu.planner
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLES = [
     hotrow.EmbeddingBagConfig("a", 60, 4, ["f"]),
     hotrow.EmbeddingBagConfig("b", 50, 6, ["g"]),
 ]
-ENGINES = {"device": DeviceRows, "cpu": RowGroup}
+ENGINES = {"device": gpu_rows, "cpu": cpu_rows}
 
 
 @pytest.fixture(params=ENGINES)
@@ -108,7 +108,7 @@ def test_ctrl_c_while_a_batch_is_planned(engine: Any, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("failing", [1, 2])
 def test_no_memory_for_the_plan_of_one_width(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     left = [0]
     make = hotrow.engine.gpu.plan_buffers.PlanBuffers.__init__
 
@@ -133,7 +133,7 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     rows = torch.arange(60, device=DEVICE)[:, None]
     batches = (
         [rows[i : i + 4] for i in range(4)] + [rows[:40]] + [rows[i : i + 4] for i in range(4)]
@@ -156,7 +156,7 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
 
 def test_more_slots_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     monkeypatch.setattr(hotrow.engine.gpu.planner, "_MOST_SLOTS", 49)
     with pytest.raises(ValueError, match="60 rows of one width are to be in fast memory at once"):
         hotrow.EmbeddingBagCollection(

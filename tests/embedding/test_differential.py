@@ -15,8 +15,9 @@ import torch
 import hotrow
 import hotrow.embedding.collection
 from hotrow.embedding import step as step_module
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.planner import Hold, Planner
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.planner import Planner
+from hotrow.engine.rules import Hold
 from hotrow.engine.strategy import STRATEGIES
 from program_runs import check, difference
 from programs import EVERYTHING, INGREDIENTS, Program, draw
@@ -156,7 +157,7 @@ DEVICE_INGREDIENTS = EVERYTHING - {"untracked ids"}
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's; a GPU has its own")
 @pytest.mark.parametrize("seed", ON_A_DEVICE[:40])
 def test_a_program_with_the_device_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     program = draw(seed, DEVICE_INGREDIENTS - {"thread"})  # the interpreter serves one thread
     check(replace(for_device(program), steps=program.steps[:5]))
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.hybrid import HostRows
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import bits_of, in_bits
@@ -128,7 +128,7 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
     monkeypatch.setattr(HostRows, "rows_cross", lambda *_: False)
     case = CASES["one-hot"]
     embedding, plain = (build(case, "adagrad", "hybrid") for _ in range(2))
-    embedding.groups[0].has_link = True
+    embedding.groups[0].link.exists = True
     for each in (embedding, plain):
         readout(each(case.batches(1)[0])).backward()
     assert embedding.groups[0]._owed is not None
@@ -148,7 +148,7 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
 def test_on_a_device(
     case: str, rule: str, name: str, victims: str, part: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     right = put_back(build(CASES[case], rule, "all-fast", device=DEVICE), CASES[case])
     embedding = tight(CASES[case], rule, name, victims, part=part, device=DEVICE)
     assert trained(embedding, CASES[case]).same_bits(right)
@@ -160,7 +160,7 @@ def test_late_and_joined_gradients_leave_them_alone(
 ) -> None:
     case, device = CASES["multi-hot"], "cpu"
     if engine == "device":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         device = DEVICE.type
     found = []
     for freezes in (True, False):

@@ -13,8 +13,8 @@ import hotrow
 import hotrow.embedding.collection
 from builders import RULES, Outcome, outcome, readout, tight_budget, variant
 from builders import Case as Stream
-from hotrow.engine.gpu.rows import DeviceRows
-from hotrow.engine.hybrid import HostRows
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.host.rows import HostRows
 from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import popular
 from hotrow.inputs.tree import to_device
@@ -378,7 +378,7 @@ def test_it_is_counted_as_any_row() -> None:
 
 @pytest.fixture
 def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu", marks=NEEDS_GPU)]
@@ -396,7 +396,7 @@ DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu",
 def test_on_a_device(way: str, rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = BATCHES[:5]  # Triton's interpreter is slow
     on_cpu = train(build("all-fast", rule), batches)
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     expected = build("all-fast", rule, device=device)
     assert_reads(expected.eval(), Plain()(BATCHES[0]), BATCHES[0])
     right = train(expected.train(), batches)

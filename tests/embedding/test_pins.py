@@ -24,7 +24,7 @@ from builders import (
     unique_rows,
     variant,
 )
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.stages import LATE
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.hotset import popular
@@ -314,7 +314,7 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 @pytest.fixture
 def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 @pytest.mark.usefixtures("device_engine")

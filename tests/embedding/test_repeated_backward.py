@@ -13,7 +13,7 @@ import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, readout
 from dense_masters import MasterWeights
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 
 CASE = CASES["one-hot"]
 BATCHES = CASE.batches(12)
@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mo
     if request.param == "device-rows":
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled where there is a GPU")
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     return Model(collection())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import CASES, RULES, Outcome, outcome, readout
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import to_device
 
 ON_GPU = torch.cuda.is_available()
@@ -21,7 +21,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "lookahead": {"strategy": "lookahead", "slots": 60},
     "hybrid": {"strategy": "hybrid"},
     "static-hybrid": {"strategy": "static-hybrid", "slots": 12},
-    "device": {"strategy": "lookahead", "slots": 60, "engine": DeviceRows},
+    "device": {"strategy": "lookahead", "slots": 60, "engine": gpu_rows},
 }
 
 

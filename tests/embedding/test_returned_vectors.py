@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 
 ON_GPU = torch.cuda.is_available()
 Table = hotrow.EmbeddingBagConfig
@@ -24,7 +24,7 @@ Change = Callable[[Any, Tensor], Tensor]
 @pytest.fixture(params=["rows", "device-rows"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "device-rows":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         return "cuda" if ON_GPU else "cpu"
     return "cpu"
 

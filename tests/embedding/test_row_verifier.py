@@ -14,7 +14,7 @@ import hotrow.embedding.collection
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.files import RunWriter
 from hotrow.run.job import Job
 from hotrow.support.records import StepRecord
@@ -100,7 +100,7 @@ def test_no_alarm_on_a_device_and_one_for_a_bit(
     few = device == "cpu"
     budget: Any = "60%"
     if few:
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         shares = (hotrow.Share(60, 32, True), hotrow.Share(30, 32, True))
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
     embedding = collection(strategy, fill=fill, device=device, budget=budget)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hotrow
 import hotrow.embedding.collection
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tables import Constant, Normal, Uniform
 
 Table = hotrow.EmbeddingBagConfig
@@ -99,7 +99,7 @@ BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("aft
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU's engine on the CPU."""
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: DeviceRows)
+    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 STRATEGIES = ["all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu"]

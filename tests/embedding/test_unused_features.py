@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hotrow
 import hotrow.embedding.collection
 from builders import RULES, tight_budget, variant
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import to_device
 
 Table = hotrow.EmbeddingBagConfig
@@ -33,9 +33,9 @@ ENGINES: dict[str, tuple[Any, ...]] = {
     "chunked": ("lookahead", 4),
     "hybrid": ("hybrid",),
     "static-hybrid": ("static-hybrid", 12),
-    "device": ("all-fast", None, DeviceRows),
-    "device-lookahead": ("lookahead", 48, DeviceRows),
-    "device-chunked": ("lookahead", 4, DeviceRows),
+    "device": ("all-fast", None, gpu_rows),
+    "device-lookahead": ("lookahead", 48, gpu_rows),
+    "device-chunked": ("lookahead", 4, gpu_rows),
 }
 
 

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hotrow
+from hotrow.support import streams as lanes
+from hotrow.training import captured
 from test_abandoned import check_training_goes_on, ways_on
 from test_gpu_graphed import Model, batches
 from test_reading_threads import (
@@ -20,12 +26,6 @@ from test_reading_threads import (
     readers,
     train,
 )
-from torch import Tensor
-from torch.nn import functional
-
-import hotrow
-from hotrow.support import streams as lanes
-from hotrow.training import captured
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ import hotrow
 import hotrow.embedding.step
 from builders import RULES, Outcome, outcome, readout, skewed
 from hotrow.engine.evict import EVICTIONS
-from hotrow.engine.gpu.rows import DeviceRows
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
 from hotrow.inputs.batch import Room, columns_of, fixed_outline, lookups_of, parse, weights_of
 from hotrow.inputs.tables import group_by_width
@@ -114,7 +114,7 @@ def make(
     slots: int = 0,
     model: type[Model] = Model,
     *,
-    engine: Any = DeviceRows,
+    engine: Any = gpu_rows,
 ) -> Model:
     """By default the GPU's engine, in Triton's interpreter."""
     budget = None

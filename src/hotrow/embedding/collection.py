@@ -32,10 +32,10 @@ from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.pins import Pins
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_access import RowAccess
-from hotrow.embedding.row_groups import Engine, GroupBuilder, engine_for
+from hotrow.embedding.row_groups import Engine, Group, GroupBuilder, engine_for
 from hotrow.embedding.step import Lookup, PendingStep, by_feature
 from hotrow.engine.profile import Profile, check_profile
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import STRATEGIES, Strategy, find_strategy
 from hotrow.inputs.batch import Batch, count_ids, lookups_of, parse, raw_weights, weights_of
 from hotrow.inputs.hotset import HotSet
@@ -109,7 +109,7 @@ class EmbeddingBagCollection(nn.Module):
         builder.check_free_memory(shared)
         if engine is None:
             engine = engine_for(self.device, chosen) if chosen.on_host else _engine(self.device)
-        if engine is RowGroup and output_dtype != torch.float32:
+        if engine is cpu_rows and output_dtype != torch.float32:
             raise ValueError(
                 f"output_dtype={output_dtype} needs a GPU; on a CPU vectors are float32"
             )
@@ -136,12 +136,12 @@ class EmbeddingBagCollection(nn.Module):
         self._thread.mode = mode
 
     @property
-    def groups(self) -> list[RowGroup]:
+    def groups(self) -> Sequence[Group]:
         """The groups of rows that are trained, one per width; the engine's own."""
         return self._rows.groups
 
     @property
-    def every_group(self) -> list[RowGroup]:
+    def every_group(self) -> list[Group]:
         """The groups of both engines, if there are two."""
         return self._rows.every_group
 
@@ -379,7 +379,7 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def num_slots(self) -> int:
         """The number of rows that fit into fast memory."""
-        return sum(len(group.slots) - 1 for group in self.every_group)
+        return sum(group.num_slots for group in self.every_group)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
@@ -396,14 +396,15 @@ class EmbeddingBagCollection(nn.Module):
 
     def chunk_seconds(self) -> float:
         """Return the host's seconds for lookups and updates of batches that passed in chunks."""
-        return sum(group.chunk_time.seconds for group in self.every_group)
+        return sum(group.counters.chunk_time.seconds for group in self.every_group)
 
     def remedy_for_chunks(self) -> str:
         """Return the setting that holds the batches that passed in chunks; empty if none did."""
-        short = [group for group in self.every_group if group.needed_slots]
+        short = [group for group in self.every_group if group.overflow.needed_slots]
         if not short:
             return ""
-        return max(short, key=lambda x: x.needed_slots / x.pad.num_slots).remedy("them")
+        worst = max(short, key=lambda group: group.overflow.needed_slots / group.num_slots)
+        return worst.overflow.remedy("them", worst.num_slots)
 
     def check(self) -> None:
         """Check that the maps are consistent; for tests and long runs."""

@@ -1,9 +1,4 @@
-"""Pinned rows, and the change between two engines: what published systems need of a collection.
-
-Members of a group that this module uses: `layout`, `dim`, `planner.pins_version`,
-`planner.pins_gave_way`, `everything`, `room_for_pins`; `pin_rows`, `flush`, `expect_changes`,
-`reload`.
-"""
+"""Pinned rows, and the change between two engines: what published systems need of a collection."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from torch import Tensor
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.pipeline import Pipeline
 from hotrow.embedding.row_groups import InactiveEngine, RowGroups
-from hotrow.engine.hybrid import HostRows
+from hotrow.engine.host.rows import host_rows_over
 from hotrow.engine.rows import RowGroup
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.hotset import HotSet
@@ -73,8 +68,9 @@ class Pins:
         return sum(group.planner.pins_gave_way for group in self._pinning)
 
     @property
-    def _pinning(self) -> list[RowGroup]:
-        return [group for group in self._rows.slot_groups if not group.everything]
+    def _pinning(self) -> Sequence[RowGroup]:
+        strategy = self._rows.strategy
+        return self._rows.slot_groups if strategy.has_slots or self.is_on_host else ()
 
     # -- two engines over one store ----------------------------------------------------
 
@@ -95,10 +91,10 @@ class Pins:
             )
         if rows.inactive is None:
             strategy = STRATEGIES["hybrid"]
-            groups: list[RowGroup] = [HostRows.over(group, strategy) for group in rows.groups]
+            groups = [host_rows_over(group, strategy) for group in rows.slot_groups]
             rows.inactive = InactiveEngine(groups, strategy, 0)
         with rows.lock.writing():
-            for group in rows.groups:
+            for group in rows.slot_groups:
                 group.flush()
                 group.expect_changes()
             return self._switch()

@@ -1,10 +1,7 @@
 """Planned batches: what `hotrow.ahead`, captured steps and lookups need of a collection.
 
 Knows which batches are planned and which pass is running; how rows move is the groups' business.
-Members of a group that this module uses: `layout`, `planner`, `everything`, `expected_rows`,
-`plans_later`, `compares_later`, `has_begun`; `work`, `compare`, `count_direct`, `expect`,
-`expect_uniques`, `part`, `note_number`, `take_changed`, `finish_planned`, `forget_window`. Of a
-planner: `capacity`, `largest_batch`, `useful_depth`.
+Uses the members of an engine that `engine/rows.py` lists under batches and planning.
 """
 
 from __future__ import annotations
@@ -25,7 +22,8 @@ from hotrow.embedding.row_groups import RowGroups
 from hotrow.embedding.step import PendingStep
 from hotrow.engine.gpu.plan_room import make_room
 from hotrow.engine.schedule import at_once
-from hotrow.engine.stages import Stage, Work
+from hotrow.engine.stages import Stage
+from hotrow.engine.work import Work
 from hotrow.inputs.batch import (
     Batch,
     Room,
@@ -112,7 +110,8 @@ class Pipeline:
         If it is `held` until it is looked up, its ids are compared then with what they are now.
         """
         rows = self._rows
-        batch = parse(features, self._features, device if rows.plans_later else rows.device)
+        first = rows.groups[0]  # all groups have the same kind of engine
+        batch = parse(features, self._features, first.input_device(device))
         tensors = compared(features)
         if held:
             batch = replace(batch, given=tensors)
@@ -120,8 +119,7 @@ class Pipeline:
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
-        later = any(group.compares_later for group in rows.groups)
-        copies = tuple(map(torch.clone, tensors)) if held and not later else ()
+        copies = first.copies_to_compare(tensors) if held else ()
         return PlannedBatch(features, tensors, versions_of(tensors), batch, works, copies)
 
     def expect(self, planned: PlannedBatch) -> None:
@@ -166,7 +164,7 @@ class Pipeline:
     def forget_planned(self) -> None:
         """Forget all batches. A new list: another thread may be reading the old one."""
         # On a device, the plans of remembered batches keep their buffers.
-        self.planned = deque(maxlen=_RECENT if self._rows.plans_later else 64)
+        self.planned = deque(maxlen=max(g.remembered_batches for g in self._rows.groups))
 
     def find_or_plan(self, features: Any) -> PlannedBatch:
         """Return the plan of a batch that is about to be trained."""
@@ -207,10 +205,8 @@ class Pipeline:
                 "but slower; let ids= return what the model looks up"
             )
         rows.lanes.trains_here()
-        direct = [work for work in planned.works if running and not work.group.everything]
         with rows.lock.writing():
-            for work in direct:
-                work.group.count_direct(work)
+            direct = [work for work in planned.works if running and work.group.go_direct(work)]
             self._make_room(planned)
         at_once([work for work in planned.works if work not in direct], rows.lanes)
         return planned
@@ -238,37 +234,31 @@ class Pipeline:
         planned = self.prepare(features)
         with self._rows.lock.writing():
             self._make_room(planned)
-        works: Sequence[Any] = planned.works
-        for work in works:
-            # A group that plans later takes ids from any device, and counts them there.
-            later = work.group.plans_later
-            work.group.expected_rows = work.count_distinct() if later else work.ids.ids.numel()
+        for work in planned.works:
+            work.group.expected_rows = work.count_distinct()
 
     def _make_room(self, first: PlannedBatch) -> None:
         if self._can_make_room():
-            works: Sequence[Any] = first.works
             # Where sizes change, larger ones will come, and `Room` rounds them up.
             spare = 0.0 if first.batch.offsets is None else 1 / 3
-            sizes = []
-            for work in works:
-                work.group.expect_uniques(work.count_distinct(), work.size)
-                reserved = work.group.planner.capacity
-                sizes.append(max(reserved, work.size) if reserved else int(work.size * (1 + spare)))
-            self._make_room_for(sizes)
+            self._make_room_for(
+                [work.group.plan_room.size_for(work, spare=spare) for work in first.works]
+            )
 
     def _can_make_room(self) -> bool:
         """Whether slots can still be given up: no row has one."""
-        rows, groups = self._rows, list[Any](self._rows.groups)
-        if rows.budget_bytes and any(group.has_begun for group in groups):
+        rows = self._rows
+        if rows.budget_bytes and any(group.plan_room.has_begun for group in rows.groups):
             rows.budget_bytes = 0
         return bool(rows.budget_bytes)
 
     def _make_room_for(self, lookups: Sequence[int]) -> None:
         """Give up slots for the plans of batches."""
-        rows, groups = self._rows, list[Any](self._rows.groups)
+        rows = self._rows
+        rooms = [group.plan_room for group in rows.groups]
         sizes = [max(1, count) for count in lookups]
         last = max(stage.cycle for stage in rows.strategy.timed_stages)
-        make_room(groups, sizes, rows.budget_bytes, rows.lanes, last_cycle=last)
+        make_room(rooms, sizes, rows.budget_bytes, rows.lanes, last_cycle=last)
 
     def _staged(self, values: Tensor) -> Tensor:
         """Copy ids to the device, to one buffer per shape; they are read before the next copy."""
@@ -367,10 +357,9 @@ class Pipeline:
 
     def refuse_changed_ids(self, *, waits: bool = False) -> None:
         """Raise if a device has found ids, so far, that differ from the planned ones."""
-        groups = self._rows.every_group
-        if waits and any(group.compares_later for group in groups):
+        if waits:
             self._rows.lanes.mark("train").wait()
-        numbers = [group.take_changed() for group in groups]
+        numbers = [group.take_changed() for group in self._rows.every_group]
         number = min((n for n in numbers if n is not None), default=None)
         if number is not None:
             raise RuntimeError(
@@ -428,11 +417,11 @@ class Pipeline:
 
     def useful_depth(self) -> int:
         """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
-        planners = [group.planner for group in self._rows.groups if not group.everything]
-        if not planners:
+        depths = [depth for group in self._rows.groups if (depth := group.depth()) is not None]
+        if not depths:
             return 0
-        if self._rows.plans_later:
-            return int(min(planner.useful_depth() for planner in planners))
-        bytes_per_batch = 8 * sum(planner.largest_batch for planner in planners)
-        affordable = self._rows.window_bytes // max(1, bytes_per_batch)
-        return int(min(affordable, max(planner.useful_depth() for planner in planners)))
+        limits = [depth.limit for depth in depths if depth.limit is not None]
+        bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
+        if bytes_per_batch:
+            limits.append(self._rows.window_bytes // bytes_per_batch)
+        return max(0, min([max(depth.useful for depth in depths), *limits]))

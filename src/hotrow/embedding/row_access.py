@@ -1,9 +1,4 @@
-"""Rows in and out: what checkpoints, verifiers and state dicts need of a collection.
-
-Members of a group that this module uses: `dim`, `width`, `state`, `store.rows`, `store.snapshot`,
-`store.touched`, `changed`, `chunk_rows`, `notes_changes`, `why_no_snapshot`; `gather`, `scatter`,
-`replaced`, `note_changes`.
-"""
+"""Rows in and out: what checkpoints, verifiers and state dicts need of a collection."""
 
 from __future__ import annotations
 
@@ -16,15 +11,14 @@ from torch import Tensor
 
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.pipeline import Pipeline
-from hotrow.embedding.row_groups import RowGroups
-from hotrow.engine.rows import RowGroup
+from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.numbers import whole
 
 _LEAST_CHUNK = 1024
 
 
-def _chunk_of(group: RowGroup) -> int:
+def _chunk_of(group: Group) -> int:
     """Return how many rows to read or replace at once: what the buffer holds, but not few."""
     return max(group.chunk_rows, _LEAST_CHUNK)
 
@@ -191,14 +185,14 @@ class RowAccess:
                 self._pipeline.forget_planned()
                 self.changed_since = None
                 for group in self._rows.every_group:
-                    group.changed = group.store.touched = None
+                    group.store.changed = group.store.touched = None
                     group.replaced()
 
     # -- snapshots ---------------------------------------------------------------------
 
     def why_no_snapshot(self) -> str | None:
         """Return why rows cannot be read as they were while training goes on; None: they can."""
-        reasons = (group.why_no_snapshot for group in self._rows.every_group)
+        reasons = (group.store.why_no_snapshot for group in self._rows.every_group)
         return next((reason for reason in reasons if reason is not None), None)
 
     def take_snapshots(self, log_bytes: int, *, only_changed: bool) -> list[Snapshot]:
@@ -210,7 +204,7 @@ class RowAccess:
         groups = self._rows.groups
         bytes_total = sum(group.store.rows.nbytes for group in groups)
         for group in groups:
-            store, changed = group.store, group.changed
+            store, changed = group.store, group.store.changed
             part = log_bytes * store.rows.nbytes // max(1, bytes_total)
             store.snapshot = Snapshot(
                 store.rows,
@@ -241,22 +235,17 @@ class RowAccess:
         Return False if an engine cannot do so.
         """
         rows = self._rows
-        if not all(group.notes_changes for group in rows.every_group):
+        if not all(group.notes_changes for group in rows.groups):
             return False
         with rows.lock.writing():
-            slots = rows.slot_groups  # of two engines, the one that may write from a device
-            for group in slots:
-                group.note_changes()
+            for group in rows.groups:
+                group.store.note_changes()
             rows.wait_for_device()  # changes may be noted in another stream
-            if rows.inactive is not None:
-                others = rows.groups if rows.is_on_host else rows.inactive.groups
-                for group, other in zip(slots, others, strict=True):
-                    other.changed = group.changed
         return True
 
     @property
     def notes_changes(self) -> bool:
-        return all(group.changed is not None for group in self._rows.groups)
+        return all(group.store.changed is not None for group in self._rows.groups)
 
     def changed_rows(self, table: str, first: int, last: int) -> Tensor:
         """Return those of the rows first..last-1 that were written since `note_changes()`."""
@@ -266,6 +255,7 @@ class RowAccess:
                 f"table {table!r} has rows 0 to {size - 1:,}, and not all from {first:,} to "
                 f"{last - 1:,}"
             )
-        if group.changed is None:
+        changed = group.store.changed
+        if changed is None:
             raise RuntimeError("note_changes() comes before changed_rows()")
-        return group.changed.between(base + first, base + last) - base
+        return changed.between(base + first, base + last) - base

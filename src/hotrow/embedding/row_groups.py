@@ -1,10 +1,6 @@
 """The rows of a collection: one group per width, and the engine that keeps them.
 
 Builds groups, divides the budget among them, and switches between two engines over one store.
-Members of a group that this module uses: `layout`, `strategy`, `plans_later`, `setting_for`,
-`width`, `aside`, `frozen`, `traffic`, `loaded`, `direct_batches`; `parts_of`, `read_parts`,
-`is_settled`, `settle`, `flush`, `freeze`, `freeze_like`, `count_resident`, `memory`, `bytes_of`,
-`made_rows`.
 """
 
 from __future__ import annotations
@@ -21,11 +17,10 @@ from torch import Tensor
 
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.optimizer import RowOptimizer
-from hotrow.engine.hybrid import HostRows
+from hotrow.engine.host.rows import HostRows, host_rows_engine
 from hotrow.engine.profile import Profile, byte_parts
-from hotrow.engine.rows import RowGroup
+from hotrow.engine.rows import RowGroup, cpu_rows
 from hotrow.engine.stages import SPLIT
-from hotrow.engine.static_hybrid import StaticHybridRows
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import EmbeddingBagConfig, group_by_width
@@ -37,24 +32,26 @@ from hotrow.support.streams import Lanes, synchronize
 from hotrow.support.threads import RowLock
 from hotrow.support.units import parse_bytes, show_bytes, write_budget
 
-Engine = Callable[..., RowGroup]  # called as `GroupBuilder.build` calls it, once per width
+# Rows of one width. They move to fast memory, or stay on the host; both have one face.
+Group = RowGroup | HostRows
+Engine = Callable[..., Group]  # called as `GroupBuilder.build` calls it, once per width
 _NEARLY_ALL = 0.9  # of the bytes of all rows: a larger budget saves nothing
 
 
 def engine_for(device: torch.device, strategy: Strategy) -> Engine:
     """Return what keeps rows on a device. Imports Triton late: that takes a second."""
     if strategy.on_host:
-        return StaticHybridRows if strategy.pinned_part else HostRows
+        return host_rows_engine
     if device.type == "cpu":
-        return RowGroup
+        return cpu_rows
     try:
-        from hotrow.engine.gpu.rows import DeviceRows
+        from hotrow.engine.gpu.rows import gpu_rows
     except ImportError as error:
         raise RuntimeError(
             f"rows on a GPU need Triton, which cannot be imported ({error}); "
             "`pip install triton` brings it. device='cpu' works without"
         ) from error
-    return DeviceRows
+    return gpu_rows
 
 
 class GroupBuilder:
@@ -166,13 +163,13 @@ class GroupBuilder:
         ]
         if shared is not None and shared.total_bytes:
             for number, group in enumerate(groups):
-                group.setting_for = partial(self._setting_for, shared.total_bytes, number)
+                group.overflow.setting_for = partial(self._setting_for, shared.total_bytes, number)
         # Staged rows need more stages; the rows of other groups can use those as well.
         split = [group.strategy for group in groups if group.strategy.stages is SPLIT]
         rows = RowGroups(self._tables, self._optimizer, self._device, lanes, lock, window_bytes)
         rows.activate(groups, split[0] if split else self._strategy)
         # Of a budget in bytes, plans get their part when the size of batches is known.
-        if shared is not None and rows.plans_later and rows.strategy.has_slots:
+        if shared is not None and all(group.plan_room is not None for group in groups):
             rows.budget_bytes = shared.total_bytes
         return rows
 
@@ -189,7 +186,7 @@ class GroupBuilder:
 class InactiveEngine:
     """The engine of two over the same rows that does not train now."""
 
-    groups: list[RowGroup]
+    groups: Sequence[Group]
     strategy: Strategy
     budget_bytes: int
 
@@ -201,9 +198,8 @@ class RowGroups:
     that the memory of a collection is freed with the last reference to it.
     """
 
-    groups: list[RowGroup]
+    groups: Sequence[Group]
     strategy: Strategy
-    plans_later: bool
 
     def __init__(
         self,
@@ -219,9 +215,8 @@ class RowGroups:
         self.budget_bytes = 0  # of which plans take a part; 0: slots stay as they are
         self.inactive: InactiveEngine | None = None
 
-    def activate(self, groups: list[RowGroup], strategy: Strategy) -> None:
+    def activate(self, groups: Sequence[Group], strategy: Strategy) -> None:
         self.groups, self.strategy = groups, strategy
-        self.plans_later = any(group.plans_later for group in groups)
 
     def switch(self) -> int:
         """Let the inactive engine train; return the bytes of the rows that are in slots."""
@@ -229,8 +224,7 @@ class RowGroups:
         assert other is not None
         self.inactive = InactiveEngine(self.groups, self.strategy, self.budget_bytes)
         for group, before in zip(other.groups, self.groups, strict=True):
-            group.freeze_like(before)
-            group.aside, before.aside = False, True
+            group.active, before.active = True, False
         self.budget_bytes = other.budget_bytes
         self.activate(other.groups, other.strategy)
         return sum(4 * group.width * group.count_resident() for group in self.slot_groups)
@@ -241,18 +235,18 @@ class RowGroups:
         return self.inactive is not None and self.inactive.strategy.has_slots
 
     @property
-    def every_group(self) -> list[RowGroup]:
+    def every_group(self) -> list[Group]:
         """The groups of both engines."""
         return [*self.groups, *([] if self.inactive is None else self.inactive.groups)]
 
     @property
-    def slot_groups(self) -> list[RowGroup]:
+    def slot_groups(self) -> Sequence[Any]:
         """The groups of the engine that has slots, if there are two."""
         if self.inactive is not None and self.inactive.strategy.has_slots:
             return self.inactive.groups
         return self.groups
 
-    def find(self, table: str) -> tuple[RowGroup, int, int]:
+    def find(self, table: str) -> tuple[Group, int, int]:
         """Return the group of a table, the id of its first row in the group, and its size."""
         for group in self.groups:
             for config, base in zip(group.layout.tables, group.layout.bases, strict=True):
@@ -300,11 +294,10 @@ class RowGroups:
         """Return the bytes of fast memory by part."""
         parts: Counter[str] = Counter()
         for group in self.every_group:
-            parts.update(group.memory())
-            if group.frozen is not None and group.frozen.device == self.device:
-                parts["which rows are frozen"] += group.frozen.nbytes
-        if self.window_bytes and not any(group.plans_later for group in self.slot_groups):
-            parts["look-ahead ids"] = self.window_bytes
+            parts.update(group.num_bytes())
+        for frozen in {id(group.store): group.store.frozen.bits for group in self.groups}.values():
+            if frozen is not None and frozen.device == self.device:
+                parts["which rows are frozen"] += frozen.nbytes
         return dict(parts)
 
     def traffic(self) -> Traffic:
@@ -312,13 +305,15 @@ class RowGroups:
         self.lanes.join()
         counted = {table.name: TableTraffic() for table in self.tables}
         for group in self.every_group:
-            counts = (group.layout.tables, group.traffic.tolist(), group.loaded.tolist())
+            counters = group.counters
+            loads = counters.loaded_by_table.tolist()
+            counts = (group.layout.tables, counters.by_table.tolist(), loads)
             for table, (lookups, unique, fetched, evicted), loaded in zip(*counts, strict=True):
-                came, left = group.bytes_of(fetched, evicted, loaded)
+                came, left = counters.bytes_of(fetched, evicted, loaded)
                 more = TableTraffic(lookups, unique, fetched, evicted, came, left, loaded)
                 counted[table.name] += more
-        chunked = max(group.direct_batches for group in self.every_group)
-        made = sum(group.made_rows() for group in self.every_group)
+        chunked = max(group.counters.direct_batches for group in self.every_group)
+        made = sum(group.counters.made_rows() for group in self.every_group)
         return Traffic.of(counted, chunked, made)
 
     def flush(self) -> None:

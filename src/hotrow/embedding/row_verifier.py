@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.engine.planner import PINNED
+from hotrow.embedding.row_groups import Group
 from hotrow.engine.rows import RowGroup
+from hotrow.engine.rules import PINNED
 from hotrow.engine.scratchpad import FREE
 from hotrow.store.changed import TouchedRows
 from hotrow.support.messages import few
@@ -47,7 +48,7 @@ class _Slots:
 
 @dataclass(frozen=True)
 class _Sample:
-    group: RowGroup  # one of those that have the store
+    group: Group  # one of those that have the store
     ids: Tensor
     rows: Tensor
     slots: tuple[_Slots, ...]
@@ -101,27 +102,31 @@ class RowVerifier:
     # -- samples -----------------------------------------------------------------------
 
     def _take(self, collection: EmbeddingBagCollection) -> list[_Sample]:
-        by_store: dict[int, list[RowGroup]] = {}
+        by_store: dict[int, list[Group]] = {}
         for group in collection.every_group:
             by_store.setdefault(id(group.store), []).append(group)
         return [self._take_from(groups) for groups in by_store.values()]
 
-    def _take_from(self, groups: list[RowGroup]) -> _Sample:
+    def _take_from(self, groups: list[Group]) -> _Sample:
         group = groups[0]
         store, num_rows = group.store, group.layout.num_rows
         ids = torch.empty(0, dtype=torch.int64)
-        if group.why_no_snapshot is None:
+        if store.why_no_snapshot is None:
             ids = torch.randint(num_rows, (self._sample,), generator=self._draw).unique()
             if num_rows <= self._sample:
                 ids = torch.arange(num_rows)
-        slots = tuple(self._slots_of(group) for group in groups if not group.everything)
+        slots = tuple(
+            self._slots_of(group)
+            for group in groups
+            if isinstance(group, RowGroup) and group.flight.rows_move
+        )
         every = torch.cat([ids, *(sample.ids for sample in slots)]).unique()
         store.touched = TouchedRows(every, group.device)
         return _Sample(group, ids, store.rows[ids.to(store.rows.device)].cpu(), slots)
 
     def _slots_of(self, group: RowGroup) -> _Slots:
         planner: Any = group.planner
-        last_use, rows = planner.last_use.cpu(), group.pad.row_of_slot.cpu()
+        last_use, rows = planner.last_use.cpu(), group.memory.pad.row_of_slot.cpu()
         free = (rows == FREE) | (last_use == PINNED)
         newest = int(last_use[~free].max()) if not free.all() else 0
         slots = (~free & (last_use < newest - _IN_FLIGHT)).nonzero().squeeze(1)
@@ -144,7 +149,7 @@ class RowVerifier:
             group, planner = held.group, cast(Any, held.group.planner)
             slots = held.slots.to(group.device)
             unwritten = ~touched.among(held.ids)
-            unwritten &= group.pad.row_of_slot[slots].cpu() == held.ids
+            unwritten &= group.memory.pad.row_of_slot[slots].cpu() == held.ids
             unwritten &= planner.last_use[slots].cpu() == held.last_use
             rows = group.slots[slots].cpu()
             self._refuse(group, held.ids, unwritten, held.rows, rows, "its slot", step)
@@ -152,7 +157,7 @@ class RowVerifier:
         return compared
 
     def _refuse(
-        self, group: RowGroup, ids: Tensor, unwritten: Tensor, before: Tensor, now: Tensor,
+        self, group: Group, ids: Tensor, unwritten: Tensor, before: Tensor, now: Tensor,
         where: str, step: int,
     ) -> None:  # fmt: skip
         differs = (before.view(torch.int32) != now.view(torch.int32)).any(1) & unwritten

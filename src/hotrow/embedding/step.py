@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow import kernels
 from hotrow.embedding import dense_steps
 from hotrow.embedding.optimizer import RowOptimizer
-from hotrow.embedding.row_groups import RowGroups
-from hotrow.engine.rows import RowGroup
+from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.engine.split_batch import Place
-from hotrow.engine.stages import Work
+from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
+from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
@@ -296,7 +295,7 @@ class PendingStep:
         self._waiting.clear()
         if not waiting:
             return
-        if any(x.work.group.aside for x in waiting):
+        if any(not x.work.group.active for x in waiting):
             raise RuntimeError(
                 "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
                 "no row was changed: call backward() before these"
@@ -320,7 +319,7 @@ class PendingStep:
                     if (
                         len(row_grads) > 1
                         or only.of_bags is None
-                        or not group.update_at_once(only.work, only.x, only.of_bags)
+                        or not group.update_planned(only.work, only.x, only.of_bags)
                     ):
                         _update(group, *_join(group, row_grads))
             return
@@ -339,7 +338,7 @@ class PendingStep:
         self._optimizer.count_step(tables)
         self._updated_at = self._added_at
 
-    def _tables_in(self, by_group: Sequence[tuple[RowGroup, list[_RowGrads]]]) -> tuple[str, ...]:
+    def _tables_in(self, by_group: Sequence[tuple[Group, list[_RowGrads]]]) -> tuple[str, ...]:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
         if len(by_group) == len(self._rows.groups) and all(
@@ -364,14 +363,14 @@ class PendingStep:
     def _has_scaler(self) -> bool:
         return hasattr(self.grad_scale, "get_scale")
 
-    def _skip(self, updates: Sequence[tuple[RowGroup, Tensor, Tensor, Work | None]]) -> bool:
+    def _skip(self, updates: Sequence[tuple[Group, Tensor, Tensor, Work | None]]) -> bool:
         """Whether a gradient is not finite and the update is to be skipped."""
         # A GradScaler relies on it.
         if self._on_nonfinite == "propagate" and not self._has_scaler:
             return False
         for group, ids, grads, _ in updates:
             finite = torch.isfinite(grads)
-            trained = group.trained(ids)
+            trained = group.store.frozen.trained(ids)
             if trained is not None:  # gradients of padding are dropped
                 finite |= ~trained.unsqueeze(1)
             if bool(finite.all()):
@@ -388,20 +387,19 @@ class PendingStep:
         return False
 
 
-def _update(group: RowGroup, ids: Tensor, grads: Tensor, work: Work | None) -> None:
+def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None:
     with group.timed(work):
         group.update(ids, grads, work)
 
 
-def _join(group: RowGroup, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
+def _join(group: Group, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
     """Return unique ids of a group, their summed gradients, and the batch if there is only one."""
     if len(waiting) == 1:
         only = waiting[0]
         return *only.summed(), only.work
-    ops = kernels.for_device(group.device)
     every, grads = zip(*(each.summed() for each in waiting), strict=True)
-    ids = ops.sort_ids(torch.cat(every), group.layout.num_rows)
-    return ids.ids, ops.sum_pairs(torch.cat(grads), ids), None
+    ids = reference.sort_ids(torch.cat(every), group.layout.num_rows)
+    return ids.ids, reference.sum_pairs(torch.cat(grads), ids), None
 
 
 # -- parts -------------------------------------------------------------------------------

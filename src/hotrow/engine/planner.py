@@ -7,38 +7,17 @@ future: a row planned in is a hit for the next batch, before its bytes have arri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from hotrow.engine.evict import NEVER, Eviction, SlotFacts
+from hotrow.engine.rules import OLDEST, PINNED, Hold, Pins, PlannerRules
 from hotrow.engine.scratchpad import FREE, Scratchpad
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.reference import Moves, SortedIds
-
-OLDEST = -(2**30)  # last use of a slot nobody has used
-PINNED = 2**31 - 1  # last use of a pinned slot: a hold that never ends
-_LAST_NUMBER = 2**30  # batch numbers are 32-bit per slot; renumbered long before they overflow
-_RELEARN = 512  # batches between two re-pins, once the counts have settled
-_EARLY_RELEARN = (16, 32, 64, 128, 256)
-_BULK_PART = 8  # one ranking picks victims for at least this part of the slots
-_LITTLE = 1 << 16  # slots and known rows that are ranked in no time
-_PER_ROW = 16  # and for every row planned since the last ranking so many more
-
-
-@dataclass(frozen=True)
-class Hold:
-    """Rows used by the `past` batches before and the `future` batches after may not leave."""
-
-    past: int
-    future: int
-
-    @property
-    def batches(self) -> int:
-        """How many batches' rows must fit together."""
-        return self.past + 1 + self.future
 
 
 @dataclass(frozen=True)
@@ -51,16 +30,7 @@ class Plan:
     loaded: int = 0  # the last moves: of rows to be pinned, which this batch need not look up
 
 
-@dataclass(frozen=True)
-class Pins:
-    """Which part of the slots is for hot rows, and which rows are known to be hot beforehand."""
-
-    part: float
-    hottest: Callable[[int], Tensor]  # at most so many ids, hottest first
-    learned: bool = False  # re-pin by the uses counted while running
-
-
-class Planner:
+class Planner(PlannerRules):
     """Decides for the slots of one scratchpad, batch after batch."""
 
     def __init__(
@@ -71,26 +41,19 @@ class Planner:
         eviction: Eviction,
         refetch: bool = False,
         pins: Pins | None = None,
+        tuning: Tuning = DEFAULT,
     ) -> None:
-        """`refetch`: fetch a row that is neither pinned nor held anew for every batch."""
-        self.pad, self.hold, self.eviction = pad, hold, eviction
-        # Where rows can be pinned and every row has a slot, none has to leave, pinned or not.
-        self.refetch = refetch and (pins is None or not pad.has_every_row)
-        self.pins = pins
-        self.number = 0  # of the next batch to be planned, counted from the last renumbering
-        self._origin = 0
+        super().__init__(
+            pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins, tuning=tuning
+        )
+        self.pad = pad
         self.window: deque[Tensor] = deque()  # unique ids of the batches after that one
         shape, device = (pad.num_slots,), pad.slots.device
         self.last_use = torch.full(shape, OLDEST, dtype=torch.int32, device=device)
         self.next_use = torch.full(shape, NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
         self.pinned_slots = torch.empty(0, dtype=torch.int64, device=device)  # hottest first
-        self.pins_version = 0  # another one whenever other rows are pinned, or fewer
-        self.pins_gave_way = 0  # times that there are fewer, for a batch that did not fit
-        self.largest_batch = 0  # unique rows of the largest batch that was planned
-        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self._hottest_pinned = False
-        self._mean_missing = 0.0
         self._queue = self._queue_use = self._queue_next = self.pinned_slots
         self._planned_since = 0  # rows, since the last ranking
 
@@ -128,8 +91,7 @@ class Planner:
             self._use(soon, self.number + ahead)
         self._planned_since += ids.ids.numel()
         victims = self._take_victims(missing.numel())
-        # Also of those that do not fit: who looks far ahead gains nothing for them.
-        self._mean_missing += 0.1 * (missing.numel() - self._mean_missing)
+        self.note_missing(missing.numel())
         if victims is None:
             in_use = (self.last_use >= self.number - self.hold.past) & (self.last_use != PINNED)
             pinned = self.last_use[hits] == PINNED
@@ -159,10 +121,6 @@ class Planner:
             loaded=0 if loads is None else loads.slots.numel(),
         )
 
-    def useful_depth(self) -> int:
-        """Batches until all slots have been replaced: to know more would change no choice."""
-        return 2 + int(self.pad.num_slots / max(1.0, self._mean_missing))
-
     def _use(self, slots: Tensor, number: int, *, fresh: bool = False) -> None:
         if fresh:
             self.uses[slots] = 1
@@ -190,8 +148,10 @@ class Planner:
         rows that came later are not, however far their next use is."""
         if not self.eviction.looks_ahead:
             return False
+        tuning = self.tuning
+        most = tuning.ranked_in_no_time + tuning.ranked_per_row * self._planned_since
         looked_at = self.pad.num_slots + sum(ids.numel() for ids in self.window)
-        return looked_at <= _LITTLE + _PER_ROW * self._planned_since
+        return looked_at <= most
 
     def _pop(self, count: int) -> Tensor | None:
         """The next victims of the last ranking that are still what they were then."""
@@ -219,7 +179,7 @@ class Planner:
         may_leave = self.last_use < self.number - self.hold.past
         last = torch.iinfo(torch.int64).max
         keys = keys.masked_fill(~may_leave, last)
-        bulk = self.pad.num_slots // _BULK_PART if self.eviction.in_bulk else 0
+        bulk = self.pad.num_slots // self.tuning.bulk_part if self.eviction.in_bulk else 0
         keys, slots = torch.topk(keys, min(max(count, bulk), keys.numel()), largest=False)
         self._queue = slots[keys != last]
         self._queue_use = self.last_use[self._queue]
@@ -237,7 +197,7 @@ class Planner:
         self.next_use.scatter_reduce_(0, slots[here], number[here], "amin")
 
     def _renumber(self) -> None:
-        if self.number + len(self.window) < _LAST_NUMBER:
+        if self.number + len(self.window) < self.tuning.last_number:
             return
         shift = self.number - self.hold.batches
         free = self.last_use != PINNED
@@ -249,13 +209,6 @@ class Planner:
 
     # -- pinned slots ------------------------------------------------------------------
 
-    @property
-    def room_for_pins(self) -> int:
-        """How many slots could be pinned and still leave room for the largest hold."""
-        if self.pad.has_every_row:
-            return self.pad.num_slots
-        return max(0, self.pad.num_slots - self.hold.batches * self.largest_batch)
-
     def pin(self, slots: Tensor) -> None:
         """Keep these slots' rows, hottest first, until the next re-pin; others are let go."""
         self._release(self.pinned_slots)
@@ -266,7 +219,7 @@ class Planner:
     def pin_rows(self, ids: Tensor) -> Tensor:
         """Empty the slots and pin these rows, hottest first, for good; returns their slots.
 
-        Nothing is in flight. Whoever asks fills the slots.
+        Nothing is in flight. The caller fills the slots.
         """
         slots = torch.arange(ids.numel(), device=ids.device)
         self.pad.clear()
@@ -278,38 +231,29 @@ class Planner:
         self._drop(self._queue.numel())
         self.window.clear()
         self.number += self.hold.past + 1  # no batch before this one has its rows in slots
-        if self.pins is not None:
-            self.pins, self._hottest_pinned = replace(self.pins, learned=False), True
+        self.stop_learning()
+        self._hottest_pinned = True
         self.pin(slots)
         return slots
 
-    @property
-    def last_number(self) -> int:
-        """Of the newest batch there could have been."""
-        return self._origin + self.number - 1
-
     def pin_most_used(self, part: float) -> None:
         """Re-pin by the uses counted while running; older uses count half next time."""
-        count = min(int(part * self.pad.num_slots), self.room_for_pins)
+        count = self.count_pins(part, self.largest_batch)
         uses, slots = self.uses.topk(count)
         self.pin(slots[uses > 1])
         self.uses >>= 1
 
     def _repin(self, pins: Pins) -> Moves | None:
         """With the first batch fetch and pin what is known to be hot; later, what was learned."""
-        number = self.number
         if not self._hottest_pinned:
             self._hottest_pinned = True
             return self._pin_hottest(pins)
-        if self.pad.has_every_row:
-            return None  # rows stay without pins
-        if pins.learned and (number % _RELEARN == 0 or number in _EARLY_RELEARN):
+        if self.is_relearn_due(self.number):
             self.pin_most_used(pins.part)
         return None
 
     def _pin_hottest(self, pins: Pins) -> Moves:
-        count = min(int(pins.part * self.pad.num_slots), self.room_for_pins)
-        hot = pins.hottest(count).to(self.last_use.device)
+        hot = pins.hottest(self.count_pins(pins.part, self.largest_batch)).to(self.last_use.device)
         absent = hot[self.pad.map.lookup(hot) == FREE]
         free = (self.pad.row_of_slot == FREE).nonzero().squeeze(1)[: absent.numel()]
         absent = absent[: free.numel()]

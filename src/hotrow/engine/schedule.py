@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
-from hotrow.engine.stages import FUSED, Stage, Work
+from hotrow.engine.stages import FUSED, Stage
+from hotrow.engine.work import Work
 from hotrow.support.clock import Clock
 from hotrow.support.streams import Lanes, Mark
 from hotrow.support.threads import writing
@@ -119,7 +120,7 @@ class Pace:
                 share = min(max(rows.since(waits_from), 0.0) / step, 1.0)
                 self._clock.note_wait(share)
                 for group in groups:
-                    group.note_wait(share)
+                    group.mover.note_wait(share)
 
 
 def run(

@@ -7,63 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from hotrow.engine.planner import Hold, Plan
-from hotrow.engine.split_batch import Place
-from hotrow.inputs.batch import Batch, Lookups
-from hotrow.kernels.reference import SortedIds
+from hotrow.engine.rules import Hold
+from hotrow.engine.work import Work
 from hotrow.support.streams import Name
-
-if TYPE_CHECKING:
-    from hotrow.engine.rows import RowGroup
-
-
-class Work:
-    """One batch's lookups in one width group, on their way to training."""
-
-    whole: Work | None = None  # of which this is a part
-    place: Place | None = None  # and which
-
-    def __init__(self, group: RowGroup, lookups: Lookups, ids: SortedIds) -> None:
-        self.group, self.lookups, self.ids = group, lookups, ids
-        self.plan: Plan | None = None  # None: not planned yet, or too large for the slots
-        self.incoming: Tensor | None = None  # rows on their way, between collect and insert
-        self.outgoing: Tensor | None = None
-        self.collected = False
-        self.inserted = False
-
-    def reads_like(self, planned: Work) -> bool:
-        """Whether both look up the same, bag by bag."""
-        mine, theirs = self.lookups, planned.lookups
-        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
-            return False
-        if mine.offsets is None or theirs.offsets is None:
-            if mine.offsets is not theirs.offsets:
-                return False
-        elif not torch.equal(mine.offsets, theirs.offsets):
-            return False
-        return torch.equal(self.looked_up(), planned.looked_up())
-
-    def looked_up(self) -> Tensor:
-        """What tells the lookups apart, as it was when they were planned."""
-        return self.lookups.ids
-
-    def arrive(self, batch: Batch) -> None:
-        """The batch's own tensors are on the device now; here nobody asks for them."""
-
-
-class Part(Work):
-    """Some samples of a planned batch: read by its plan, updated with it."""
-
-    def __init__(self, whole: Work, lookups: Lookups, place: Place) -> None:
-        ids = replace(whole.ids, inverse=whole.ids.inverse[place.lookups])
-        super().__init__(whole.group, lookups, ids)
-        self.whole, self.place = whole, place
-        self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted
 
 
 @dataclass(frozen=True)
@@ -88,32 +35,32 @@ def plan(work: Work) -> None:
 def fill(work: Work) -> None:
     """Write leaving rows back and fetch entering ones, at once."""
     if work.plan is not None and not work.collected:
-        work.group.fill(work)
+        work.group.mover.fill(work)
 
 
 def collect(work: Work) -> None:
     """Gather entering rows from the store and leaving rows from the slots."""
     if work.plan is not None and not work.collected:
-        work.group.collect(work)
+        work.group.mover.collect(work)
 
 
 def exchange(work: Work) -> None:
     """Both gathers change sides; where one memory serves both, they already have."""
     if work.collected and not work.inserted:
-        work.group.exchange(work)
+        work.group.mover.exchange(work)
 
 
 def send(work: Work) -> None:
     """Collect, and let leaving rows go on to the store: what is gathered later comes after them."""
     collect(work)
     if work.collected and not work.inserted:
-        work.group.write_back(work)
+        work.group.mover.write_back(work)
 
 
 def insert(work: Work) -> None:
     """Put entering rows into their slots, and leaving rows into the store if they are not there."""
     if work.plan is not None and not work.inserted:
-        work.group.insert(work)
+        work.group.mover.insert(work)
 
 
 def train(work: Work) -> None:

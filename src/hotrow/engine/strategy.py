@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hotrow.engine.evict import EVICTIONS, Eviction
-from hotrow.engine.planner import Hold
+from hotrow.engine.rules import Hold
 from hotrow.engine.stages import FIVE, FUSED, IN_PLACE, Stage, hold_of, sequential
 from hotrow.support.messages import did_you_mean
 

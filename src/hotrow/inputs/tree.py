@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.jagged import KeyedJaggedTensor
 
 
 def members(node: Any) -> Mapping[Any, Any] | None:

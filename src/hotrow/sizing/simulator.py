@@ -1,4 +1,4 @@
-"""The planner over a trace of ids, with no rows at all: hit rates and traffic in seconds."""
+"""The planner over a trace of ids, without rows: hit rates and traffic in seconds."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hotrow.engine.planner import Pins, Planner
+from hotrow.engine.planner import Planner
+from hotrow.engine.rules import Pins
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
-from hotrow.kernels import for_device
-from hotrow.kernels.reference import SortedIds
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
 
-_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
+_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable
 _CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What one strategy would have moved over the batches after the warm-up."""
+    """What one strategy would move for the batches after the warm-up."""
 
     strategy: str
     slots: int
@@ -38,21 +38,21 @@ class Simulated:
     evicted_rows: int
     chunked_batches: int
     planning_seconds: float  # sorting the ids included
-    loaded_rows: int = 0  # fetched to be pinned, before any lookup asked for them
+    loaded_rows: int = 0  # prefetched for pinning
 
     @property
     def hit_rate(self) -> float:
-        """The share of lookups that cause no fetch."""
+        """Share of lookups that cause no fetch."""
         return 1 - self.fetched_rows / max(1, self.lookups)
 
     @property
     def rows_per_batch(self) -> float:
-        """Rows fetched for a batch, on average."""
+        """Rows fetched per batch, on average."""
         return self.fetched_rows / max(1, self.batches)
 
     @property
     def lookups_per_second(self) -> float:
-        """How fast it was planned."""
+        """Speed of planning."""
         return self.lookups / max(self.planning_seconds, 1e-9)
 
 
@@ -71,10 +71,9 @@ def simulate(
     """Plan every batch of `trace`, ids in [0, num_rows), for each strategy and number of slots.
 
     `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
-    batches are not counted, and of the others only the next `counted` (by default all): those
-    after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
-    that pin; without it `static` learns them. `as_trained`: it takes as long as in training, where
-    a budget decides how rows are found.
+    batches are not counted, then `counted` batches are (by default all); later ones are only known
+    ahead. `hottest(n)` names the n rows to pin, for strategies that pin; without it `static` learns
+    them. `as_trained`: choose the row map as training does, so that planning takes as long.
     """
     lanes = [
         _Lane(
@@ -83,7 +82,7 @@ def simulate(
             num_rows,
             depth,
             hottest,
-            dense_map=choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS,
+            dense_map=has_dense_map(slots, num_rows, as_trained=as_trained),
         )
         for strategy, slots in choices
     ]
@@ -100,6 +99,11 @@ def simulate(
     for lane in lanes:
         lane.drain()
     return [lane.result() for lane in lanes]
+
+
+def has_dense_map(slots: int, num_rows: int, *, as_trained: bool) -> bool:
+    """Return whether rows are found by a dense map; it changes the speed only."""
+    return choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
 
 
 @dataclass(frozen=True)
@@ -154,14 +158,14 @@ class _Lane:
         self._seconds = 0.0
 
     def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
-        """Another batch is known; the one that is `depth` older is planned."""
+        """Make a batch known, and plan the one that is `depth` batches older."""
         self._known.append(_Known(ids, sort_seconds, counts))
         self._timed(lambda: self._planner.expect(ids), counts)
         if len(self._known) > self._depth:
             self._plan(self._known.popleft())
 
     def drain(self) -> None:
-        """Plan what is left, as far as it counts."""
+        """Plan the batches left, as far as they count."""
         while any(batch.counts for batch in self._known):
             self._plan(self._known.popleft())
 
@@ -171,7 +175,7 @@ class _Lane:
             return
         self._seconds += batch.sort_seconds
         unique = batch.ids.ids.numel()
-        if plan is None:  # the direct way: read and written once, kept nowhere
+        if plan is None:  # the direct path: read and written once, kept in no slot
             moved = [unique, unique, 0, 1]
         else:
             leaving = int((plan.moves.leaving >= 0).sum())
@@ -203,7 +207,6 @@ class _Lane:
 
 
 def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
-    sort_ids = for_device(_CPU).sort_ids
     for values in trace:
         start = time.perf_counter()
         yield sort_ids(values, num_rows), time.perf_counter() - start

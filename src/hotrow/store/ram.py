@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,22 +16,46 @@ import torch
 from torch import Tensor
 
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
-from hotrow.store.changed import TouchedRows
+from hotrow.store.changed import ChangedRows, TouchedRows
+from hotrow.store.frozen import FrozenRows
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.forks import bind_to_this_process
+from hotrow.support.hashing import mixed
 from hotrow.support.host_memory import check_fits
 
 _CHUNK_FLOATS = 1 << 20
 
 
 class Store:
-    """Two verbs over rows that lie somewhere: `read` and `write`."""
+    """All rows, with two verbs (`read` and `write`), and what is known of every row.
 
-    snapshot: Snapshot | None = None  # somebody reads all rows as they were
-    touched: TouchedRows | None = None  # somebody wants to know who of these was written
+    Two engines can train the rows of one store, so what outlives either of them is kept here:
+    which rows are frozen, which were changed, and snapshots.
+    """
 
-    def __init__(self, rows: Tensor) -> None:
+    snapshot: Snapshot | None = None  # rows as they were, read while others write
+    touched: TouchedRows | None = None  # whether each of a few rows was written
+    changed: ChangedRows | None = None  # the rows written since a checkpoint; None: not noted
+    why_no_snapshot: str | None = None  # why not every write goes through `will_write`
+
+    def __init__(
+        self, rows: Tensor, *, device: torch.device | None = None, untrained: Sequence[int] = ()
+    ) -> None:
+        """`device`: where steps change rows, the CPU if None; `untrained`: padding rows."""
         self.rows = rows  # [num_rows, width] float32
+        self._device = device or torch.device("cpu")
+        self.frozen = FrozenRows(len(rows), self._device, untrained)
+
+    def note_changes(self) -> None:
+        """Remember which rows are written from now on."""
+        if self.changed is None:
+            self.changed = ChangedRows(len(self.rows), self._device)
+        self.changed.clear()  # at their address, where captured steps note
+
+    def note_changed(self, ids: Tensor) -> None:
+        """Rows, each given once, get other bits by a step or a caller."""
+        if self.changed is not None:
+            self.changed.note(ids)
 
     def read(self, ids: Tensor, out: Tensor) -> Tensor:
         """Copy the rows of `ids` into `out`."""
@@ -86,38 +111,29 @@ def host_rows(num_rows: int, width: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float32, count=num_rows * width).view(-1, width)
 
 
-def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -> None:
-    """Start every row as a function of (seed, table name, row), chunk by chunk on all cores.
-
-    `state` holds the starting value of each state column.
-    """
-    _initialise(rows, group, list(enumerate(group.tables)), state, seed)
-
-
-def initialise_table(
-    rows: Tensor, group: WidthGroup, table: EmbeddingBagConfig, state: list[float], seed: int
-) -> None:
-    """`initialise` for one of a group's tables."""
-    _initialise(rows, group, [(group.tables.index(table), table)], state, seed)
-
-
-def _initialise(
+def initialise(
     rows: Tensor,
     group: WidthGroup,
-    tables: list[tuple[int, EmbeddingBagConfig]],
     state: list[float],
     seed: int,
+    *,
+    tables: Sequence[EmbeddingBagConfig] | None = None,
+    chunk_floats: int = _CHUNK_FLOATS,
 ) -> None:
-    step = max(1, _CHUNK_FLOATS // rows.shape[1])
+    """Start rows as a function of (seed, table name, row), chunk by chunk on all cores.
+
+    `state` holds the starting value of each state column; `tables`: only the rows of these.
+    """
+    step = max(1, chunk_floats // rows.shape[1])
     jobs = [
-        (position, first, min(first + step, table.num_embeddings))
-        for position, table in tables
+        (table, base, first, min(first + step, table.num_embeddings))
+        for table, base in zip(group.tables, group.bases, strict=True)
+        if tables is None or table in tables
         for first in range(0, table.num_embeddings, step)
     ]
 
-    def start(job: tuple[int, int, int]) -> None:
-        position, first, last = job
-        table, base = group.tables[position], group.bases[position]
+    def start(job: tuple[EmbeddingBagConfig, int, int, int]) -> None:
+        table, base, first, last = job
         chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
         if table.padding_idx is not None and first <= table.padding_idx < last:
             chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
@@ -157,7 +173,7 @@ def start_weights(
 
 def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
     """Return uniform floats in [0, 1), [n, dim], hashed from (word, row, column)."""
-    key = _mix64(rows ^ np.uint64(word))
+    key = mixed(rows ^ np.uint64(word))
     low = key.astype(np.uint32)[:, None]
     stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
     x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
@@ -167,12 +183,6 @@ def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
     x *= np.uint32(0x846CA68B)
     x ^= x >> np.uint32(16)
     return (x >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 def seed_words(seed: int, table: str, dim: int) -> list[int]:

@@ -55,3 +55,7 @@ def _bar() -> Any:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def no_progress(*_: object) -> None:
+    """Ignore reports of progress."""

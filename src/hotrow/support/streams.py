@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,30 +21,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 Name = Literal["sort", "plan", "rows", "back", "train"]
 
 
-class Mark(Protocol):
-    """A point in a lane."""
+class Mark:
+    """A point in a lane. On a CPU it has passed."""
 
     def wait(self) -> None:
-        """The host waits until the lane has come there."""
+        """Let the host wait until the lane has come there."""
 
     def passed(self) -> bool:
-        """Whether the lane has come there."""
-
-    def since(self, earlier: Mark) -> float:
-        """Seconds between two marks of any lanes that have passed; below 0: it came before."""
-
-
-class _Passed:
-    def wait(self) -> None: ...
-
-    def passed(self) -> bool:
+        """Return whether the lane has come there."""
         return True
 
     def since(self, earlier: Mark) -> float:
+        """Seconds between two marks of any lanes that have passed; below 0: it came before."""
         return 0.0
 
 
-class _Event:
+class _Event(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # torch.cuda.Event adds nothing to it but a layer of Python, several times a step.
         self.event = torch._C._CudaEventBase(enable_timing=True)
@@ -169,7 +161,7 @@ class Lanes:
     def mark(self, name: Name) -> Mark:
         """What has been launched in a lane so far."""
         if not self._streams:
-            return _Passed()
+            return Mark()
         stream = self._stream(name)
         mark = _Event(stream)
         # Threads train on streams of their own.
@@ -188,7 +180,7 @@ class Lanes:
     def mark_here(self) -> Mark:
         """A mark in the current stream, that nobody else hears of."""
         if not self._streams:
-            return _Passed()
+            return Mark()
         return _Event(self._current(self.here.inside or self.here.trained_on))
 
     def newest(self, name: Name) -> Mark | None:

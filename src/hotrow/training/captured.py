@@ -123,7 +123,7 @@ class CapturedStep:
             if len(module.groups) == 1:
                 group: Any = module.groups[0]
                 if group.can_be_captured:
-                    group.room.fix(max_lookups)
+                    group.planning.room.fix(max_lookups)
 
     # -- batches that arrive -----------------------------------------------------------
 
@@ -157,7 +157,7 @@ class CapturedStep:
         for work in works_of(planned):
             work.berth = static.number
             if work.batch.offsets is not None:
-                work.group.columns(work.batch.keys)
+                work.group.planning.columns(work.batch.keys)
         self._inputs[id(static.handed)] = static
         return static.handed
 
@@ -217,7 +217,7 @@ class CapturedStep:
         return InputForm(tensors, room, facts, engines_of(planned))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
-        if not all(work.group.is_pooled for work in works):
+        if not all(work.group.planning.is_pooled for work in works):
             return values.numel()
         if sum(work.num_lookups for work in works) == values.numel():
             return sum(work.size for work in works)
@@ -296,19 +296,19 @@ class CapturedStep:
         # Under one lock, or rows might miss an update that the dense part has had.
         with writing([collection.lock for collection, _ in static.planned]):
             for work, cut in cuts:
-                work.group.bring(work, cut)
+                work.group.load_vectors(work, cut)
             for collection, tables in graph.updated:
                 collection.optimizer.count_step(tables)
                 if collection.optimizer.rule.uses_step:
                     for group in collection.groups:
                         if group.can_be_captured:
-                            group.push_scalars()
+                            group.arithmetic.scalars.push()
             if split is not None:
                 graph.replay_first()
                 split.wait()
             graph.replay()
             for work, cut in cuts:
-                work.group.take_home(work, cut)
+                work.group.apply_gradients(work, cut)
 
     def _leave(self, trained: StaticInput) -> None:
         """Free a static input, and those of earlier batches that were not trained."""
@@ -393,7 +393,7 @@ class CapturedStep:
         collections = [collection for collection, _ in static.planned]
         for collection in collections:
             collection.optimizer.in_graph = None
-        cuts = [work.group.cut(work) for work in static.on_host]
+        cuts = [work.group.make_boundary(work) for work in static.on_host]
         counters = _host_state(self._optimizer)
         before = [counter.clone() for counter in counters]
         with writing([collection.lock for collection in collections]), static.with_padding():
@@ -433,11 +433,11 @@ class CapturedStep:
         every: list[Any] = [group for collection, _ in planned for group in collection.groups]
         groups = [group for group in every if group.can_be_captured]
         for group in groups:
-            group.push_scalars()
+            group.arithmetic.scalars.push()
         settings = (
-            [group.scalars_alike for group in groups],
-            [None if group.frozen is None else group.frozen.data_ptr() for group in groups],
-            [None if group.changed is None else group.changed.there.data_ptr() for group in groups],
+            [group.arithmetic.scalars.are_alike for group in groups],
+            [_address(group.store.frozen.bits) for group in groups],
+            [_address(x and x.there) for x in (group.store.changed for group in groups)],
             [collection.grad_scale for collection, _ in planned],
             [collection.requires_grad for collection, _ in planned],
         )
@@ -515,3 +515,7 @@ def _why_not(optimizer: torch.optim.Optimizer | None) -> str | None:
         f"{type(inner).__name__} counts its steps on the host, and what it does depends on them; "
         "capturable=True lets the device count, where it has that option"
     )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

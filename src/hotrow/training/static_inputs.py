@@ -81,7 +81,7 @@ class InputForm:
     @staticmethod
     def facts_of(work: Any) -> Any:
         """Return what launches of a jagged batch depend on, beside the shapes of its tensors."""
-        spans = None if work.group.is_pooled else work.spans
+        spans = None if work.group.planning.is_pooled else work.spans
         return work.batch.keys, work.size, spans
 
 
@@ -121,7 +121,7 @@ class StaticInput:
             len(shown) == len(self.shown)
             and all(map(is_, shown, self.shown))
             and all(planned.is_unchanged for _, planned in self.planned)
-            and not any(work.group.aside for work in works_of(self.planned))
+            and all(work.group.active for work in works_of(self.planned))
             and all(work.group.slots_hold(work) for work in self.captured)
             and not any(collection.is_accumulating for collection, _ in self.planned)
             and (not self.on_host or all(c.pipeline.updates_at_once for c, _ in self.planned))

@@ -278,9 +278,10 @@ class Trainer(Generic[Batch]):
         """Return what all collections have looked up and moved, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
         for group in (group for c in self._collections for group in c.every_group):
-            _, _, fetched, evicted = group.moved
-            loaded = group.loaded_rows
-            moved = [*group.moved, *group.bytes_of(fetched, evicted, loaded), loaded]
+            counters = group.counters
+            _, _, fetched, evicted = counters.moved
+            loaded = counters.loaded_rows
+            moved = [*counters.moved, *counters.bytes_of(fetched, evicted, loaded), loaded]
             for name, count in zip(_COUNTERS, moved, strict=True):
                 totals[name] += count
         return totals

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, Expected, refuse_too_many
-from hotrow.engine.planner import Hold
+from hotrow.engine.rules import Hold
 from hotrow.kernels.triton import plan as planning
 
 _WINDOW_BYTES = 1 << 26
@@ -23,6 +23,10 @@ class AllSlots:
         self.slots = slots
         self.num_rows = self.num_slots = self.null_slot = slots.shape[0] - 1
         self.id_type = torch.int32
+
+    @property
+    def has_every_row(self) -> bool:
+        return True
 
     def check(self) -> None:
         assert not self.slots[self.null_slot].any(), "the padding slot was written to"

@@ -29,14 +29,13 @@ from hotrow.kernels.reference import places
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
 from hotrow.store.ram import Store
-from hotrow.store.writer import shared_writer
+from hotrow.store.writer import Writer, shared_writer
 from hotrow.support.clock import named
 from hotrow.support.streams import Lanes, Mark
 
 PACKETS = 2  # one that is filled, one on its way
 _PACKETS_IN_LOAD = 2
 _LOADS = 3  # one that is filled, and two for the CPU, which need not be done at once
-_LEAST_CERTAIN = 32  # batches: rows that may be read sooner than that would often be waited for
 
 
 class Packet:
@@ -70,7 +69,19 @@ class WriteBack:
     What is launched runs in the lane `rows`, where whoever calls has to be.
     """
 
-    def __init__(self, store: Store, slots: Tensor, *, most: int, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        store: Store,
+        slots: Tensor,
+        *,
+        most: int,
+        lanes: Lanes,
+        least_certain: int = 0,
+        writer: Writer | None = None,
+    ) -> None:
+        """`least_certain`: batches for which it must be certain that no row is read. Rows that may
+        be read sooner would often be waited for. `writer`: threads of its own."""
+        self._least_certain = least_certain
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
         self._packets = [Packet(n, most, width, device) for n in range(PACKETS)]
@@ -78,7 +89,7 @@ class WriteBack:
         self._loads = [Load(in_load, width, pinned=pinned) for _ in range(_LOADS)]
         self._packet, self._load = self._packets[0], self._loads[0]
         self._full: deque[Load] = deque()  # loads whose rows are still on their way
-        self._writer = shared_writer()
+        self._writer = writer or shared_writer()
         # The last rows are written before the store goes.
         weakref.finalize(self, self._writer.wait_for_all)
 
@@ -89,7 +100,7 @@ class WriteBack:
 
     def is_worth(self, count: int, certain: int) -> bool:
         """Whether so many rows that leave are better kept, if that is certain for some batches."""
-        return count <= self.most and certain >= _LEAST_CERTAIN
+        return count <= self.most and certain >= self._least_certain
 
     def take(self, count: int, certain: int) -> Packet:
         """Where the rows of the next `count` moves go; no batch up to `certain` reads them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hotrow.engine.evict import Eviction
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
-from hotrow.engine.planner import OLDEST, Hold, Pins
+from hotrow.engine.rules import OLDEST, Hold, Pins, PlannerRules
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton import ranking, words
 from hotrow.kernels.triton.maps import FREE, DeviceMap
@@ -25,15 +26,9 @@ from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.window import enter_window, leave_window
 from hotrow.support.streams import Mark, Recorder, synchronize
 
-_LAST_NUMBER = 2**30
 _MOST_SLOTS = 2**31 - 2
-_BULK_PART = 8
-_RELEARN = 512
-_EARLY_RELEARN = (16, 32, 64, 128, 256)
 _MOST_BATCHES = 264  # that a window may hold
-_SPARE = 1024  # victims more than seem to be needed
 _LEAST_RANKED = 8  # batches that a ranking should serve
-_TOMBSTONE_PART = 10  # at that part of the places, the map is made anew
 NEVER = PINNED = words.NEVER
 
 
@@ -131,7 +126,7 @@ class Expected:
     lookups: int
 
 
-class DevicePlanner:
+class DevicePlanner(PlannerRules):
     """Decides for the slots of one scratchpad, batch after batch."""
 
     def __init__(
@@ -144,24 +139,20 @@ class DevicePlanner:
         pins: Pins | None = None,
         window_bytes: int = 0,
         tracks_slots: bool = True,
+        tuning: Tuning = DEFAULT,
     ) -> None:
-        self.pad, self.hold, self.eviction = pad, hold, eviction
-        # As in planner.py: with pins and a slot for every row, no row has to leave.
-        self.refetch = refetch and (pins is None or not pad.has_every_row)
-        self.pins, self.window_bytes = pins, window_bytes
-        self.number = 0  # of the next batch to be planned, as far as the host knows
-        self._origin = 0
+        super().__init__(
+            pad, hold=hold, eviction=eviction, refetch=refetch, pins=pins, tuning=tuning
+        )
+        self.pad, self.window_bytes = pad, window_bytes
         device, slots = pad.slots.device, pad.num_slots if tracks_slots else 0
         self.device = device
         self.last_use = torch.full((slots,), OLDEST, dtype=torch.int32, device=device)
         self.next_use = torch.full((slots,), NEVER, dtype=torch.int32, device=device)
         self.uses = torch.zeros(slots, dtype=torch.int16, device=device)
         self.state = torch.zeros(words.STATE_WORDS, dtype=torch.int32, device=device)
-        self.pins_version = 0  # another one whenever other rows are pinned, or fewer
-        self.pins_gave_way = 0  # times that there are fewer, for a batch that did not fit
-        self.largest_batch = 0
-        self.wanted_slots = 0  # by the last batch that did not fit, beside those in flight
         self.window: deque[Expected] = deque()
+        self.has_started = False  # rows may have slots
         self.capacity = 0
         self.lookup_bytes = 0  # what the window gives up for each lookup that batches grow by
         self.generation = 0  # of the tensors that `reserve` makes
@@ -171,7 +162,6 @@ class DevicePlanner:
         self.fresh_counts[words.FIRST_BAD] = words.NO_BAD_ID
         self.fresh_counts[words.SOONEST] = NEVER
         self._unread: deque[DevicePlan] = deque()
-        self._mean_missing = 0.0
         self._queue_left = 0
         self._most_taken = 0  # places of the queue that one plan has passed, lately
         self._rankings = 0
@@ -235,7 +225,7 @@ class DevicePlanner:
 
     def _queue_size(self, capacity: int) -> int:
         slots = self.last_use.numel()
-        return min(slots, max(slots // _BULK_PART, 4 * capacity + kernels.BLOCK))
+        return min(slots, max(slots // self.tuning.bulk_part, 4 * capacity + kernels.BLOCK))
 
     def bytes_for(self, lookups: int) -> int:
         """What `reserve` takes for batches of so many lookups."""
@@ -418,7 +408,7 @@ class DevicePlanner:
         plan.soonest = counts[words.SOONEST]
         missing = counts[words.MISSING]
         self.largest_batch = max(self.largest_batch, plan.num_unique)
-        self._mean_missing += 0.1 * (missing - self._mean_missing)
+        self.note_missing(missing)
         if plan.ranking == self._rankings:
             left = state[words.END] - state[words.HEAD]
             if not self._is_fresh:  # else nobody has told how long the queue was
@@ -469,8 +459,7 @@ class DevicePlanner:
                 return True
             self.state[words.HALT] = 0
         missing = int(plan.buffers.status[words.MISSING])
-        # Who looks far ahead gains nothing for batches that do not fit.
-        self._mean_missing += 0.1 * (missing - self._mean_missing)
+        self.note_missing(missing)
         floor = self.state[words.CLOCK] - self.hold.past
         in_use = (self.last_use >= floor) & (self.last_use != PINNED)
         # Of those that are there, what batches in flight do not use would come on top.
@@ -489,11 +478,17 @@ class DevicePlanner:
         usual = self._most_taken or most
         since = sum(plan.ranking == self._rankings for plan in self._unread)
         # A plan finds enough of them only if they are still there: keep a few batches' worth.
-        if not self.eviction.in_bulk or self._queue_left < (since + 2) * usual + _SPARE:
+        if (
+            not self.eviction.in_bulk
+            or self._queue_left < (since + 2) * usual + self.tuning.spare_victims
+        ):
             self._rank(announced=announced)
         # Some more, and searches for absent rows take longer. A plan that would leave no place
         # empty fails, and is made again after a rebuild.
-        if self.pad.map.hashed and self._tombstones > self.pad.map.size // _TOMBSTONE_PART:
+        if (
+            self.pad.map.hashed
+            and self._tombstones > self.pad.map.size // self.tuning.tombstone_part
+        ):
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -553,12 +548,10 @@ class DevicePlanner:
             )  # fmt: skip
 
     def useful_depth(self) -> int:
-        """Batches until all slots have been replaced: to know more would change no choice."""
-        most = 2 + int(self.pad.num_slots / max(1.0, self._mean_missing))
-        return max(0, min(most, self.depth - 2))
+        return max(0, min(super().useful_depth(), self.depth - 2))
 
     def _renumber(self) -> None:
-        if self.number + len(self.window) < _LAST_NUMBER:
+        if self.number + len(self.window) < self.tuning.last_number:
             return
         shift = self.number - self.hold.batches - len(self._unread)
         shifted = (self.last_use - shift).clamp_(min=OLDEST)
@@ -573,25 +566,19 @@ class DevicePlanner:
     # -- pinned slots ------------------------------------------------------------------
 
     @property
-    def room_for_pins(self) -> int:
-        """How many slots could be pinned and still leave room for the largest hold."""
-        if self.pad.has_every_row:
-            return self.pad.num_slots
-        largest = self.largest_batch or min(self.capacity, self.pad.num_slots)
-        return max(0, self.pad.num_slots - self.hold.batches * largest)
+    def _largest(self) -> int:
+        """Rows of the largest batch so far, or what the first one may have."""
+        return self.largest_batch or min(self.capacity, self.pad.num_slots)
 
     def _repin(self) -> None:
-        if self.pins is None or self.pad.has_every_row:
-            return
-        number = self._origin + self.number
-        if self.pins.learned and (number in _EARLY_RELEARN or (number and number % _RELEARN == 0)):
+        if self.pins is not None and self.is_relearn_due(self._origin + self.number):
             self.pin_most_used(self.pins.part)
 
     def pin_most_used(self, part: float) -> None:
         """Re-pin by the uses counted while running; older uses count half next time."""
         self._release(self.last_use == PINNED)
         self.pins_version += 1
-        count = min(int(part * self.pad.num_slots), self.room_for_pins)
+        count = self.count_pins(part, self._largest)
         if count:
             uses, slots = self.uses.topk(count)
             self.last_use[slots] = torch.where(uses > 1, PINNED, self.last_use[slots])
@@ -600,11 +587,12 @@ class DevicePlanner:
     def hottest(self) -> tuple[Tensor, Tensor]:
         """Slots and ids of what is known to be hot beforehand, mapped and pinned; once, at first.
 
-        Nothing has been planned yet: whoever asks fills the slots.
+        Nothing has been planned yet: the caller fills the slots.
         """
         assert self.pins is not None
-        count = min(int(self.pins.part * self.pad.num_slots), self.room_for_pins)
-        ids = self.pins.hottest(count).to(self.device, self.pad.id_type)
+        ids = self.pins.hottest(self.count_pins(self.pins.part, self._largest)).to(
+            self.device, self.pad.id_type
+        )
         return self._pin_first(ids), ids
 
     def _pin_first(self, ids: Tensor) -> Tensor:
@@ -622,8 +610,9 @@ class DevicePlanner:
     def pin_rows(self, ids: Tensor) -> Tensor:
         """Empty the slots and pin these rows, hottest first, for good; returns their slots.
 
-        Nothing is in flight. Whoever asks fills the slots.
+        Nothing is in flight. The caller fills the slots.
         """
+        self.has_started = True
         self.reserve(1)
         for plan in self._unread:
             self.read(plan)
@@ -635,14 +624,8 @@ class DevicePlanner:
         self.uses.zero_()
         self.clear_halt()
         self._skip_numbers(self.hold.past + 1)  # no batch before has its rows in slots
-        if self.pins is not None:
-            self.pins = replace(self.pins, learned=False)
+        self.stop_learning()
         return self._pin_first(ids.to(self.device, self.pad.id_type))
-
-    @property
-    def last_number(self) -> int:
-        """Of the newest batch there could have been."""
-        return self._origin + self.number - 1
 
     def _skip_numbers(self, count: int) -> None:
         self.state[words.CLOCK] += count
@@ -654,7 +637,7 @@ class DevicePlanner:
 
     def _make_room(self, count: int) -> None:
         """After a batch that did not fit: the coldest pins give way, and no batch is in flight."""
-        # Of those that were used alike the last goes first: the hottest were given first.
+        # Ties: later pins give way first, because pins are stored hottest first.
         pinned = (self.last_use == PINNED).nonzero().squeeze(1).flip(0)
         coldest = self.uses[pinned].sort(stable=True)[1][: 2 * max(1, count)]
         release = torch.zeros_like(self.last_use, dtype=torch.bool)

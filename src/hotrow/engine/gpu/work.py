@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotrow.engine.gpu.planner import DevicePlan, Expected
-from hotrow.engine.gpu.staged import Packet
 from hotrow.engine.split_batch import Place
-from hotrow.engine.stages import Work
+from hotrow.engine.work import Work
 from hotrow.inputs.batch import (
     Batch,
     Lookups,
@@ -22,32 +21,24 @@ from hotrow.inputs.batch import (
 )
 from hotrow.kernels.reference import SortedIds, sort_ids
 
-if TYPE_CHECKING:
-    from hotrow.engine.gpu.rows import DeviceRows
-
 
 class DeviceWork(Work):
     """One batch's lookups in one width group; how many are unique, only the device knows."""
 
-    group: DeviceRows
-    plan: DevicePlan | None  # type: ignore[assignment]
+    plan: DevicePlan | None
 
-    def __init__(self, group: DeviceRows, batch: Batch) -> None:
+    def __init__(self, group: Any, batch: Batch) -> None:
         self.group, self.batch = group, batch
-        self.plan = None
         self.expected: Expected | None = None
-        self.announced = True  # batches before it hold its rows
-        self.incoming = self.outgoing = None
-        self.packet: Packet | None = None  # its rows on their way, between collect and insert
-        self.collected = self.inserted = self.confirmed = False
+        self.confirmed = False
         self.berth: int | None = None  # the plan's buffers are to be the same for each
         self.gives_back: Any = None  # those, when the plan has gone
         self.is_fixed = False  # launches are to be the same for all batches of one shape
         self.spans = () if batch.offsets is None else spans_of(batch, group.layout)
         # Of the plan: padding fills it up, so that plans of other batches are launched alike.
         self.size = self.num_lookups
-        if batch.offsets is not None and group.is_pooled:
-            self.size = group.room(self.size)
+        if batch.offsets is not None and group.planning.is_pooled:
+            self.size = group.planning.room(self.size)
         self._lookups: Lookups | None = None
         self._bag_of: Tensor | None = None
         self._sorted: SortedIds | None = None
@@ -73,15 +64,16 @@ class DeviceWork(Work):
         return self.size > self.num_lookups
 
     @property
-    def lookups(self) -> Lookups:  # type: ignore[override]
+    def lookups(self) -> Lookups:
         """Without ids: reading those would wait for the device."""
         if self._lookups is None and self.is_fixed:
             assert self.plan is not None
             slots = self.plan.buffers.lookup_slots[: self.size]
+            columns = self.group.planning.columns(self.batch.keys)
+            is_real = slots != self.group.memory.null_slot
             self._lookups = fixed_outline(
-                self.batch, self.group.layout, self.group.columns(self.batch.keys), self.size,
-                slots != self.group.pad.null_slot,
-            )  # fmt: skip
+                self.batch, self.group.layout, columns, self.size, is_real
+            )
         if self._lookups is None:
             x = outline_of(self.batch, self.group.layout)
             divisor = divisor_of(self.batch, x, self.group.layout)
@@ -98,7 +90,7 @@ class DeviceWork(Work):
         return self._bag_of
 
     @property
-    def ids(self) -> SortedIds:  # type: ignore[override]
+    def ids(self) -> SortedIds:
         """Sorted on demand, for the direct way; waits for the device."""
         if self._sorted is None:
             found = lookups_of(self.batch, self.group.layout)
@@ -122,6 +114,13 @@ class DeviceWork(Work):
         ids = torch.empty(self.plan.lookups, dtype=torch.int64, device=segments.ids.device)
         ids[segments.order.long()] = segments.ids[segments.rank.long()].long()
         return ids[: self.num_lookups]
+
+    def with_ids(self, x: Lookups) -> Lookups:
+        found = lookups_of(self.batch, self.group.layout)
+        return Lookups(
+            found.ids, found.offsets, found.divisor, found.bags_per_feature, found.by_sample,
+            found.spans, x.weights,
+        )  # fmt: skip
 
     def arrive(self, batch: Batch) -> None:
         """The batch's own tensors are on the device now."""

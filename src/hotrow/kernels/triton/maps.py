@@ -26,6 +26,19 @@ BLOCK = 256
 
 
 @triton.jit
+def count_ends(ends, value, mask, count, SEARCH: tl.constexpr):
+    """How many of `count` ascending ends are at most each value; SEARCH: bits of `count`."""
+    low = tl.zeros(value.shape, tl.int32)
+    high = low + count
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        # Where the search has ended, nothing may move on.
+        end = tl.load(ends + middle, mask=mask & (low < high), other=1 << 62)
+        low, high = tl.where(end <= value, middle + 1, low), tl.where(end <= value, high, middle)
+    return low
+
+
+@triton.jit
 def _hash(ids):
     """32 bits, in int64."""
     x = ids.to(tl.int64)

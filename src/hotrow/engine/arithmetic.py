@@ -1,0 +1,68 @@
+"""What is computed from rows on a CPU: pooling, gradients, and one optimizer step.
+
+`kernels/reference.py` specifies each operation. `gpu/arithmetic.py` has the same for a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.settings import Settings
+from hotrow.engine.work import Work
+from hotrow.inputs.batch import Lookups
+from hotrow.kernels import reference
+from hotrow.kernels.reference import SortedIds
+from hotrow.kernels.rules import per_row
+
+
+class HostArithmetic:
+    """Computes from rows in slots, or in a buffer of the direct path."""
+
+    def __init__(self, settings: Settings, slots: Tensor) -> None:
+        self._settings, self._slots, self._dim = settings, slots, settings.dim
+
+    def pool_planned(self, work: Work, x: Lookups) -> Tensor:
+        """Return one vector per bag, [bags, dim], of a batch whose plan holds."""
+        return self._pool(self._slots, work.plan.row_slots, work.ids.inverse, x)
+
+    def _pool(self, rows: Tensor, index: Tensor, inverse: Tensor, x: Lookups) -> Tensor:
+        if rows.shape[1] == self._dim:
+            return reference.pool(rows, index[inverse], x.offsets, x.weights, x.divisor)
+        vectors = reference.take(rows, index, self._dim)
+        return reference.pool(vectors, inverse, x.offsets, x.weights, x.divisor)
+
+    def weight_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
+        """Return the gradients of per-sample weights, [L], of a batch whose plan holds."""
+        vectors = reference.take(self._slots, work.plan.row_slots, self._dim)
+        return reference.weight_grads(vectors, work.ids.inverse, x.bag_of(), grads)
+
+    def weight_grads_of(self, rows: Tensor, ids: SortedIds, x: Lookups, grads: Tensor) -> Tensor:
+        """Return the gradients of per-sample weights from the rows of `ids`."""
+        return reference.weight_grads(rows[:, : self._dim], ids.inverse, x.bag_of(), grads)
+
+    def row_grads(self, work: Work, x: Lookups, grads: Tensor) -> Tensor:
+        """Return the gradient of each different row of a batch, [U, dim]."""
+        if x.divisor is not None:
+            grads = grads / x.divisor
+        return reference.sum_by_row(grads, x.bag_of(), x.weights, work.ids)
+
+    def update_planned(self, work: Work, x: Lookups, grads: Tensor) -> bool:
+        """Update the rows of a batch whose plan holds; False: gradients have to be summed first."""
+        return False
+
+    def slots_of(self, work: Work, ids: Tensor) -> Tensor | None:
+        """Return the slots of some rows of a batch whose plan holds; None: ask the direct path."""
+        slots: Tensor = work.plan.row_slots[:-1]
+        if ids.numel() < slots.numel():  # the others have no gradient
+            slots = slots[torch.searchsorted(work.ids.ids, ids)]
+        return slots
+
+    def step(self, rows: Tensor, ids: Tensor, grads: Tensor) -> None:
+        """Make one optimizer step on rows in a buffer, from their gradients."""
+        settings = self._settings
+        scalars = settings.optimizer.scalars(list(settings.table_names))
+        alike = all(bool((values == values[0]).all()) for values in scalars.values())
+        columns = per_row(scalars, None if alike else settings.layout.table_of(ids))
+        state = [rows[:, place] for place in settings.state_columns.values()]
+        settings.optimizer.rule.update(rows[:, : self._dim], grads, state, columns)

@@ -1,0 +1,92 @@
+"""One batch's lookups in one width group, on their way to training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.engine.split_batch import Place
+from hotrow.inputs.batch import Batch, Lookups
+from hotrow.kernels.reference import SortedIds
+
+
+class Work:
+    """What engines, stages and the schedule know of a batch. Every engine has a kind of its own."""
+
+    group: Any  # the engine that keeps the rows
+    plan: Any = None  # the planner's answer; None: not planned, or the batch takes the direct path
+    whole: Work | None = None  # the batch that this one is a part of
+    place: Place | None = None  # and where it stands in it
+    cargo: Any = None  # what the mover keeps between `collect` and `insert`
+    collected = False  # leaving rows have been read
+    inserted = False  # entering rows are in their slots
+    announced = True  # the batch was expected, so batches before it hold its rows
+    static_input: int | None = None  # which captured step's input it is in, if any
+
+    @property
+    def lookups(self) -> Lookups:
+        """The lookups bag by bag, without their ids where those are on a device."""
+        raise NotImplementedError
+
+    @property
+    def ids(self) -> SortedIds:
+        """The lookups sorted by id; waits for the device if they are there."""
+        raise NotImplementedError
+
+    def looked_up(self) -> Tensor:
+        """The ids as they were when the batch was planned."""
+        raise NotImplementedError
+
+    def count_distinct(self) -> int:
+        """Count the different rows; waits for the device if ids are there."""
+        return self.ids.ids.numel()
+
+    def arrive(self, batch: Batch) -> None:
+        """Take the batch's own tensors, which are on the device now."""
+
+    def with_ids(self, x: Lookups) -> Lookups:
+        """Return `x`, the lookups with weights, with ids that the direct path can read."""
+        return x
+
+    def reads_like(self, planned: Work) -> bool:
+        """Whether both batches look up the same rows, bag by bag."""
+        mine, theirs = self.lookups, planned.lookups
+        if (mine.spans, mine.bags_per_feature) != (theirs.spans, theirs.bags_per_feature):
+            return False
+        if mine.offsets is None or theirs.offsets is None:
+            if mine.offsets is not theirs.offsets:
+                return False
+        elif not torch.equal(mine.offsets, theirs.offsets):
+            return False
+        return torch.equal(self.looked_up(), planned.looked_up())
+
+
+class SortedWork(Work):
+    """A batch whose ids the host has checked and sorted."""
+
+    def __init__(self, group: Any, lookups: Lookups, ids: SortedIds) -> None:
+        self.group, self._lookups, self._ids = group, lookups, ids
+
+    @property
+    def lookups(self) -> Lookups:
+        return self._lookups
+
+    @property
+    def ids(self) -> SortedIds:
+        return self._ids
+
+    def looked_up(self) -> Tensor:
+        return self._lookups.ids
+
+
+class SortedPart(SortedWork):
+    """Some samples of a planned batch. They are read by its plan and updated with it."""
+
+    def __init__(self, whole: Work, lookups: Lookups, place: Place) -> None:
+        ids = replace(whole.ids, inverse=whole.ids.inverse[place.lookups])
+        super().__init__(whole.group, lookups, ids)
+        self.whole, self.place = whole, place
+        self.plan, self.collected, self.inserted = whole.plan, whole.collected, whole.inserted

@@ -1,0 +1,398 @@
+"""A budget in bytes counts what plans take, whatever batches turn out to be."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import hotrow
+import hotrow.embedding.collection
+import hotrow.engine.gpu.plan_room
+from builders import Outcome, readout, train
+from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.store.writer import why_not
+from hotrow.support.streams import lanes_of
+from hotrow.support.units import parse_bytes
+from hotrow.training.static_inputs import InputForm, InputShape
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS, DIM, STEPS = 3000, 16, 9
+NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads of C")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+
+
+def tables(widths: tuple[int, ...] = (DIM,)) -> list[hotrow.EmbeddingBagConfig]:
+    return [
+        hotrow.EmbeddingBagConfig(f"t{place}", ROWS, dim, [f"f{place}"])
+        for place, dim in enumerate(widths)
+    ]
+
+
+def build(
+    budget: Any = "25%",
+    *,
+    rule: Any = None,
+    widths: tuple[int, ...] = (DIM,),
+    strategy: Any = "lookahead",
+    **options: Any,
+) -> hotrow.EmbeddingBagCollection:
+    optimizer = rule or hotrow.SGD(lr=0.1)
+    return hotrow.EmbeddingBagCollection(
+        tables(widths), optimizer, budget, strategy=strategy, seed=3, device=DEVICE, **options
+    )
+
+
+def dense(lookups: int, count: int = STEPS, features: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(lookups)
+    draws = [torch.rand(lookups, features, generator=generator) for _ in range(count)]
+    return [(draw**2 * ROWS).long().to(DEVICE) for draw in draws]
+
+
+def jagged(lookups: int, count: int = STEPS) -> list[Any]:
+    """About so many lookups each, and now and then a few more."""
+    generator = torch.Generator().manual_seed(lookups)
+    batches = []
+    for number in range(count):
+        size = lookups + lookups * (number % 4) // 60
+        lengths = torch.full((8,), size // 8)
+        lengths[0] += size - int(lengths.sum())
+        values = (torch.rand(size, generator=generator) ** 2 * ROWS).long()
+        batches.append(hotrow.KeyedJaggedTensor(["f0"], values.to(DEVICE), lengths=lengths))
+    return batches
+
+
+def train_within(
+    embedding: hotrow.EmbeddingBagCollection, batches: list[Any], granted: int
+) -> None:
+    """Its memory is within the budget after every step, and its plans within what they have."""
+    for batch in hotrow.ahead(batches, embedding):
+        readout(embedding(batch)).backward()
+        assert sum(embedding.memory().values()) <= granted, embedding.memory()
+    for group in embedding.groups:
+        pool = group._pool_of_buffers
+        assert 0 < pool.num_bytes <= group.plan_bytes(group.planner.capacity, group._plans_at_once)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "few-lookups": {"batches": dense(4)},
+    "many-lookups": {"batches": dense(90)},
+    "adam": {"batches": dense(90), "rule": hotrow.Adam()},
+    "jagged": {"batches": jagged(80)},
+    "staged": {"batches": dense(80), "fill": "staged"},
+    "five-stages": {"batches": dense(40), "strategy": "scratchpipe"},
+    "lru": {"batches": dense(90), "strategy": "lru"},
+    "two-widths": {"batches": dense(40, features=2), "widths": (4, DIM)},
+    "nearly-all-rows": {"batches": dense(90), "budget": "125%"},
+}
+
+
+@pytest.mark.slow  # by the interpreter
+def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 1 << 20)
+    embedding = build()
+    slots = embedding.num_slots
+    assert train(embedding, dense(90)).same_bits(train(build(None, strategy="all-fast"), dense(90)))
+    assert embedding.num_slots == slots
+    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "SMALL_BUDGET", 0)
+    other = build()
+    train(other, dense(90))
+    assert other.num_slots < slots
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_everything_is_within_the_budget(shape: str) -> None:
+    options = dict(SHAPES[shape])
+    batches = options.pop("batches")
+    embedding = build(**options)
+    granted = parse_bytes(options.get("budget", "25%"), total=embedding.bytes_total)
+    train_within(embedding, batches, granted)
+    # And not far below, where rows are left that could have had slots.
+    if embedding.num_slots < embedding.num_rows:
+        assert sum(embedding.memory().values()) > 0.85 * granted
+
+
+@NO_THREADS
+def test_rows_that_leave_in_bulk_are_within_the_budget() -> None:
+    embedding = build(fill="bulk")
+    assert embedding.fills()[DIM].form == "bulk"
+    train_within(embedding, dense(90), embedding.bytes_total // 4)
+
+
+def all_fast(batches: list[Any], **options: Any) -> Outcome:
+    return train(build(None, strategy="all-fast", **options), batches)
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths"])
+def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
+    options = dict(SHAPES[shape])
+    batches = options.pop("batches")
+    embedding = build(**options)
+    before, old = embedding.num_slots, [group.slots for group in embedding.groups]
+    found = train(embedding, batches)
+    assert embedding.num_slots < before
+    assert all(group.slots is not one for group, one in zip(embedding.groups, old, strict=True))
+    assert embedding.traffic().evicted_rows > 0
+    options.pop("fill", None)
+    assert found.same_bits(all_fast(batches, **options))
+
+
+@NO_THREADS
+def test_fewer_slots_give_the_bits_of_all_fast_in_bulk() -> None:
+    embedding = build(fill="bulk")
+    before = embedding.num_slots
+    assert train(embedding, dense(90)).same_bits(all_fast(dense(90)))
+    assert embedding.num_slots < before
+
+
+@pytest.mark.slow
+def test_rows_that_were_loaded_before_the_first_batch_stay() -> None:
+    weights = torch.arange(ROWS * float(DIM)).view(ROWS, DIM) / 1000
+    outcomes = []
+    for embedding in (build(), build(None, strategy="all-fast")):
+        embedding.load_weights("t0", 0, weights)
+        outcomes.append(train(embedding, dense(90)))
+    assert outcomes[0].same_bits(outcomes[1])
+
+
+def test_batches_that_nobody_announced_are_counted_too() -> None:
+    embedding = build()
+    for batch in dense(90):
+        readout(embedding(batch)).backward()
+        assert sum(embedding.memory().values()) <= embedding.bytes_total // 4
+    embedding.check()
+
+
+def test_slots_given_by_hand_are_as_many_as_were_asked_for() -> None:
+    budget = hotrow.Budget((hotrow.Share(400, 64, True),), window_bytes=4096)
+    embedding = build(budget)
+    slots = embedding.groups[0].slots
+    train(embedding, dense(90))
+    assert embedding.num_slots == 400
+    assert embedding.groups[0].slots is slots
+
+
+def test_what_is_left_of_the_budget_becomes_slots() -> None:
+    embedding = build()
+    before, unused = embedding.num_slots, sum(embedding.memory().values())
+    train_within(embedding, dense(4), embedding.bytes_total // 4)
+    assert embedding.num_slots > 1.02 * before
+    assert unused < sum(embedding.memory().values()) > 0.95 * (embedding.bytes_total // 4)
+
+
+@pytest.mark.slow
+def test_what_was_reserved_is_what_there_will_be() -> None:
+    embedding, other = build(), build()
+    embedding.reserve(90)
+    slots, memory = embedding.num_slots, embedding.memory()
+    assert memory["plans"] > 0
+    assert sum(memory.values()) <= embedding.bytes_total // 4
+    for each in (embedding, other):
+        train(each, dense(90))
+        assert (each.num_slots, each.memory()) == (slots, memory)
+
+
+def test_more_than_was_reserved_is_counted_when_it_comes() -> None:
+    embedding = build()
+    embedding.reserve(10, {"f0": 2})
+    assert embedding.groups[0].planner.capacity == 20
+    train_within(embedding, dense(90), embedding.bytes_total // 4)
+    assert embedding.groups[0].planner.capacity == 90
+
+
+def test_what_cannot_be_reserved_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size must be at least 1 sample, not 0"):
+        build().reserve(0)
+    with pytest.raises(ValueError, match="no feature 'g'; there are 'f0'"):
+        build().reserve(4, {"g": 2})
+
+
+@pytest.mark.slow
+def test_slots_stay_when_rows_have_them() -> None:
+    """A larger batch that comes later makes the window shorter."""
+    embedding = build()
+    train(embedding, dense(30))
+    (group,) = embedding.groups
+    slots, window = group.slots, group.planner.window_bytes
+    found = sum(embedding.memory().values())
+    train(embedding, dense(34))
+    assert group.slots is slots
+    assert group.planner.window_bytes < window
+    assert sum(embedding.memory().values()) <= max(found, embedding.bytes_total // 4)
+
+
+def test_plans_that_take_too_much_leave_half_of_the_slots_and_say_so() -> None:
+    embedding, other = build("12%"), build("12%")
+    before = embedding.num_slots
+    with pytest.warns(UserWarning, match="more than half of the slots") as caught:
+        embedding.reserve(500)
+    assert embedding.num_slots == -(-before // 2)
+    text = str(caught[0].message)
+    assert "of the budget of 22.5 KiB, plans of batches with 500 lookups take 88.1 KiB" in text
+    assert f"{embedding.num_slots:,} slots are kept" in text
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.reserve(10)  # fits
+
+
+def test_a_budget_as_large_as_the_warning_says_is_enough() -> None:
+    with pytest.warns(UserWarning, match="times as large") as caught:
+        build("20%").reserve(160)
+    factor = float(str(caught[0].message).split("A budget ")[1].split()[0])
+    assert 1 < factor < 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(f"{20 * (factor + 0.1)}%").reserve(160)
+
+
+# -- different rows ------------------------------------------------------------------------
+
+
+def repeated(lookups: int, distinct: int, count: int = STEPS, seed: int = 0) -> list[torch.Tensor]:
+    """Batches of so many lookups in so many rows, other ones each time."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        rows = torch.randperm(ROWS, generator=generator)[:distinct]
+        ids = torch.cat([rows, rows[torch.randint(distinct, (lookups,), generator=generator)]])
+        batches.append(ids[:lookups, None].to(DEVICE))
+    return batches
+
+
+@pytest.mark.slow  # by the interpreter
+def test_plans_have_room_for_as_many_rows_as_batches_have() -> None:
+    few, many = build(), build()
+    for embedding, batches in ((few, repeated(90, 12)), (many, repeated(90, 90))):
+        train_within(embedding, batches, embedding.bytes_total // 4)
+    assert few.memory()["plans"] < 0.6 * many.memory()["plans"]
+    assert few.num_slots > many.num_slots
+
+
+def test_a_batch_with_more_rows_than_plans_have_room_for_is_planned_again() -> None:
+    batches = [*repeated(60, 8, 4), *repeated(60, 60, 2, seed=1), *repeated(60, 8, 4, seed=2)]
+    embedding = build("60%")
+    found = train(embedding, batches)
+    assert found.same_bits(train(build(None, strategy="all-fast"), batches))
+    assert embedding.traffic().chunked_batches == 0
+    (group,) = embedding.groups
+    assert group._uniques(60) == 60
+    assert group.planner._rebuilds == 0
+    assert sum(embedding.memory().values()) < 1.1 * 0.6 * embedding.bytes_total
+    embedding.check()
+
+
+def test_rows_that_turn_out_to_be_fewer_give_slots_back() -> None:
+    embedding = build()
+    embedding.reserve(90)
+    reserved = embedding.num_slots
+    train_within(embedding, repeated(90, 12), embedding.bytes_total // 4)
+    assert embedding.num_slots > reserved
+
+
+# -- buffers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+def test_bytes_are_counted_beforehand(id_type: torch.dtype, tells: bool) -> None:
+    buffers = PlanBuffers(37, id_type, DEVICE, uniques=20, tells=tells)
+    assert buffers.num_bytes == plan_bytes(37, 20, id_type)
+    assert plan_bytes(1000, 1000, torch.int32) - plan_bytes(0, 0, torch.int32) == 36_000
+
+
+def take(pool: BufferPool, capacity: int, berth: int | None = None) -> PlanBuffers:
+    return pool.take(capacity, capacity, torch.int32, DEVICE, berth, tells=False)
+
+
+def test_berths_take_over_what_eager_steps_had() -> None:
+    pool = BufferPool(lanes_of(DEVICE))
+    eager = [take(pool, 8) for _ in range(3)]
+    for each in eager:
+        pool.give_back(each, None)
+    mine = {berth: take(pool, 8, berth) for berth in range(4)}
+    assert [mine[berth] for berth in range(3)] == eager
+    assert pool.num_sets == 4
+    for berth, each in mine.items():
+        pool.give_back(each, berth)
+    assert all(take(pool, 8, berth) is each for berth, each in mine.items())
+    short = take(pool, 5)  # nothing is left for whoever has no berth
+    assert pool.num_bytes == 4 * plan_bytes(8, 8, torch.int32) + plan_bytes(5, 5, torch.int32)
+    assert short not in mine.values()
+
+
+def test_buffers_of_a_berth_that_is_gone_serve_others() -> None:
+    pool = BufferPool(lanes_of(DEVICE))
+    there, used = take(pool, 8, 1), take(pool, 8, 2)
+    pool.give_back(there, 1)
+    assert take(pool, 8, 1) is there
+    pool.give_back(there, 1)
+    pool.free_berth(1)
+    pool.free_berth(2)
+    pool.give_back(used, 2)
+    assert {id(take(pool, 8, 3)), id(take(pool, 8))} == {id(there), id(used)}
+    assert pool.num_sets == 2
+
+
+def test_what_is_too_small_goes() -> None:
+    pool = BufferPool(lanes_of(DEVICE))
+    pool.give_back(take(pool, 8), None)
+    assert take(pool, 9).capacity == 9
+    gc.collect()
+    assert pool.num_bytes == 0
+
+
+@pytest.mark.slow  # by the interpreter
+def test_old_batches_do_not_keep_buffers() -> None:
+    """However many of them somebody keeps; late gradients are right all the same."""
+    batches = dense(60, count=12)
+
+    def losses(embedding: hotrow.EmbeddingBagCollection) -> dict[str, torch.Tensor]:
+        found = [readout(embedding(batch)) for batch in hotrow.ahead(batches, embedding, depth=4)]
+        torch.stack(found).sum().backward()
+        return dict(embedding.state_dict())
+
+    strategy = replace(hotrow.STRATEGIES["lookahead"], pinned_part=0.0)
+    embedding = build(strategy=strategy)
+    found, expected = losses(embedding), losses(build(None, strategy="all-fast"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    (group,) = embedding.groups
+    assert group._pool_of_buffers.num_sets <= group._plans_at_once == 5
+
+
+@pytest.mark.parametrize("apart", [1, 100])
+def test_a_shape_that_comes_seldom_has_one_berth(apart: int) -> None:
+    """Each berth keeps the buffers of a plan for itself."""
+    batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
+    for landed in range(0, 20 * apart, apart):
+        berth = shape.next_input(batch, form, landed, lanes)
+        assert berth is not None
+        berth.take(form, landed)
+        berth.waits = False  # it is trained at once
+    assert len(shape.inputs) == (6 if apart == 1 else 1)
+
+
+def test_batches_of_a_seldom_shape_that_wait_have_berths_of_their_own() -> None:
+    batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
+    for landed in range(0, 300, 100):
+        berth = shape.next_input(batch, form, landed, lanes)
+        assert berth is not None
+        berth.take(form, landed)
+    assert len({id(each) for each in shape.inputs}) == 3
