@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner, Result
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
 from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
@@ -94,16 +93,13 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "strategy", "fill"), DEVICES)
-def test_no_alarm_on_a_device_and_one_for_a_bit(
-    device: str, strategy: str, fill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_alarm_on_a_device_and_one_for_a_bit(device: str, strategy: str, fill: str) -> None:
     few = device == "cpu"
     budget: Any = "60%"
     if few:
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         shares = (hotrow.Share(60, 32, True), hotrow.Share(30, 32, True))
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
-    embedding = collection(strategy, fill=fill, device=device, budget=budget)
+    embedding = collection(strategy, fill=fill, device=device, budget=budget, engine=gpu_rows)
     shadow, compared = RowVerifier([embedding]), []
     last = 12 if few else 30
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tables import Constant, Normal, Uniform
 
@@ -96,12 +95,6 @@ INITS: dict[str, Any] = {
 BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("after", 9, 3, ["z"])]
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the GPU's engine on the CPU."""
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-
-
 STRATEGIES = ["all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu"]
 
 
@@ -113,9 +106,8 @@ def test_a_table_starts_alike_alone_and_beside_others(strategy: str, init: str) 
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("strategy", ["all-fast", "lookahead"])
-@pytest.mark.usefixtures("interpreted")
 def test_a_table_starts_alike_on_a_gpus_engine(strategy: str, init: str) -> None:
-    check_company(INITS[init], strategy=strategy)
+    check_company(INITS[init], strategy=strategy, engine=gpu_rows)
 
 
 @pytest.mark.gpu
