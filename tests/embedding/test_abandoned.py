@@ -109,7 +109,7 @@ def collect_in_a_reader(embedding: Any, then: Callable[[], None] = lambda: None)
 
 def is_planned(embedding: Any) -> bool:
     """Whether rows are still to move for batches that were planned."""
-    return any(group.uncollected or group.in_transit for group in embedding.groups)
+    return any(group.flight.uncollected or group.flight.in_transit for group in embedding.groups)
 
 
 # -- no thread waits for itself ----------------------------------------------------------

@@ -190,9 +190,9 @@ def test_none_freezes_no_row_and_takes_no_memory() -> None:
     embedding.freeze_rows({"a": torch.tensor([3, 3])})
     assert embedding.memory()["which rows are frozen"] == 4 * 4  # 101 bits
     embedding.freeze_rows({})
-    assert not embedding.groups[0].frozen.any()
+    assert not embedding.groups[0].store.frozen.bits.any()
     embedding.freeze_rows(None)
-    assert embedding.groups[0].frozen is None
+    assert embedding.groups[0].store.frozen.bits is None
     assert embedding.memory() == before
 
 
@@ -200,11 +200,11 @@ def test_bits_stay_at_one_place_while_some_row_is_frozen() -> None:
     """Captured steps read them there."""
     embedding = build(CASES["one-hot"], "sgd", "all-fast")
     embedding.freeze_rows({"a": torch.tensor([3])})
-    before = embedding.groups[0].frozen.data_ptr()
+    before = embedding.groups[0].store.frozen.bits.data_ptr()
     embedding.freeze_rows({"b": torch.tensor([0, 39])})
-    assert embedding.groups[0].frozen.data_ptr() == before
+    assert embedding.groups[0].store.frozen.bits.data_ptr() == before
     every = torch.arange(100)
-    assert every[in_bits(embedding.groups[0].frozen, every)].tolist() == [60, 99]
+    assert every[in_bits(embedding.groups[0].store.frozen.bits, every)].tolist() == [60, 99]
 
 
 @pytest.mark.parametrize("ids", [[], [0], [31], [32], [31, 63, 95, 99], list(range(100))])
@@ -229,7 +229,7 @@ def test_what_is_no_row_is_refused_before_anything_changes(rows: Any, said: str)
     embedding = build(CASES["one-hot"], "sgd", "all-fast")
     with pytest.raises((KeyError, ValueError), match=said):
         embedding.freeze_rows(rows)
-    assert embedding.groups[0].frozen is None
+    assert embedding.groups[0].store.frozen.bits is None
 
 
 class Scores(torch.nn.Module):

@@ -164,7 +164,7 @@ def test_rows_given_twice_take_one_slot_and_padding_that_is_read_is_pinned() -> 
     pinned = embedding.pin_rows({"a": torch.tensor([7, 0, 7, 3, 7, 3])})
     assert pinned.rows("a").tolist() == [0, 3, 7]  # 0 is padding
     assert pinned.rows("b").tolist() == [2]  # likewise
-    assert int((embedding.groups[0].pad.row_of_slot >= 0).sum()) == 4
+    assert int((embedding.groups[0].memory.pad.row_of_slot >= 0).sum()) == 4
     assert outcome(embedding, learn(embedding, batches)).same_bits(all_fast(case, "sgd", batches))
 
 

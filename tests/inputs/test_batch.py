@@ -484,7 +484,7 @@ def test_a_bad_batch_is_refused_and_changes_nothing(bad: str, mode: str) -> None
     embedding = collection(strategy="lru", budget=9000)
     embedding(one_hot()).values().sum().backward()
     before, traffic = embedding.state_dict(), embedding.traffic()
-    resident = [group.pad.row_of_slot.clone() for group in embedding.groups]
+    resident = [group.memory.pad.row_of_slot.clone() for group in embedding.groups]
     with pytest.raises(kind, match=message):
         embedding.train(mode == "training")(features)
     after = embedding.state_dict()

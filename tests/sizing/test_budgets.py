@@ -114,7 +114,7 @@ def test_a_collection_decides_by_its_profile_and_trains() -> None:
             tables, hotrow.SGD(), budget="auto", profile=profile
         )
         embedding(torch.tensor([[1, 2], [3, 4]])).values().sum().backward()
-        found.append(sum(group.pad.num_slots for group in embedding.groups))
+        found.append(sum(group.memory.pad.num_slots for group in embedding.groups))
     assert found[0] > 4 * found[1] > 0
 
 

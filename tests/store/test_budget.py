@@ -216,10 +216,10 @@ def test_memory_counts_what_lies_in_fast_memory(budget: Any) -> None:
         embedding(batch).values().sum().backward()
     held = embedding._rows.window_bytes
     for group in embedding.groups:
-        planner, pad = group.planner, group.pad
+        planner, pad = group.planner, group.memory.pad
         tensors = [pad.slots, pad.row_of_slot, planner.last_use, planner.next_use, planner.uses]
         tensors += [planner.pinned_slots, planner._queue, planner._queue_use, planner._queue_next]
-        tensors += [group.buffer]
+        tensors += [group.memory.buffer.memory]
         held += pad.map.num_bytes + sum(each.numel() * each.element_size() for each in tensors)
     counted = sum(embedding.memory().values())
     assert held <= counted <= held + 6 * embedding.num_slots  # as if all that may be pinned were

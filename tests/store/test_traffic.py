@@ -48,7 +48,7 @@ def test_rows_that_no_lookup_asked_for_are_no_misses(
     groups = embedding.groups
     came = sum(g.moved[2] * g.moved_floats + g.loaded_rows * g.width for g in groups)
     assert traffic.bytes_fetched == 4 * came
-    assert traffic.loaded_rows == sum(group.loaded_rows for group in groups)
+    assert traffic.loaded_rows == sum(group.counters.loaded_rows for group in groups)
     # Without a profile a small table is what is known to be hot; look-ahead then pins nothing.
     if STRATEGIES[strategy].pinned_part and (strategy != "lookahead" or profile is not None):
         assert traffic.per_table["small"].loaded_rows > 250

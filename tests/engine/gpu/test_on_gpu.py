@@ -188,7 +188,7 @@ def test_fills_take_more_of_the_gpu_only_while_training_waits_for_them(busy: boo
         embedding(batch).values().sum().backward()
     assert embedding.traffic().chunked_batches == 0
     assert embedding.traffic().evicted_rows > 3_000_000
-    assert (embedding.groups[0].effort.number > 0) == (not busy)
+    assert (embedding.groups[0].mover.effort.number > 0) == (not busy)
 
 
 def test_leaving_rows_that_go_by_the_copy_engine_arrive() -> None:

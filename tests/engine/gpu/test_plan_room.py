@@ -81,7 +81,7 @@ def train_within(
         readout(embedding(batch)).backward()
         assert sum(embedding.memory().values()) <= granted, embedding.memory()
     for group in embedding.groups:
-        pool = group._pool_of_buffers
+        pool = group.planning._buffers
         assert 0 < pool.num_bytes <= group.plan_bytes(group.planner.capacity, group._plans_at_once)
 
 
@@ -372,7 +372,7 @@ def test_old_batches_do_not_keep_buffers() -> None:
     found, expected = losses(embedding), losses(build(None, strategy="all-fast"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (group,) = embedding.groups
-    assert group._pool_of_buffers.num_sets <= group._plans_at_once == 5
+    assert group.planning._buffers.num_sets <= group._plans_at_once == 5
 
 
 @pytest.mark.parametrize("apart", [1, 100])

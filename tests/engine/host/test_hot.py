@@ -467,7 +467,7 @@ def test_only_cold_rows_count_as_moved() -> None:
     for name, each in expected.per_table.items():
         mine = found.per_table[name]
         assert (mine.lookups, mine.unique_rows) == (each.lookups, each.unique_rows)
-    assert group.moved == [found.lookups, found.unique_rows, moved, moved]
+    assert group.counters.moved == [found.lookups, found.unique_rows, moved, moved]
 
 
 @pytest.mark.parametrize("rule", RULES)

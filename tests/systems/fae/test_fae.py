@@ -220,7 +220,7 @@ def test_hot_batches_hold_hot_rows_alone_and_fetch_none(cold: Any) -> None:
     assert fae.hot is not None
     kinds = []
     for batch, record, engine in zip(seen.batches, records, seen.engines, strict=True):
-        hot = popular(model.embedding.prepare(batch.sparse).batch, fae.hot)
+        hot = popular(model.embedding.pipeline.prepare(batch.sparse).batch, fae.hot)
         assert bool(hot.all()) or not bool(hot.any())
         kinds.append(bool(hot.all()))
         if kinds[-1]:
@@ -493,7 +493,7 @@ def test_leaving_the_loop_leaves_rows_where_they_belong(cold: Any) -> None:
         for record in trainer_of(model, fae).run(LOADER):
             if record.step == leave_at:
                 break
-        assert not model.embedding.is_on_host
+        assert not model.embedding.pins.is_on_host
         plain(twin, seen.batches)
         assert same_bits(model, twin)
 
@@ -510,7 +510,7 @@ def test_an_error_in_the_loop_is_the_one_that_is_told() -> None:
     trainer.loss_fn = fail
     with pytest.raises(ZeroDivisionError, match="mine"):
         list(trainer.run(LOADER))
-    assert not model.embedding.is_on_host
+    assert not model.embedding.pins.is_on_host
     model.embedding.check()
 
 
@@ -559,7 +559,7 @@ def test_a_skip_sees_hot_batches_alone_and_every_evaluation() -> None:
     assert skip.noted == [loss for _, loss in fae.record.test_losses]
     assert skip.closed == 1
     cold = [
-        not bool(popular(model.embedding.prepare(x.sparse).batch, fae.hot).all())
+        not bool(popular(model.embedding.pipeline.prepare(x.sparse).batch, fae.hot).all())
         for x in seen.batches
     ]  # type: ignore[arg-type]
     assert cold.count(True) == 2 * fae.record.cold_batches

@@ -34,7 +34,7 @@ def static(case: Case, rule: str = "adagrad", **options: Any) -> hotrow.Embeddin
         seed=3,
         **options,
     )
-    embedding.move_in(LATE)
+    embedding.pipeline.move_in(LATE)
     return embedding
 
 
@@ -358,7 +358,7 @@ def test_plans_wait_for_ids_computed_of_a_batch_that_another_lane_has_made(
             waits.append((lane, mark))
 
     lanes, reader.lanes = reader.lanes, Noting()  # type: ignore[assignment]
-    reader._wait_for(batch, [(embedding, embedding.prepare(ids(batch)))], made)
+    reader._wait_for(batch, [(embedding, embedding.pipeline.prepare(ids(batch)))], made)
     reader.lanes = lanes
     expected = [("plan", "sorted"), (reader.lane, "sorted")]
     assert waits == [*expected, *([("plan", "train")] if is_computed else [])]

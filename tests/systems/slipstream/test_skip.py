@@ -57,7 +57,7 @@ class Moving:
 
     def train(self, batch: Clicks) -> None:
         weights = self.embedding.state_dict()[self.embedding.key_of("a")]
-        frozen = self.embedding.groups[0].frozen
+        frozen = self.embedding.groups[0].store.frozen.bits
         rows = batch.sparse[:, 0].unique()
         if frozen is not None:
             rows = torch.tensor([r for r in rows.tolist() if not (int(frozen[0]) >> r) & 1]).long()
@@ -300,9 +300,9 @@ def test_frozen_rows_are_updated_again_in_a_new_epoch_until_it_has_decided() -> 
     moving = Moving(STEPS)
     skip = moving.slipstream(mode="rows")
     moving.run(skip, moving.batches())
-    assert any(bool(group.frozen.any()) for group in moving.embedding.groups)
+    assert any(bool(group.store.frozen.bits.any()) for group in moving.embedding.groups)
     skip.begin(BATCHES)
-    assert not any(bool(group.frozen.any()) for group in moving.embedding.groups)
+    assert not any(bool(group.store.frozen.bits.any()) for group in moving.embedding.groups)
     moving.run(skip, moving.batches())
     assert skip.record.stale_rows["a"] == 3
 
@@ -408,7 +408,7 @@ def test_a_validation_loss_that_rises_ends_skipping(mode: str) -> None:
     assert skip.record.stopped.startswith("validation loss rose to 0.65 from 0.6 while stale")
     assert skip.record.stale_rows == {}
     assert samples_in(trained[14:]) >= samples_in(batches[left:])
-    assert all(group.frozen is None for group in moving.embedding.groups)
+    assert all(group.store.frozen.bits is None for group in moving.embedding.groups)
     skip.begin(BATCHES)  # and for good
     again = moving.batches()
     assert all(a is b for a, b in zip(moving.run(skip, again), again, strict=True))
@@ -496,7 +496,7 @@ def test_a_search_that_does_not_converge_is_reported_and_takes_less(mode: str) -
         assert "makes 0.0%" in r.threshold.said
         assert "Nothing is skipped; a target of 1 would" in r.threshold.said
         assert r.stale_rows == {}
-        assert all(group.frozen is None for group in moving.embedding.groups)
+        assert all(group.store.frozen.bits is None for group in moving.embedding.groups)
 
 
 def test_rows_are_watched_longer_where_too_few_were_visited() -> None:

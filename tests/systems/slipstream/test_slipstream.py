@@ -108,7 +108,7 @@ def model_of(trainer: Trainer[ClickBatch]) -> Model:
 
 
 def frozen(trainer: Trainer[ClickBatch]) -> bool:
-    return any(group.frozen is not None for group in model_of(trainer).embedding.groups)
+    return any(group.store.frozen.bits is not None for group in model_of(trainer).embedding.groups)
 
 
 def same(left: Trainer[ClickBatch], right: Trainer[ClickBatch]) -> bool:
@@ -239,8 +239,8 @@ def test_rows_are_left_alone_from_the_decision_on_and_the_dense_part_is_not() ->
     (group,) = model.embedding.groups
     then: tuple[Tensor, Tensor, Tensor] | None = None
     for _ in trainer.run(BATCHES):
-        if then is None and group.frozen is not None:
-            resting = in_bits(group.frozen, torch.arange(80))
+        if then is None and group.store.frozen.bits is not None:
+            resting = in_bits(group.store.frozen.bits, torch.arange(80))
             then = resting, torch.cat(model.rows()), model.top.weight.detach().clone()
         if then is not None:
             assert torch.equal(torch.cat(model.rows())[then[0]], then[1][then[0]])
