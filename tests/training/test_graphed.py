@@ -440,7 +440,7 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
 
     generator = torch.Generator().manual_seed(1)
     short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(8)]
-    batches = [*batches_of("sum", 6), *short, *batches_of("sum", 6, most=9)]
+    batches = [*batches_of("sum", 7), *short, *batches_of("sum", 7, most=9)]
     model = make("sum", "sgd", "lookahead", slots=80)
     found = run(model, batches, Pools(), batch_size=SIZE)
     assert found.same_bits(run(make("sum"), batches))
@@ -483,7 +483,7 @@ def test_a_learning_rate_schedule_of_the_rows_is_followed(seen: Replays) -> None
             schedule.step()
         return found_in(model, losses)
 
-    batches = batches_of("sum", 9)
+    batches = batches_of("sum", 12)
     expected = train(make("sum", "adam"))
     assert train(make("sum", "adam", "lookahead", slots=40), seen).same_bits(expected)
     assert seen.strange > 0
@@ -656,7 +656,7 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
 @without_gpu
 def test_what_is_counted_on_the_host_is_counted_with_every_replay() -> None:
     """A capture runs what the host does, once, and nothing of the device's."""
-    batches = batches_of("sum", 9)
+    batches = batches_of("sum", 12)
     model = make("sum", "sgd", "lookahead", slots=40)
     adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
     steps = [state["step"] for state in adagrad.state.values()]
@@ -680,7 +680,7 @@ def test_what_is_counted_on_the_host_is_counted_with_every_replay() -> None:
     seen = Counts()
     found = run(model, batches, seen, optimizer=adagrad)
     assert seen.strange > 0
-    assert [float(each) for each in steps] == [9.0, 9.0]
+    assert [float(each) for each in steps] == [12.0, 12.0]
     twin = make("sum")
     expected = run(
         twin,
@@ -708,6 +708,10 @@ def test_an_optimizer_whose_numbers_follow_a_count_of_the_host_is_not_captured(
 
 
 # -- what a user calls -----------------------------------------------------------------------
+
+
+def cpu_model() -> Model:
+    return make("sum", engine=None)
 
 
 def test_on_a_cpu_a_step_gives_the_bits_of_a_loop_written_by_hand() -> None:
@@ -740,7 +744,7 @@ def test_on_a_cpu_a_step_gives_the_bits_of_a_loop_written_by_hand() -> None:
         ({"labels": "label"}, "labels must be a function, got str"),
         ({"optimizer": hotrow.SGD()}, "optimizer must be a torch optimizer .* got SGD"),
         (
-            {"optimizer": make("sum", engine=None).embedding.optimizer},
+            {"optimizer": cpu_model().embedding.optimizer},
             "optimizer is a collection's own",
         ),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
@@ -750,7 +754,7 @@ def test_on_a_cpu_a_step_gives_the_bits_of_a_loop_written_by_hand() -> None:
 )
 def test_wrong_arguments_are_told(wrong: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
-        "model": make("sum", engine=None),
+        "model": cpu_model(),
         "loss_fn": squares,
         "optimizer": None,
         **wrong,
@@ -761,18 +765,18 @@ def test_wrong_arguments_are_told(wrong: dict[str, Any], message: str) -> None:
 
 def test_a_step_that_graphed_did_not_give_is_refused() -> None:
     with pytest.raises(TypeError, match=r"step must be what hotrow.graphed gave, got function"):
-        hotrow.ahead([], make("sum", engine=None), step=squares)
+        hotrow.ahead([], cpu_model(), step=squares)
 
 
 def test_labels_that_were_not_named_are_asked_for() -> None:
-    model = make("sum", engine=None)
+    model = cpu_model()
     step = hotrow.graphed(model, squares, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(AttributeError, match=r"a dict, has no \.label; say where .* labels=lambda"):
         step(batches_of("sum", 1)[0])
 
 
 def test_a_trainer_refuses_rows_settings_for_the_dense_part() -> None:
-    model = make("sum", engine=None)
+    model = cpu_model()
     with pytest.raises(TypeError, match="dense_optimizer is a collection's own"):
         hotrow.Trainer(
             model, squares, dense_optimizer=model.embedding.optimizer, ids=lambda b: b["ids"]

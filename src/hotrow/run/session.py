@@ -20,7 +20,7 @@ import torch
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of
-from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.board import Board, TensorBoard, check_board
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
@@ -223,7 +223,7 @@ class Session:
     def _train(self, steps: int) -> None:
         job, tally, training = self._job, self._tally, self._config.training
         every, verify_every = training.eval_every, training.verify_every
-        verifier = Shadow([job.embedding], step=job.done) if verify_every else None
+        verifier = RowVerifier([job.embedding], step=job.done) if verify_every else None
         is_verified = True  # all steps so far
         with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
             for record in job.train():

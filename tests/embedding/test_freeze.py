@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, outcome, readout, tight_budget, variant
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.inputs.tree import to_device
 from hotrow.kernels.reference import bits_of, in_bits
@@ -145,26 +145,19 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
         ("one-hot", "row-wise", "lookahead", "random", 0.6),
     ],
 )
-def test_on_a_device(
-    case: str, rule: str, name: str, victims: str, part: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-    right = put_back(build(CASES[case], rule, "all-fast", device=DEVICE), CASES[case])
-    embedding = tight(CASES[case], rule, name, victims, part=part, device=DEVICE)
+def test_on_a_device(case: str, rule: str, name: str, victims: str, part: float) -> None:
+    options = {"device": DEVICE, "engine": gpu_rows}
+    right = put_back(build(CASES[case], rule, "all-fast", **options), CASES[case])
+    embedding = tight(CASES[case], rule, name, victims, part=part, **options)
     assert trained(embedding, CASES[case]).same_bits(right)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "device"])
-def test_late_and_joined_gradients_leave_them_alone(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case, device = CASES["multi-hot"], "cpu"
-    if engine == "device":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-        device = DEVICE.type
+@pytest.mark.parametrize("engine", [cpu_rows, gpu_rows])
+def test_late_and_joined_gradients_leave_them_alone(engine: Any) -> None:
+    case, device = CASES["multi-hot"], DEVICE.type if engine is gpu_rows else "cpu"
     found = []
     for freezes in (True, False):
-        embedding = build(case, "adam", "all-fast", device=device)
+        embedding = build(case, "adam", "all-fast", device=device, engine=engine)
         embedding.grad_scale = 8.0  # gradients are looked at before the update
         frozen = frozen_at(case, 2)
         kept = [

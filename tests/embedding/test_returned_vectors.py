@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 
 ON_GPU = torch.cuda.is_available()
 Table = hotrow.EmbeddingBagConfig
@@ -21,19 +21,19 @@ TWO_WIDTHS = [Table("a", 20, 4, ["f"]), Table("b", 20, 6, ["g"])]
 Change = Callable[[Any, Tensor], Tensor]
 
 
-@pytest.fixture(params=["rows", "device-rows"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "device-rows":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-        return "cuda" if ON_GPU else "cpu"
-    return "cpu"
+@pytest.fixture(params=[cpu_rows, gpu_rows])
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-def build(device: str, tables: Any = TABLES, **options: Any) -> hotrow.EmbeddingBagCollection:
+def place(engine: Any) -> str:
+    return "cuda" if ON_GPU and engine is gpu_rows else "cpu"
+
+
+def build(engine: Any, tables: Any = TABLES, **options: Any) -> hotrow.EmbeddingBagCollection:
+    options |= {"device": place(engine), "engine": engine}
     rule = hotrow.SGD(lr=0.1)
-    return hotrow.EmbeddingBagCollection(
-        tables, rule, strategy="all-fast", seed=1, device=device, **options
-    )
+    return hotrow.EmbeddingBagCollection(tables, rule, strategy="all-fast", seed=1, **options)
 
 
 class Twin:
@@ -114,14 +114,14 @@ def jagged_ids(device: str) -> hotrow.KeyedJaggedTensor:
 @pytest.mark.parametrize("tables", [TABLES, TWO_WIDTHS], ids=["one-width", "two-widths"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_in_place_train_like_torch(
-    change: Change, tables: Any, make: Any, device: str
+    change: Change, tables: Any, make: Any, engine: Any
 ) -> None:
     if change is scale_both and tables is TWO_WIDTHS:
         pytest.skip("multiplies vectors of one width")
-    embedding = build(device, tables)
-    twin, ids, grads = Twin(embedding), make(device), []
+    embedding = build(engine, tables)
+    twin, ids, grads = Twin(embedding), make(place(engine)), []
     for run in (embedding, twin):
-        scale = torch.tensor(1.7, device=device, requires_grad=True)
+        scale = torch.tensor(1.7, device=place(engine), requires_grad=True)
         change(run(ids), scale).backward()
         grads.append(scale.grad)
     twin.step()
@@ -133,22 +133,27 @@ def test_changes_in_place_train_like_torch(
 
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
 @pytest.mark.parametrize("change", [scale_one, scale_values, scale_then_values])
-def test_evaluation_allows_changes_too(change: Change, mode: str, device: str) -> None:
-    embedding = build(device)
-    twin, scale = Twin(embedding), torch.tensor(1.7, device=device, requires_grad=mode == "eval")
+def test_evaluation_allows_changes_too(change: Change, mode: str, engine: Any) -> None:
+    embedding = build(engine)
+    twin, scale = (
+        Twin(embedding),
+        torch.tensor(1.7, device=place(engine), requires_grad=mode == "eval"),
+    )
     if mode == "eval":
         embedding.eval()
     context: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
         mode, torch.enable_grad
     )
     with context():
-        found, expected = (change(run(dense_ids(device)), scale) for run in (embedding, twin))
+        found, expected = (
+            change(run(dense_ids(place(engine))), scale) for run in (embedding, twin)
+        )
     torch.testing.assert_close(found.detach(), expected.detach())
 
 
-def test_one_feature_alone(device: str) -> None:
-    embedding = build(device, ONE)
-    ids = torch.tensor([[1], [1], [4]], device=device)
+def test_one_feature_alone(engine: Any) -> None:
+    embedding = build(engine, ONE)
+    ids = torch.tensor([[1], [1], [4]], device=place(engine))
     out = embedding(ids)
     vectors = out["f"]
     vectors *= 2
@@ -159,9 +164,9 @@ def test_one_feature_alone(device: str) -> None:
     torch.testing.assert_close(moved[[1, 4, 2], 0], torch.tensor([0.4, 0.2, 0.0]))
 
 
-def test_features_after_values_are_views_of_them(device: str) -> None:
-    embedding = build(device)
-    twin, ids = Twin(embedding), dense_ids(device)
+def test_features_after_values_are_views_of_them(engine: Any) -> None:
+    embedding = build(engine)
+    twin, ids = Twin(embedding), dense_ids(place(engine))
     out = embedding(ids)
     every = out.values()
     every *= 2
@@ -176,8 +181,8 @@ def test_features_after_values_are_views_of_them(device: str) -> None:
         out["f"].mul_(2)
 
 
-def test_values_after_features_are_a_copy(device: str) -> None:
-    out = build(device)(dense_ids(device))
+def test_values_after_features_are_a_copy(engine: Any) -> None:
+    out = build(engine)(dense_ids(place(engine)))
     first = out["f"]
     every = out.values()
     expected = every.detach().clone()
@@ -187,12 +192,14 @@ def test_values_after_features_are_a_copy(device: str) -> None:
     assert torch.equal(first, expected[:, :4] * 2)
 
 
-def test_lookups_without_pooling(device: str) -> None:
+def test_lookups_without_pooling(engine: Any) -> None:
     embedding = hotrow.EmbeddingCollection(
-        ONE, hotrow.SGD(lr=0.1), strategy="all-fast", device=device
+        ONE, hotrow.SGD(lr=0.1), strategy="all-fast", device=place(engine), engine=engine
     )
     ids = hotrow.KeyedJaggedTensor(
-        ["f"], torch.tensor([1, 2, 3], device=device), lengths=torch.tensor([2, 1], device=device)
+        ["f"],
+        torch.tensor([1, 2, 3], device=place(engine)),
+        lengths=torch.tensor([2, 1], device=place(engine)),
     )
     before = embedding.state_dict()["embeddings.a.weight"]
     sequences = embedding(ids)["f"]
@@ -202,16 +209,16 @@ def test_lookups_without_pooling(device: str) -> None:
     torch.testing.assert_close(moved[[1, 2, 3, 4], 0], torch.tensor([0.2, 0.2, 0.2, 0.0]))
 
 
-def test_a_saved_vector_that_is_changed_is_refused_as_in_torch(device: str) -> None:
-    vectors = build(device)(dense_ids(device))["f"]
+def test_a_saved_vector_that_is_changed_is_refused_as_in_torch(engine: Any) -> None:
+    vectors = build(engine)(dense_ids(place(engine)))["f"]
     loss = vectors.square().sum()
     vectors *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_an_in_place_operator_may_stand_behind_a_feature(device: str) -> None:
-    out = build(device)(torch.tensor([[1, 2], [3, 4]], device=device))
+def test_an_in_place_operator_may_stand_behind_a_feature(engine: Any) -> None:
+    out = build(engine)(torch.tensor([[1, 2], [3, 4]], device=place(engine)))
     before = out["f"].clone()
     out["f"] *= 2
     assert torch.equal(out["f"], before * 2)

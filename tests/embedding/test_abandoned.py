@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from builders import SCHEDULES, variant
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.support.threads import may_wait
@@ -321,12 +320,13 @@ def test_training_goes_on_with_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_threads.py does it on the GPU")
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
-def test_training_goes_on_with_the_device_engine(
-    fill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-    check_training_goes_on(lambda: collection("lookahead", fill=fill), ways_on()["iterate"], more=2)
+def test_training_goes_on_with_the_device_engine(fill: str) -> None:
+    def make() -> hotrow.EmbeddingBagCollection:
+        return collection("lookahead", fill=fill, engine=gpu_rows)
+
+    check_training_goes_on(make, ways_on()["iterate"], more=2)
 
 
 @pytest.mark.parametrize("way", ways_on())

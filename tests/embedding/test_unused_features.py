@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from builders import RULES, tight_budget, variant
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import to_device
@@ -39,25 +38,18 @@ ENGINES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., hotrow.EmbeddingBagCollection]:
+def build(
+    engine: str, rule: hotrow.kernels.rules.RowRule, tables: Sequence[Any] = TABLES, **more: Any
+) -> hotrow.EmbeddingBagCollection:
     """Builds a collection on an engine of ENGINES; on a machine with a GPU all are there."""
-
-    def make(
-        engine: str, rule: hotrow.kernels.rules.RowRule, tables: Sequence[Any] = TABLES, **more: Any
-    ) -> hotrow.EmbeddingBagCollection:
-        strategy, slots, kind = (*ENGINES[engine], None, None)[:3]
-        options: dict[str, Any] = {"seed": 3, "strategy": strategy, **more}
-        if slots is not None:
-            shares = [hotrow.Share(slots, 16, True) for _ in {t.embedding_dim for t in tables}]
-            options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
-        if kind is not None:
-            monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: kind)
-        if ON_GPU and (kind is not None or "hybrid" in engine):
-            options["device"] = "cuda"
-        return hotrow.EmbeddingBagCollection(tables, rule, **options)
-
-    return make
+    strategy, slots, kind = (*ENGINES[engine], None, None)[:3]
+    options: dict[str, Any] = {"seed": 3, "strategy": strategy, "engine": kind, **more}
+    if slots is not None:
+        shares = [hotrow.Share(slots, 16, True) for _ in {t.embedding_dim for t in tables}]
+        options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
+    if ON_GPU and (kind is not None or "hybrid" in engine):
+        options["device"] = "cuda"
+    return hotrow.EmbeddingBagCollection(tables, rule, **options)
 
 
 def dense(generator: torch.Generator) -> Tensor:
@@ -134,9 +126,7 @@ RULE = {
 @pytest.mark.parametrize("kind", [dense, jagged])
 @pytest.mark.parametrize("rule", RULE)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_rows_state_and_steps_are_those_of_torch_modules(
-    engine: str, rule: str, kind: Any, build: Any
-) -> None:
+def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str, kind: Any) -> None:
     embedding = build(engine, RULE[rule][0])
     plain = Plain(embedding, RULE[rule][1])
     every = batches(kind)
@@ -159,9 +149,7 @@ def test_rows_state_and_steps_are_those_of_torch_modules(
 @pytest.mark.parametrize("tables", [TABLES, OTHER_WIDTH], ids=["one-width", "two-widths"])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
-def test_decay_leaves_rows_of_unused_tables_alone(
-    engine: str, rule: str, tables: Any, build: Any
-) -> None:
+def test_decay_leaves_rows_of_unused_tables_alone(engine: str, rule: str, tables: Any) -> None:
     embedding = build(engine, RULES[rule], tables)
     start = embedding.state_dict()
     for batch in hotrow.ahead(batches(), embedding):
@@ -173,7 +161,7 @@ def test_decay_leaves_rows_of_unused_tables_alone(
     assert not torch.equal(now["embedding_bags.b.weight"], start["embedding_bags.b.weight"])
 
 
-def test_a_row_that_only_an_unused_feature_reads_stays(build: Any) -> None:
+def test_a_row_that_only_an_unused_feature_reads_stays() -> None:
     embedding = build("all-fast", RULES["adamw"])
     start = embedding.state_dict()["embedding_bags.a.weight"]
     ids = torch.tensor([[1, 2, 0, 0], [3, 3, 0, 0]])  # f reads rows 1 and 3 of table a, g 2 and 3
@@ -183,7 +171,7 @@ def test_a_row_that_only_an_unused_feature_reads_stays(build: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
-def test_not_a_number_in_what_is_unused_harms_nothing(engine: str, build: Any) -> None:
+def test_not_a_number_in_what_is_unused_harms_nothing(engine: str) -> None:
     embedding = build(engine, hotrow.SGD(lr=0.1))
     place = embedding.groups[0].device
     for table, size in (("b", 30), ("c", 20)):
@@ -202,7 +190,7 @@ def test_not_a_number_in_what_is_unused_harms_nothing(engine: str, build: Any) -
     assert not grads[1:].any()
 
 
-def test_vectors_of_half_precision_are_no_other(build: Any) -> None:
+def test_vectors_of_half_precision_are_no_other() -> None:
     embedding = build("device", RULES["adamw"], output_dtype=torch.bfloat16)
     start = embedding.state_dict()
     for batch in hotrow.ahead(batches(count=2), embedding):
@@ -213,7 +201,7 @@ def test_vectors_of_half_precision_are_no_other(build: Any) -> None:
     assert [torch.equal(start[key], now[key]) for key in now] == [False, False, True]
 
 
-def test_values_use_every_table(build: Any) -> None:
+def test_values_use_every_table() -> None:
     embedding, other = (build("all-fast", RULES["adamw"]) for _ in range(2))
     ids = batches()[0]
     embedding(ids).values()[:, :4].tanh().sum().backward()
@@ -225,7 +213,7 @@ def test_values_use_every_table(build: Any) -> None:
 
 
 @pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "static-hybrid", "device"])
-def test_accumulated_passes_may_use_different_features(engine: str, build: Any) -> None:
+def test_accumulated_passes_may_use_different_features(engine: str) -> None:
     embedding = build(engine, RULE["adam"][0])
     plain = Plain(embedding, RULE["adam"][1])
     first, second = batches(count=2)
@@ -240,7 +228,7 @@ def test_accumulated_passes_may_use_different_features(engine: str, build: Any) 
     assert embedding.optimizer.steps == [2, 0, 0]
 
 
-def test_gradients_that_are_looked_at_first_have_the_same_rows(build: Any) -> None:
+def test_gradients_that_are_looked_at_first_have_the_same_rows() -> None:
     ids = batches()
     outcomes = []
     for options in ({}, {"on_nonfinite": "error"}):
@@ -252,7 +240,7 @@ def test_gradients_that_are_looked_at_first_have_the_same_rows(build: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["lookahead", "lru", "scratchpipe", "static"])
-def test_few_slots_have_the_bits_of_all_rows_in_fast_memory(name: str, build: Any) -> None:
+def test_few_slots_have_the_bits_of_all_rows_in_fast_memory(name: str) -> None:
     case, strategy = type("Case", (), {"tables": TABLES})(), variant(name)
     ids = batches(count=12)
     budget = tight_budget(case, ids, strategy.hold)

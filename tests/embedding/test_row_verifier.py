@@ -10,10 +10,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.checkpoint.folder import latest_in, saved_in
 from hotrow.cli import make_app
-from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.run.files import RunWriter
 from hotrow.run.job import Job
@@ -59,11 +58,11 @@ def train(embedding: Any, count: int, after: Any, size: int = 16) -> None:
 @pytest.mark.parametrize("strategy", hotrow.STRATEGIES)
 def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> None:
     embedding, compared = collection(strategy), []
-    shadow = Shadow([embedding])
+    verifier = RowVerifier([embedding])
 
     def after(step: int) -> None:
         if step % 5 == 0:
-            compared.append(shadow.verify(step))
+            compared.append(verifier.verify(step))
         if step == 7:
             hotrow.begin_checkpoint(tmp_path, embedding, step=step)
         if step == 12:
@@ -76,7 +75,7 @@ def test_training_and_saving_raise_no_alarm(strategy: str, tmp_path: Path) -> No
     torch.manual_seed(0)
     before = torch.rand(3)
     torch.manual_seed(0)
-    Shadow([embedding]).verify(30)
+    RowVerifier([embedding]).verify(30)
     assert torch.equal(torch.rand(3), before)  # nobody else's numbers change
 
 
@@ -94,37 +93,34 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("device", "strategy", "fill"), DEVICES)
-def test_no_alarm_on_a_device_and_one_for_a_bit(
-    device: str, strategy: str, fill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_alarm_on_a_device_and_one_for_a_bit(device: str, strategy: str, fill: str) -> None:
     few = device == "cpu"
     budget: Any = "60%"
     if few:
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
         shares = (hotrow.Share(60, 32, True), hotrow.Share(30, 32, True))
         budget = hotrow.Budget(shares, window_bytes=1 << 14)
-    embedding = collection(strategy, fill=fill, device=device, budget=budget)
-    shadow, compared = Shadow([embedding]), []
+    embedding = collection(strategy, fill=fill, device=device, budget=budget, engine=gpu_rows)
+    verifier, compared = RowVerifier([embedding]), []
     last = 12 if few else 30
 
     def after(step: int) -> None:
         if step % 4 == 0:
-            compared.append(shadow.verify(step))
+            compared.append(verifier.verify(step))
 
     train(embedding, last, after, 5 if few else 16)
-    compared.append(shadow.verify(last))
+    compared.append(verifier.verify(last))
     if strategy == "all-fast":
         return
     assert min(compared) > 10
     embedding.groups[0].store.rows.view(torch.int32)[:, 3] ^= 1
-    with pytest.raises(CorruptRows, match="slow memory, and nobody has written them: row 0 of"):
-        shadow.verify(last + 1)
+    with pytest.raises(CorruptRows, match="slow memory, but were not written: row 0 of"):
+        verifier.verify(last + 1)
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "lru", "hybrid", "static-hybrid"])
 def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
     embedding = collection(strategy)
-    shadow = Shadow([embedding])
+    verifier = RowVerifier([embedding])
     seen = torch.cat([batch[:, :2].flatten() for batch in batches(5)]).unique()
     row = next(each for each in range(899, 0, -1) if each not in seen.tolist())
 
@@ -133,7 +129,7 @@ def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
             embedding.groups[0].store.rows.view(torch.int32)[row, 3] ^= 1 << 20
         if step == 4:
             with pytest.raises(CorruptRows, match=rf"1 of .* in slow memory.*row {row} of table "):
-                shadow.verify(step)
+                verifier.verify(step)
 
     train(embedding, 5, after)
 
@@ -141,16 +137,16 @@ def test_a_bit_that_changes_in_slow_memory_is_found(strategy: str) -> None:
 def test_a_bit_that_changes_in_a_slot_is_found() -> None:
     embedding = collection("lru", budget="50%")
     group = embedding.groups[0]
-    shadow = Shadow([embedding])
+    verifier = RowVerifier([embedding])
 
     def after(step: int) -> None:
         if step == 16:
-            shadow.verify(step)
+            verifier.verify(step)
             oldest = int(group.planner.last_use[group.memory.pad.row_of_slot >= 0].argmin())
             slot = int((group.memory.pad.row_of_slot >= 0).nonzero()[oldest])
             group.slots.view(torch.int32)[slot, 2] ^= 1
             with pytest.raises(CorruptRows, match=r"1 of .* in its slot"):
-                shadow.verify(step)
+                verifier.verify(step)
 
     train(embedding, 17, after)
 
@@ -158,12 +154,12 @@ def test_a_bit_that_changes_in_a_slot_is_found() -> None:
 def test_a_map_that_is_wrong_is_found() -> None:
     embedding = collection()
     train(embedding, 3, lambda step: None)
-    shadow = Shadow([embedding], step=3)
+    verifier = RowVerifier([embedding], step=3)
     rows = embedding.groups[0].memory.pad.row_of_slot
     taken = (rows >= 0).nonzero().squeeze(1)[:2]
     rows[taken] = rows[taken.flip(0)]
     with pytest.raises(CorruptRows, match=r"at step 9 the maps of slots are wrong .*disagree"):
-        shadow.verify(9)
+        verifier.verify(9)
 
 
 RUN = """

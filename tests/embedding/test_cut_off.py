@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 import hotrow.engine.gpu.plan_buffers
 import hotrow.engine.gpu.planner
 from hotrow.engine.gpu.rows import gpu_rows
@@ -30,13 +29,10 @@ ENGINES = {"device": gpu_rows, "cpu": cpu_rows}
 
 
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(request: pytest.FixtureRequest) -> Any:
     if request.param == "cpu" and DEVICE.type == "cuda":
         pytest.skip("the CPU's engine is for CPUs")
-    chosen = ENGINES[request.param]
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: chosen)
-    return chosen
+    return ENGINES[request.param]
 
 
 def batch(*rows: tuple[int, int]) -> Tensor:
@@ -63,16 +59,17 @@ def trained(cut_off: Callable[[Any], None], **options: Any) -> tuple[list[float]
     return losses, list(embedding.state_dict().values())
 
 
-def assert_nothing_is_lost(cut_off: Callable[[Any], None]) -> None:
+def assert_nothing_is_lost(cut_off: Callable[[Any], None], engine: Any = gpu_rows) -> None:
     shares = (hotrow.Share(12, 16, True), hotrow.Share(12, 16, True))
     budget = hotrow.Budget(shares, window_bytes=1 << 12)
-    losses, rows = trained(cut_off, strategy="all-fast")
+    losses, rows = trained(cut_off, strategy="all-fast", engine=engine)
     for strategy in ("lru", "lookahead"):
-        found, found_rows = trained(cut_off, strategy=strategy, budget=budget)
+        found, found_rows = trained(cut_off, strategy=strategy, budget=budget, engine=engine)
         assert found == losses
         assert all(map(torch.equal, found_rows, rows))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("bad", [(5, 99), (99, 5)])
 def test_a_bad_id_in_one_width_leaves_the_other_s_rows_alone(
     engine: Any, bad: tuple[int, int]
@@ -81,34 +78,36 @@ def test_a_bad_id_in_one_width_leaves_the_other_s_rows_alone(
         with pytest.raises(ValueError, match="id 99 is outside table"):
             embedding(batch((6, 6), bad))
 
-    assert_nothing_is_lost(cut_off)
+    assert_nothing_is_lost(cut_off, engine)
 
 
-def test_ctrl_c_while_a_batch_is_planned(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_batch_is_planned(engine: Any) -> None:
     pressed = [True]
-    plan = engine.plan
 
-    def planned(self: Any, work: Any) -> bool:
-        found = plan(self, work)
-        if not pressed[0]:
-            pressed[0] = True
-            os.kill(os.getpid(), signal.SIGINT)
-        return bool(found)
+    def interrupted(*args: Any, **options: Any) -> Any:
+        group = engine(*args, **options)
+        plan = group.plan
 
-    monkeypatch.setattr(engine, "plan", planned)
+        def planned(work: Any) -> None:
+            plan(work)
+            if not pressed[0]:
+                pressed[0] = True
+                os.kill(os.getpid(), signal.SIGINT)
+
+        group.plan = planned
+        return group
 
     def cut_off(embedding: Any) -> None:
         pressed[0] = False
         with pytest.raises(KeyboardInterrupt):
             embedding(batch((5, 5), (6, 6)))
 
-    assert_nothing_is_lost(cut_off)
+    assert_nothing_is_lost(cut_off, interrupted)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("failing", [1, 2])
 def test_no_memory_for_the_plan_of_one_width(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     left = [0]
     make = hotrow.engine.gpu.plan_buffers.PlanBuffers.__init__
 
@@ -129,11 +128,7 @@ def test_no_memory_for_the_plan_of_one_width(failing: int, monkeypatch: pytest.M
     assert_nothing_is_lost(cut_off)
 
 
-def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed() -> None:
     rows = torch.arange(60, device=DEVICE)[:, None]
     batches = (
         [rows[i : i + 4] for i in range(4)] + [rows[:40]] + [rows[i : i + 4] for i in range(4)]
@@ -143,6 +138,7 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
         hotrow.SGD(lr=0.1),
         hotrow.Budget((hotrow.Share(20, 32, True),), 1 << 14),
         device=DEVICE,
+        engine=gpu_rows,
     )
 
     def train() -> None:
@@ -155,10 +151,8 @@ def test_a_plan_that_failed_is_no_mistake_while_it_is_not_confirmed(
 
 
 def test_more_slots_than_can_be_numbered_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     monkeypatch.setattr(hotrow.engine.gpu.planner, "_MOST_SLOTS", 49)
     with pytest.raises(ValueError, match="60 rows of one width are to be in fast memory at once"):
         hotrow.EmbeddingBagCollection(
-            TABLES[:1], hotrow.SGD(lr=0.1), strategy="all-fast", device=DEVICE
+            TABLES[:1], hotrow.SGD(lr=0.1), strategy="all-fast", device=DEVICE, engine=gpu_rows
         )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from builders import CASES, RULES, readout
 from dense_masters import MasterWeights
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
 
 CASE = CASES["one-hot"]
 BATCHES = CASE.batches(12)
@@ -35,13 +35,11 @@ class Model(nn.Module):
         return readout(self.embedding(batch)) * self.scale
 
 
-@pytest.fixture(params=["rows", "device-rows"])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Model:
-    if request.param == "device-rows":
-        if torch.cuda.is_available():
-            pytest.skip("kernels are compiled where there is a GPU")
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-    return Model(collection())
+@pytest.fixture(params=[cpu_rows, gpu_rows])
+def model(request: pytest.FixtureRequest) -> Model:
+    if request.param is gpu_rows and torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    return Model(collection(engine=request.param))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tables import Constant, Normal, Uniform
 
@@ -96,12 +95,6 @@ INITS: dict[str, Any] = {
 BESIDE = [Table("before", 70, 3, ["x"]), Table("wide", 40, 5, ["y"]), Table("after", 9, 3, ["z"])]
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the GPU's engine on the CPU."""
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-
-
 STRATEGIES = ["all-fast", "lookahead", "static", "hybrid", "static-hybrid", "cpu"]
 
 
@@ -113,9 +106,8 @@ def test_a_table_starts_alike_alone_and_beside_others(strategy: str, init: str) 
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("strategy", ["all-fast", "lookahead"])
-@pytest.mark.usefixtures("interpreted")
 def test_a_table_starts_alike_on_a_gpus_engine(strategy: str, init: str) -> None:
-    check_company(INITS[init], strategy=strategy)
+    check_company(INITS[init], strategy=strategy, engine=gpu_rows)
 
 
 @pytest.mark.gpu
@@ -203,7 +195,6 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.usefixtures("interpreted")
 def test_rows_made_in_their_slots_are_those_of_the_store(device: str) -> None:
     """Each table has its own words, and counts its own rows."""
     sizes = (70, 1, 33, 90)
@@ -212,7 +203,7 @@ def test_rows_made_in_their_slots_are_those_of_the_store(device: str) -> None:
         for i, rows in enumerate(sizes)
     ]
     budget = hotrow.Budget((hotrow.Share(60, 32, False),), window_bytes=1 << 12)
-    options: dict[str, Any] = {"seed": 4, "device": device}
+    options: dict[str, Any] = {"seed": 4, "device": device, "engine": gpu_rows}
     slots = collection(*tables, strategy="lookahead", budget=budget, **options)
     expected = collection(*tables, **options)
     assert slots.groups[0].memory.host.unwritten is not None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from builders import RULES, Outcome, outcome, readout, tight_budget, variant
 from builders import Case as Stream
 from hotrow.engine.gpu.rows import gpu_rows
@@ -376,11 +375,6 @@ def test_it_is_counted_as_any_row() -> None:
 # -- a GPU's engine ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-
-
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu", marks=NEEDS_GPU)]
 
 
@@ -393,16 +387,16 @@ DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu",
         ("lru", "adamw"),
     ],
 )
-def test_on_a_device(way: str, rule: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device(way: str, rule: str, device: str) -> None:
     batches = BATCHES[:5]  # Triton's interpreter is slow
     on_cpu = train(build("all-fast", rule), batches)
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
-    expected = build("all-fast", rule, device=device)
+    options = {"device": device, "engine": gpu_rows}
+    expected = build("all-fast", rule, **options)
     assert_reads(expected.eval(), Plain()(BATCHES[0]), BATCHES[0])
     right = train(expected.train(), batches)
     for name, value in on_cpu.weights.items():
         torch.testing.assert_close(right.weights[name], value, rtol=1e-4, atol=1e-5)
-    embedding = WAYS[way](rule, device=device)
+    embedding = WAYS[way](rule, **options)
     assert_reads(embedding.eval(), Plain()(BATCHES[0]), BATCHES[0])
     assert train(embedding.train(), batches).same_bits(right)
     assert_padding_rests(embedding)
@@ -420,9 +414,9 @@ def plain_of(trained: Outcome) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.usefixtures("device_engine")
 def test_looked_at_gradients_on_a_device(device: str) -> None:
-    embedding = tight("lookahead", "adam", device=device, on_nonfinite="error")
+    options = {"device": device, "engine": gpu_rows, "on_nonfinite": "error"}
+    embedding = tight("lookahead", "adam", **options)
     for batch in BATCHES[:3]:
         readout(embedding(to_device(batch, embedding.device))).backward()
     assert_padding_rests(embedding)

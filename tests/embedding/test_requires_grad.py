@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from builders import CASES, RULES, Outcome, outcome, readout
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import to_device
@@ -26,15 +25,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=ENGINES)
-def embedding(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> hotrow.EmbeddingBagCollection:
+def embedding(request: pytest.FixtureRequest) -> hotrow.EmbeddingBagCollection:
     options = dict(ENGINES[request.param])
     if (slots := options.pop("slots", None)) is not None:
         options["budget"] = hotrow.Budget((hotrow.Share(slots, 32, True),), 1 << 14)
-    if (engine := options.pop("engine", None)) is not None:
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: engine)
-    if ON_GPU and (engine is not None or "hybrid" in request.param):
+    if ON_GPU and ("engine" in options or "hybrid" in request.param):
         options["device"] = "cuda"
     return hotrow.EmbeddingBagCollection(CASE.tables, RULES["adam"], seed=3, **options)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from builders import (
     CASES,
     RULES,
@@ -311,13 +310,10 @@ def test_every_row_can_be_pinned_where_each_has_a_slot() -> None:
 # -- on a device -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+ON_DEVICE: dict[str, Any] = {"device": DEVICE, "engine": gpu_rows}
 
 
-@pytest.mark.usefixtures("device_engine")
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "rule", "dense"),
     [("one-hot", "adam", True), ("two-widths", "adagrad", False), ("multi-hot", "row-wise", True)],
@@ -328,18 +324,17 @@ def test_pins_on_a_device_change_no_bit(name: str, rule: str, dense: bool) -> No
     hot = [some_rows(case, seed) for seed in range(2)]
     strategy: Strategy = variant("static", victims="random")
     budget = budget_of(case, batches, 0.4, dense=dense)
-    embedding = build(case, rule, strategy, budget=budget, device=DEVICE)
+    embedding = build(case, rule, strategy, budget=budget, **ON_DEVICE)
     embedding.pipeline.move_in(LATE)
     found = learn_with_pins(embedding, batches, hot)
-    assert found.same_bits(all_fast(case, rule, batches, device=DEVICE))
+    assert found.same_bits(all_fast(case, rule, batches, **ON_DEVICE))
 
 
-@pytest.mark.usefixtures("device_engine")
 def test_a_batch_on_a_device_finds_pinned_rows_at_once() -> None:
     case = CASES["one-hot"]
     batches = case.batches(3)
     budget = budget_of(case, batches, 1.0, dense=False)
-    embedding = build(case, "adagrad", "static", budget=budget, device=DEVICE)
+    embedding = build(case, "adagrad", "static", budget=budget, **ON_DEVICE)
     embedding.reserve_like(batches[0])
     learn(embedding, batches[:1])
     before = embedding.traffic().fetched_rows
@@ -354,7 +349,6 @@ def popular_in(embedding: Any, hot: Any, batch: Any) -> Tensor:
     return popular(embedding.pipeline.prepare(batch).batch, hot)
 
 
-@pytest.mark.usefixtures("device_engine")
 def test_pins_on_a_device_give_way_and_the_version_tells() -> None:
     case = CASES["one-hot"]
     generator = torch.Generator().manual_seed(0)
@@ -363,7 +357,7 @@ def test_pins_on_a_device_give_way_and_the_version_tells() -> None:
     budget = hotrow.Budget(
         (hotrow.Share(40, buffer_rows=64, dense_map=True),), window_bytes=1 << 20
     )
-    embedding = build(case, "adam", "static", budget=budget, device=DEVICE)
+    embedding = build(case, "adam", "static", budget=budget, **ON_DEVICE)
     embedding.reserve_like(small[0])
     embedding.pin_rows({"a": torch.arange(40), "b": torch.arange(40)})
     version = embedding.pins_version
@@ -372,21 +366,24 @@ def test_pins_on_a_device_give_way_and_the_version_tells() -> None:
     with pytest.warns(UserWarning, match="does not fit"):
         losses += learn(embedding, large)
     assert embedding.pins_version != version
-    expected = all_fast(case, "adam", small + large, device=DEVICE)
+    expected = all_fast(case, "adam", small + large, **ON_DEVICE)
     assert outcome(embedding, losses).same_bits(expected)
 
 
-@pytest.mark.usefixtures("device_engine")
 @pytest.mark.parametrize(
     ("name", "pins", "dense"),
-    [("one-hot", "learned", True), ("two-widths", "profile", False), ("one-hot", "given", False)],
+    [
+        pytest.param("one-hot", "learned", True, marks=pytest.mark.slow),
+        pytest.param("two-widths", "profile", False, marks=pytest.mark.slow),
+        ("one-hot", "given", False),
+    ],
 )
 def test_with_a_slot_for_every_row_none_leaves_a_device(name: str, pins: str, dense: bool) -> None:
     case = CASES[name]
     batches = case.batches(20 if pins == "learned" else 8)  # pins are learned after 16
     profile = profile_of(case) if pins == "profile" else None
     budget = whole_budget(case, dense=dense)
-    embedding = build(case, "adam", "static", budget=budget, profile=profile, device=DEVICE)
+    embedding = build(case, "adam", "static", budget=budget, profile=profile, **ON_DEVICE)
     if pins == "given":
         embedding.reserve_like(batches[0])
         embedding.pin_rows(some_rows(case, 0))
@@ -394,7 +391,7 @@ def test_with_a_slot_for_every_row_none_leaves_a_device(name: str, pins: str, de
     traffic = embedding.traffic()
     assert traffic.evicted_rows == 0
     assert traffic.fetched_rows <= count_rows(case, batches)
-    expected = all_fast(case, "adam", batches, device=DEVICE)
+    expected = all_fast(case, "adam", batches, **ON_DEVICE)
     assert outcome(embedding, losses).same_bits(expected)
 
 
@@ -407,7 +404,7 @@ def test_pins_on_a_gpu_change_no_bit(rule: str, name: str) -> None:
     batches = case.batches(STEPS)
     hot = [some_rows(case, seed) for seed in range(3)]
     budget = budget_of(case, batches, 0.4, dense=rule != "adam")
-    embedding = build(case, rule, "static", budget=budget, device=DEVICE)
+    embedding = build(case, rule, "static", budget=budget, **ON_DEVICE)
     embedding.pipeline.move_in(LATE)
     found = learn_with_pins(embedding, batches, hot)
-    assert found.same_bits(all_fast(case, rule, batches, device=DEVICE))
+    assert found.same_bits(all_fast(case, rule, batches, **ON_DEVICE))
