@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hotrow.training.masters import MasterWeights
 from torch import Tensor, nn
 
 import hotrow
@@ -19,7 +20,6 @@ from hotrow.models.layers import normalised
 from hotrow.run.job import same_bits
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
-from hotrow.training.masters import MasterWeights
 from model_cases import (
     DIM,
     MODEL_CASES,
