@@ -22,8 +22,8 @@ class IdCheck:
         self._numbers: dict[int, int] = {}
 
     def note(self, key: int, number: int) -> None:
-        """A batch with this number is compared under a key, until the next one is. A key that
-        nobody has noted is the number itself."""
+        """A batch with this number is compared under a key, until the next one is. A key that was
+        not noted is the number itself."""
         self._numbers[key] = number
 
     def launch(
