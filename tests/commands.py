@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Never
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from hotrow.cli import make_app
 from hotrow.run.job import Job
+from hotrow.run.saving import Saving
+from hotrow.support.files import Disk
 
 SMALL = """
 [run]
@@ -101,6 +105,22 @@ class Faults:
         self.__init__()  # type: ignore[misc]
 
 
+def inject_faults(patch: pytest.MonkeyPatch) -> Faults:
+    faults, after_step, opened = Faults(), Saving.after_step, Disk.open
+
+    def hooked(self: Saving, step: int) -> None:
+        faults.after_step(self._job, step)
+        after_step(self, step)
+
+    def hooked_open(self: Disk, path: Path) -> Any:
+        file = faults.open(path)
+        return opened(self, path) if file is None else file
+
+    patch.setattr(Saving, "after_step", hooked)
+    patch.setattr(Disk, "open", hooked_open)
+    return faults
+
+
 def fail(error: type[BaseException], text: str = "now") -> Callable[[object], Never]:
     def failing(_: object) -> Never:
         raise error(text)
@@ -109,9 +129,10 @@ def fail(error: type[BaseException], text: str = "now") -> Callable[[object], Ne
 
 
 def full_disk(*parts: str) -> Callable[[Path], Any]:
-    """Return a disk that has no space for files whose path has all parts."""
+    """Return a disk that has no space for files whose path matches all patterns."""
 
     def opened(path: Path) -> Any:
-        return open("/dev/full", "wb", buffering=0) if all(p in str(path) for p in parts) else None
+        is_full = all(re.search(part, str(path)) for part in parts)
+        return open("/dev/full", "wb", buffering=0) if is_full else None
 
     return opened

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -23,7 +23,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 # The same examples every time: what a commit breaks is then known to be that commit's.
-settings.register_profile("repeatable", derandomize=True)
+# No health check and no deadline depends on how busy the machine is.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 

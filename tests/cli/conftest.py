@@ -1,12 +1,9 @@
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from commands import Faults
-from hotrow.run.saving import Saving
-from hotrow.support.files import Disk
+from commands import Faults, inject_faults
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +25,4 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Faults of the runs of a test."""
-    faults, after_step, opened = Faults(), Saving.after_step, Disk.open
-
-    def hooked(self: Saving, step: int) -> None:
-        faults.after_step(self._job, step)
-        after_step(self, step)
-
-    def hooked_open(self: Disk, path: Path) -> Any:
-        file = faults.open(path)
-        return opened(self, path) if file is None else file
-
-    monkeypatch.setattr(Saving, "after_step", hooked)
-    monkeypatch.setattr(Disk, "open", hooked_open)
-    return faults
+    return inject_faults(monkeypatch)

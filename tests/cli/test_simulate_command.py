@@ -122,10 +122,7 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
         (["--set", "embedding.budget=5%"], "embedding.budget=5%: a simulation uses [data] and"),
         (["--set", "embedding.budget=5%"], "give --slots instead"),
         (["--strategy", "fae"], "--strategy fae: which samples are trained, and when"),
-        (
-            ["--strategy", "hotline"],
-            "--strategy static. Simulated are uncached, static",
-        ),
+        (["--strategy", "hotline"], "--strategy static. Simulated are uncached, static"),
         (["--strategy", "lru+slipstream"], "its rows follow lru: give --strategy lru"),
         (["--set", "embedding.strategy=fae"], "its rows follow static: give --strategy static"),
         (["--set", "embedding.strategy=lru"], "give --strategy instead"),
@@ -135,6 +132,12 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
         (["--batches", "0"], "--batches must be at least 1, not 0"),
         (["--depths", "4,-1"], "--depths must be at least 0, not -1"),
         (["--depths", "far"], "--depths: cannot read 'far'"),
+        (["--set", "model.top=[8]"], "a simulation uses [data]"),
+        (["--machine", "h200", "--set", "embedding.budget=5%"], "give --slots instead"),
+        (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
+        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
+        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
+        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(words: list[str], message: str) -> None:

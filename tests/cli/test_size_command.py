@@ -152,20 +152,6 @@ def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: P
     assert told == [(406, 2), (406, 6), (406, None), (4062, 2), (4062, 6), (4062, None)]
 
 
-def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
-    for words, message in (
-        (["--set", "model.top=[8]"], "a simulation uses [data]"),
-        ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
-        (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
-        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
-        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
-        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
-    ):
-        code, output = hotrow("simulate", run_file, *words)
-        assert code == 2
-        assert message in output
-
-
 def test_a_written_file_reads_as_it_was() -> None:
     tables = {
         "run": {"name": 'a "b" \\ ü', "device": "cuda"},

@@ -140,15 +140,19 @@ def test_short_lines_make_shorter_stretches(tmp_path: Path) -> None:
     assert data.samples("train") == 3000 - held_back(3000)
 
 
-@pytest.mark.parametrize("room", [None, 8 * 300, 8 * 1700])
-def test_counts_are_those_of_the_training_split(tmp_path: Path, room: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "room"), [(1000, None), (1000, 8 * 300), (1000, 8 * 1700), (70_000, None)]
+)
+def test_counts_are_those_of_the_training_split(
+    tmp_path: Path, rows: int, room: int | None
+) -> None:
     """However many passes they take, because the counts of all rows exceed the memory."""
     path = small_log(tmp_path / "log.csv", 300)
-    data = small(tmp_path / "out", path, hash=True, max_rows=1000, values_bytes=room)
+    data = small(tmp_path / "out", path, hash=True, max_rows=rows, values_bytes=room)
     ids = all_of(data, "ids", "train")
     seen = np.concatenate([shard.jagged["seen"].values for shard in data.shards("train")])
     for table, used in (("user", ids[:, 0]), ("item", np.concatenate([ids[:, 1], seen]))):
-        np.testing.assert_array_equal(data.counts(table), np.bincount(used, minlength=1000))
+        np.testing.assert_array_equal(data.counts(table), np.bincount(used, minlength=rows))
     assert {each.ids for each in data.manifest.tables} == {"hash"}
 
 
@@ -388,8 +392,12 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path: Path, log: Path) ->
     out = tmp_path / "site"
     (out / "tables").mkdir(parents=True)
     (out / ".work").mkdir()
-    for others in ('{"name": "a page"}', '{"made_by": "hotrow 0.1.0", "dense": {}}'):
-        (out / "manifest.json").write_text(others)
+    for others in (
+        {"schema": "a page", "splits": 1},
+        {"made_by": "another 0.1.0", "schema": {}, "splits": {}},
+        {"made_by": "hotrow 0.1.0", "dense": {}},
+    ):
+        (out / "manifest.json").write_text(json.dumps(others))
         before = files_of(out)
         for restart in (False, True):
             with pytest.raises(ValueError, match="holds other files"):

@@ -251,7 +251,7 @@ def test_numbers_can_be_left_out(data: Prepared) -> None:
         source, steps=4, histories=PAST, padding=data.table_rows, batch_size=16, workers=1
     )
     assert next(iter(mine)).dense.shape == (16, 5, 1)
-    with pytest.raises(ValueError, match="the data has no number 'age'; it has gap"):
+    with pytest.raises(ValueError, match="the data has no column of numbers 'age'; it has gap"):
         PreparedSource(data, "train", dense=["age"])
 
 

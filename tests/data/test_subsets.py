@@ -251,6 +251,9 @@ def run(
 
 def test_sets_are_written_once_and_found_again(data: PreparedSource, tmp_path: Path) -> None:
     sets = tmp_path / "sets"
+    for _ in range(2):  # without a key no set is found again
+        assert not run(data, sets, key=None)
+        assert not (sets / "sets.json").exists()
     assert not run(data, sets)
     written = {each.name: each.stat().st_mtime_ns for each in sets.iterdir()}
     assert set(written) == {"sets.json", "hot.numbers", "cold.numbers"}
@@ -258,12 +261,6 @@ def test_sets_are_written_once_and_found_again(data: PreparedSource, tmp_path: P
     assert run(data, sets)
     assert run(data, sets, batch_size=9, seed=5)  # which change no set
     assert {each.name: each.stat().st_mtime_ns for each in sets.iterdir()} == written
-
-
-def test_without_a_key_nothing_is_believed(data: PreparedSource, tmp_path: Path) -> None:
-    assert not run(data, tmp_path / "sets", key=None)
-    assert not run(data, tmp_path / "sets", key=None)
-    assert not (tmp_path / "sets" / "sets.json").exists()
 
 
 def test_sets_of_something_else_are_made_again(data: PreparedSource, tmp_path: Path) -> None:
@@ -280,20 +277,21 @@ def test_sets_of_something_else_are_made_again(data: PreparedSource, tmp_path: P
 
 
 def test_sets_for_other_features_are_made_again(data: PreparedSource, tmp_path: Path) -> None:
-    def popular(batch: ClickBatch) -> Tensor:
-        return batch.label == 1
+    def again(loader: Any) -> Separated:
+        return separate(loader, lambda batch: batch.label == 1, folder=tmp_path / "s", key="rows")
 
-    sets = tmp_path / "sets"
-    separate(Loader(data, batch_size=6), popular, folder=sets, key="rows")
-    with pytest.warns(UserWarning, match="other samples"):
-        separate(Loader(data, batch_size=6, features=["a"]), popular, folder=sets, key="rows")
+    again(Loader(data, batch_size=6))
     steps: dict[str, Any] = {"histories": {"a": "list"}, "padding": {"a": 0}, "batch_size": 6}
-    for number in (3, 4):
+    for loader in (
+        Loader(data, batch_size=6, features=["a"]),
+        SequenceLoader(data, steps=3, **steps),
+        SequenceLoader(data, steps=4, **steps),
+    ):
         with pytest.warns(UserWarning, match="other samples"):
-            separate(SequenceLoader(data, steps=number, **steps), popular, folder=sets, key="rows")
-    again = separate(SequenceLoader(data, steps=4, **steps), popular, folder=sets, key="rows")
-    assert again.reused
-    assert sorted(len(batch) for batch in again.hot.batches()) == [1, *[6] * 6]
+            again(loader)
+    found = again(SequenceLoader(data, steps=4, **steps))
+    assert found.reused
+    assert sorted(len(batch) for batch in found.hot.batches()) == [1, *[6] * 6]
 
 
 def cut(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ def pad(values: Tensor, cap: int, dtype: torch.dtype, device: torch.device) -> T
 
 
 def check_fill(
-    moves: Moves, width: int, device: torch.device, *, ids: torch.dtype = torch.int32, **how: int
+    moves: Moves, width: int, device: torch.device, *, ids: torch.dtype = torch.int32, **how: Any
 ) -> None:
     slots, store = any_bits(NUM_SLOTS + 1, width), any_bits(NUM_ROWS, width)
     got_slots, got_store = slots.to(device, copy=True), host(store, device)
@@ -71,31 +73,18 @@ def check_fill(
     assert torch.equal(bits(got_store), want_store)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_fill_moves_what_the_specification_moves(width: int, device: torch.device) -> None:
-    check_fill(some_moves(257), width, device)
+CASES = [
+    *((257, width, {}) for width in WIDTHS),
+    *((n, 20, {"blocks": b, "tile_floats": 256}) for n in (0, 1, 63, 300) for b in (1, 5)),
+    (100, 16, {"ids": torch.int64}),
+]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 63, 300])
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_fill_takes_any_number_of_moves(count: int, blocks: int, device: torch.device) -> None:
-    check_fill(some_moves(count), 20, device, blocks=blocks, tile_floats=256)
-
-
-def test_ids_may_have_64_bits(device: torch.device) -> None:
-    check_fill(some_moves(100), 16, device, ids=torch.int64)
-
-
-def test_a_row_that_enters_its_own_slot_is_written_back_and_stays(device: torch.device) -> None:
-    slots, store = any_bits(NUM_SLOTS + 1, 8).to(device), host(any_bits(NUM_ROWS, 8), device)
-    before = bits(slots).clone()
-    one, count = (torch.tensor([each], dtype=torch.int32, device=device) for each in (5, 1))
-    row = torch.tensor([77], dtype=torch.int32, device=device)
-    fill(slots, store, one, row, row, count)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(bits(slots), before)
-    assert torch.equal(bits(store)[77], before[5])
+@pytest.mark.parametrize(("count", "width", "how"), CASES)
+def test_fill_moves_what_the_specification_moves(
+    count: int, width: int, how: dict[str, Any], device: torch.device
+) -> None:
+    check_fill(some_moves(count), width, device, **how)
 
 
 def test_rows_lie_beyond_32_bits_of_bytes_and_of_floats(device: torch.device) -> None:
@@ -117,55 +106,35 @@ def test_rows_lie_beyond_32_bits_of_bytes_and_of_floats(device: torch.device) ->
 # -- gather and scatter ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("counted", [None, 0, 1, 120])
 @pytest.mark.parametrize("ids_type", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("width", [1, 5, 64, 65, 192])
-def test_gather_reads_rows_by_id(width: int, ids_type: torch.dtype, device: torch.device) -> None:
-    store = any_bits(NUM_ROWS, width)
-    ids = torch.randint(-1, NUM_ROWS, (200,), dtype=ids_type)
-    out = any_bits(200, width)
-    want = torch.where(ids[:, None] >= 0, bits(store)[ids.long()], bits(out))
-    out = out.to(device)
-    gather(host(store, device), ids.to(device), out, blocks=3)
-    assert torch.equal(bits(out), want)
-
-
-@pytest.mark.parametrize("ids_type", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("width", [1, 5, 64, 65, 192])
-def test_scatter_writes_rows_by_id(width: int, ids_type: torch.dtype, device: torch.device) -> None:
+@pytest.mark.thinned(3)
+def test_rows_are_copied_by_id_as_many_as_are_counted(
+    width: int, ids_type: torch.dtype, counted: int | None, device: torch.device
+) -> None:
     store, rows = any_bits(NUM_ROWS, width), any_bits(200, width)
     ids = torch.randperm(NUM_ROWS)[:200].to(ids_type)
     ids[::7] = -1
-    want = bits(store).clone()
-    want[ids[ids >= 0].long()] = bits(rows)[ids >= 0]
-    got = host(store, device)
-    scatter(got, ids.to(device), rows.to(device), blocks=3)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(bits(got), want)
-
-
-@pytest.mark.parametrize("count", [0, 1, 120])
-def test_only_as_many_rows_as_are_counted_are_copied(count: int, device: torch.device) -> None:
-    store, rows = any_bits(NUM_ROWS, 12), any_bits(150, 12)
-    ids = torch.randperm(NUM_ROWS)[:150].int()
-    counted = torch.tensor([count], dtype=torch.int32, device=device)
+    moves = (ids >= 0) & (torch.arange(200) < (200 if counted is None else counted))
+    count = None
+    if counted is not None:
+        count = torch.tensor([counted], dtype=torch.int32, device=device)
     out = rows.to(device, copy=True)
-    gather(host(store, device), ids.to(device), out, counted)
-    want = bits(rows).clone()
-    want[:count] = bits(store)[ids[:count]]
+    gather(host(store, device), ids.to(device), out, count, blocks=3)
+    want = torch.where(moves[:, None], bits(store)[ids.long()], bits(rows))
     assert torch.equal(bits(out), want)
-
     got, want = host(store, device), bits(store).clone()
-    scatter(got, ids.to(device), rows.to(device), counted)
+    scatter(got, ids.to(device), rows.to(device), count, blocks=3)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    want[ids[:count].long()] = bits(rows)[:count]
+    want[ids[moves].long()] = bits(rows)[moves]
     assert torch.equal(bits(got), want)
 
 
-@pytest.mark.parametrize("width", range(1, 600, 7))
-def test_pieces_cover_a_row_and_leave_little_idle(width: int) -> None:
-    piece, pieces = _pieces(width)
-    assert piece & (piece - 1) == 0
-    assert width <= piece * pieces <= width * 9 / 8
-    assert piece * (pieces - 1) < width
+def test_pieces_cover_a_row_and_leave_little_idle() -> None:
+    for width in range(1, 600):
+        piece, pieces = _pieces(width)
+        assert piece & (piece - 1) == 0
+        assert width <= piece * pieces <= width * 9 / 8
+        assert piece * (pieces - 1) < width

@@ -53,38 +53,24 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @every_type
 @every_shape
-def test_values_are_those_of_the_plain_form(shape: Any, types: Any, device: torch.device) -> None:
-    dense, vectors, width = make(shape, types, device)
-    found = interact(dense, vectors, width)
-    assert found.shape == (shape[0], width)
-    assert found.dtype == types[0]
-    assert_near(found, plain(dense, vectors, width), types[0])
-
-
-@every_type
-@every_shape
-def test_gradients_are_those_of_the_plain_form(
+def test_values_and_gradients_are_those_of_the_plain_form(
     shape: Any, types: Any, device: torch.device
 ) -> None:
     dense, vectors, width = make(shape, types, device)
+    found, expected = interact(dense, vectors, width), plain(dense, vectors, width)
+    assert found.shape == (shape[0], width)
+    assert found.dtype == types[0]
+    assert_near(found, expected, types[0])
+    dim, pairs = shape[2], shape[1] * (shape[1] + 1) // 2
+    assert torch.equal(found[:, :dim], dense)
+    assert not found[:, dim + pairs :].any()
     grad = torch.randn(shape[0], width).to(device, types[0])
     inputs = (dense, vectors)
-    found = torch.autograd.grad(interact(dense, vectors, width), inputs, grad)
-    expected = torch.autograd.grad(plain(dense, vectors, width), inputs, grad.double())
-    for mine, right, given in zip(found, expected, inputs, strict=True):
-        assert mine.dtype == given.dtype
-        assert_near(mine, right, types[0])
-
-
-@every_type
-def test_the_dense_vector_is_copied_and_the_padding_is_zero(
-    types: Any, device: torch.device
-) -> None:
-    dense, vectors, width = make((5, 3, 20, 64), types, device)
-    found = interact(dense, vectors, width)
-    assert width == 64
-    assert torch.equal(found[:, :20], dense)
-    assert not found[:, 26:].any()
+    grads = torch.autograd.grad(found, inputs, grad)
+    right = torch.autograd.grad(expected, inputs, grad.double())
+    for own, other, given in zip(grads, right, inputs, strict=True):
+        assert own.dtype == given.dtype
+        assert_near(own, other, types[0])
 
 
 @every_type
@@ -132,14 +118,12 @@ def test_a_compiled_graph_keeps_it_whole(device: torch.device) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_vectors_of_another_width_are_refused(device: torch.device) -> None:
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    dense = torch.ones(2, 4, device=device)
     with pytest.raises(ValueError, match=r"vectors of 4 numbers for 2 samples cannot be \[2, 10\]"):
-        interact(torch.ones(2, 4, device=device), torch.ones(2, 10, device=device), 64)
-
-
-def test_a_result_too_narrow_is_refused(device: torch.device) -> None:
+        interact(dense, torch.ones(2, 10, device=device), 64)
     with pytest.raises(ValueError, match="has 7 columns, more than the 6 asked for"):
-        interact(torch.ones(2, 4, device=device), torch.ones(2, 8, device=device), 6)
+        interact(dense, torch.ones(2, 8, device=device), 6)
 
 
 @pytest.mark.parametrize(
@@ -200,14 +184,12 @@ def assert_equal_states(left: nn.Module, right: nn.Module) -> None:
     torch.testing.assert_close(left.state_dict(), right.state_dict(), rtol=0, atol=0)
 
 
-def test_padding_changes_neither_the_start_nor_the_training() -> None:
+def test_padding_changes_neither_the_start_nor_the_training_and_stays_zero() -> None:
     assert_equal_states(model(pad_to=64), model())
-    found, expected = trained(model(pad_to=64)).state_dict(), trained(model()).state_dict()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_padded_columns_stay_zero() -> None:
     net = trained(model(pad_to=64))
+    torch.testing.assert_close(
+        net.state_dict(), trained(model()).state_dict(), rtol=1e-4, atol=1e-5
+    )
     for layer, used in ((net.bottom[0], NUM_DENSE), (net.top[0], DIM + 15)):
         assert layer.weight.shape[1] == 64
         assert layer.weight[:, :used].all()

@@ -53,3 +53,5 @@ def test_what_was_not_measured_is_no_number() -> None:
     (found,) = Curve.of([empty]).bins
     for value in (found.loss, found.hit_rate, found.samples_per_second, found.waited):
         assert math.isnan(value)
+    (found,) = Curve.of([*steps(3), empty], most=1).bins
+    assert (found.waited, found.loss) == pytest.approx((0.1, 1.0))  # of those that were measured

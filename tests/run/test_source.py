@@ -314,11 +314,11 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
         (["embedding.profile=true"], "generated data have no counts"),
         (
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
         (
             ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
     ],
 )

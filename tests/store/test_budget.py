@@ -343,12 +343,14 @@ def test_many_batches_in_chunks_are_not_looked_far_ahead_for() -> None:
     assert known <= 3
 
 
-def test_pinned_rows_that_are_in_the_way_are_told() -> None:
-    budget = hotrow.Budget((hotrow.Share(200, 200, True),), window_bytes=1000)
+def by_hand(slots: int, buffer: int, strategy: str, **options: Any) -> Any:
+    budget = hotrow.Budget((hotrow.Share(slots, buffer, True),), window_bytes=1000)
+    return hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy=strategy, **options)
+
+
+def test_pinned_rows_that_are_in_the_way_are_named() -> None:
     hot = {"long": (torch.arange(100), torch.ones(100))}
-    embedding = hotrow.EmbeddingBagCollection(
-        [LONG], hotrow.SGD(), budget, strategy="static", profile=hot
-    )
+    embedding = by_hand(200, 200, "static", profile=hot)
     embedding(torch.arange(4000, 4020).unsqueeze(1))  # pins the hundred
     with pytest.warns(UserWarning, match="Pinned rows give way to the next ones of its size"):
         embedding(torch.arange(4000, 4190).unsqueeze(1))
@@ -358,20 +360,14 @@ def test_pinned_rows_that_are_in_the_way_are_told() -> None:
     assert embedding.traffic().chunked_batches == 1
 
 
-def test_a_larger_batch_in_flight_counts() -> None:
-    budget = hotrow.Budget((hotrow.Share(100, 200, True),), window_bytes=1000)
-    embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lookahead")
+def test_slots_given_by_hand_get_advice_in_slots() -> None:
+    with pytest.warns(UserWarning, match=r"right but slow\. 100 slots would hold it$") as caught:
+        by_hand(80, 32, "lru")(torch.arange(100).unsqueeze(1))
+    assert caught[0].filename == __file__
+    embedding = by_hand(100, 200, "lookahead")  # a larger batch in flight counts
     batches = [torch.arange(0, 90).unsqueeze(1), torch.arange(90, 130).unsqueeze(1)]
     with pytest.warns(UserWarning, match=r"a batch of 40 .* 130 slots would hold it"):
         list(hotrow.ahead(batches, embedding))
-
-
-def test_slots_given_by_hand_get_advice_in_slots() -> None:
-    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
-    embedding = hotrow.EmbeddingBagCollection([LONG], hotrow.SGD(), budget, strategy="lru")
-    with pytest.warns(UserWarning, match=r"right but slow\. 100 slots would hold it$") as caught:
-        embedding(torch.arange(100).unsqueeze(1))
-    assert caught[0].filename == __file__
 
 
 def smallest_in(error: BaseException) -> int:

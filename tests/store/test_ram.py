@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -174,22 +173,6 @@ def test_rows_are_read_in_the_order_asked_and_written_to_their_places() -> None:
 
 
 # -- memory ------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_no_part_in_the_rows_and_ends_cleanly() -> None:
-    rows = rows_of(100_000)
-    before, address = rows.clone(), rows.data_ptr()
-    child = os.fork()
-    if child == 0:  # no torch in here: its threads were not forked
-        with open("/proc/self/maps") as lines:
-            spans = [line.split()[0].split("-") for line in lines]
-        mapped = any(int(low, 16) <= address < int(high, 16) for low, high in spans)
-        os._exit(3 if mapped else 0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert torch.equal(rows, before)
 
 
 def test_making_a_large_store_takes_no_second_copy() -> None:

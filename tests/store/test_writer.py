@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -91,7 +90,7 @@ def test_counts_at_places_that_come_often(
     if not has_compiler:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("CC", raising=False)
-        assert why_not() is not None
+        assert "there is no C compiler" in str(why_not())
     places = torch.randint(300, (count,), generator=torch.Generator().manual_seed(0))
     counts = torch.arange(300)
     hotrow.store.writer.add_at(counts, places, 7)
@@ -136,14 +135,10 @@ def test_memory_stays_until_the_job_is_done_and_goes_then() -> None:
     assert [each() for each in gone] == [None] * 8
 
 
-def test_all_share_one_and_it_ends_with_the_last_of_them() -> None:
-    first, second = shared_writer(), shared_writer()
-    assert first is second
-    gone = weakref.ref(first)
-    del first, second
-    gc.collect()
-    if gone() is None:  # else another test's collection still has it
-        assert shared_writer() is not None
+def test_all_share_one() -> None:
+    assert shared_writer() is not None
+    first = shared_writer()
+    assert shared_writer() is first
 
 
 def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
@@ -224,10 +219,3 @@ class TestTheCompiler:
         choice = embedding.fills()[4]
         assert choice.form == "zero-copy"
         assert said in choice.why
-
-    def test_no_compiler_at_all_is_told(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.delenv("CC", raising=False)
-        assert "there is no C compiler" in str(why_not())

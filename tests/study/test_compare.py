@@ -17,14 +17,7 @@ from torch import Tensor
 from hotrow.data import SyntheticClicks, SyntheticConfig
 from hotrow.run.config import RunConfig, load
 from hotrow.study.compare import Comparison, _Clock, choose
-from hotrow.study.likeness import (
-    Apart,
-    Distance,
-    Reference,
-    Tolerance,
-    bits_of,
-    room_for_reference,
-)
+from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of
 from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.systems.slipstream.skip import SkipRecord
@@ -73,12 +66,9 @@ def fixed(*, chunk: int = 4, change: float = 0.0) -> Any:
 LOSSES = [0.5, 0.25, math.nan]
 
 
-def test_bits_do_not_depend_on_chunks() -> None:
-    assert bits_of(fixed(chunk=4), LOSSES).unlike(bits_of(fixed(chunk=3), LOSSES)) == []
-
-
-def test_bits_tell_what_differs() -> None:
+def test_bits_tell_what_differs_and_do_not_depend_on_chunks() -> None:
     bits = bits_of(fixed(), LOSSES)
+    assert bits.unlike(bits_of(fixed(chunk=3), LOSSES)) == []
     assert bits.unlike(bits_of(fixed(change=1e-7), LOSSES)) == ["rows of table b"]
     assert bits.unlike(bits_of(fixed(), [0.5, 0.25])) == ["losses"]
     other = fixed()
@@ -101,25 +91,12 @@ def test_distances_are_those_of_all_values(tmp_path: Path) -> None:
     assert far.first_beyond == 2
     assert "(beyond it from step 2); 1 of 64 values by up to 5.0e-01, 1 of them" in str(far)
     assert reference.distance(fixed(), LOSSES[:2]) is None
+    for value in (math.inf, math.nan):
+        far = reference.distance(fixed(change=value), LOSSES)
+        assert far is not None
+        assert (far.values.beyond, far.values.largest) == (1, math.inf)
     reference.close()
     assert not list(tmp_path.iterdir())  # it never had a name
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_number_and_none_are_infinitely_far_apart(tmp_path: Path, value: float) -> None:
-    reference = Reference(tmp_path, Tolerance())
-    bits_of(fixed(), LOSSES, copy=reference)
-    found = reference.distance(fixed(change=value), LOSSES)
-    assert found is not None
-    assert (found.values.beyond, found.values.largest) == (1, math.inf)
-    reference.close()
-
-
-def test_room_on_the_disk_is_asked_for(tmp_path: Path) -> None:
-    assert room_for_reference(tmp_path, 1000) is None
-    told = room_for_reference(tmp_path, 1 << 60)
-    assert told is not None
-    assert "1,048,576.00 TiB" in told
 
 
 def test_a_clock_leaves_the_first_steps_out() -> None:

@@ -115,7 +115,7 @@ def test_what_is_planned_lies_between_nothing_and_all_rows(sizing: Sizing) -> No
 def test_more_slots_never_fetch_more(skew: float) -> None:
     config = load(overrides=[*SMALL, f"data.skew={skew}"])
     machine = machine_of("h200", config)
-    sizing = Sizing(config, machine, batches=20, warm_up=60, depths=(1, 5, 40), dense_ms=0.0)
+    sizing = Sizing(config, machine, batches=10, warm_up=40, depths=(1, 20), dense_ms=0.0)
     fair = [each for each in sizing.slots if sizing.profile.floors[1] <= each]
     planned = list(sizing.planned(fair[:5:2]))
     for near, far in pairwise(planned[2:]):
@@ -159,7 +159,7 @@ def test_what_a_plan_takes_on_a_cpu_is_measured_of_every_strategy(config: RunCon
     sizing = Sizing(config, machine, batches=4, warm_up=4, depths=(2,), dense_ms=1.0)
     times = {each.strategy.name: each.planning_ms for each in sizing.planned(sizing.slots[-2:])}
     assert set(times) == {"lru", "static", "lookahead"}
-    assert all(times.values())
+    assert None not in times.values()
 
 
 def test_who_orders_samples_is_told_that_this_is_not_predicted() -> None:

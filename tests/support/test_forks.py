@@ -16,7 +16,7 @@ import hotrow
 from hotrow.store.pinned import locked_rows
 from hotrow.store.ram import host_rows
 
-# Python warns of forks beside threads; whoever forks is what this is about.
+# Python warns of forks beside threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ROWS, WIDTH = 250_000, 16
 
@@ -39,16 +39,23 @@ def collection(strategy: str) -> hotrow.EmbeddingBagCollection:
     return hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="10%", strategy=strategy)
 
 
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        spans = [line.split()[0].split("-") for line in lines]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
 @pytest.mark.parametrize("kind", ["store", "locked"])
-def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
-    kept = [
-        host_rows(ROWS, WIDTH)
-        if kind == "store"
-        else locked_rows(ROWS, WIDTH, register=lambda *_: "", unregister=lambda _: None).rows
-    ]
+def test_a_child_has_no_part_in_rows_and_frees_nothing_in_their_place(kind: str) -> None:
+    released: list[int] = []
+    locked = locked_rows(ROWS, WIDTH, register=lambda *_: "", unregister=released.append)
+    kept = [host_rows(ROWS, WIDTH) if kind == "store" else locked.rows]
     first, size = kept[0].data_ptr(), kept[0].nbytes
 
     def work() -> None:
+        assert not is_mapped(first)
+        locked.close()
+        assert released == []
         mine: list[np.ndarray] = []
         for _ in range(1000):  # until one lies where the rows did
             memory = mmap.mmap(-1, size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -62,10 +69,11 @@ def test_memory_that_a_child_has_mapped_stays(kind: str) -> None:
         assert not mine[-1].any()
 
     assert status_of_child(work) == 0
+    assert locked.locked
+    assert not kept[0].any()
 
 
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe"])
+@pytest.mark.parametrize(("strategy", "closes"), [("lookahead", False), ("scratchpipe", True)])
 def test_what_is_read_ahead_is_not_finished_in_a_child(strategy: str, closes: bool) -> None:
     embedding = collection(strategy)
     ids = [torch.randint(ROWS, (64, 1)) for _ in range(60)]

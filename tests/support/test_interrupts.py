@@ -22,7 +22,7 @@ INSIDE = ("planner.py", "rows.py", "stages.py", "schedule.py", "scratchpad.py", 
 class PressAt:
     """Ctrl-C, or another signal, at the n-th line that hotrow's own moving parts run."""
 
-    def __init__(self, place: int, number: int = signal.SIGINT) -> None:
+    def __init__(self, place: int, number: int) -> None:
         self.place, self.lines, self.number = place, 0, number
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -35,9 +35,7 @@ class PressAt:
         return self
 
 
-def train_until_pressed(
-    embedding: Any, batches: list[Any], place: int, number: int = signal.SIGINT
-) -> int:
+def train_until_pressed(embedding: Any, batches: list[Any], place: int, number: int) -> int:
     """Steps whose backward pass has ended when the interrupt is heard."""
     press = PressAt(place, number)
     before = max(embedding.optimizer.steps)
@@ -52,21 +50,30 @@ def train_until_pressed(
     return max(embedding.optimizer.steps) - before
 
 
+def check_at(place: int, batches: list[Any], number: int, **options: Any) -> int:
+    """Train until a signal comes at a line; return how many steps were made, all of them whole."""
+    torch.manual_seed(0)
+    embedding = build(CASE, "adagrad", **options)
+    done = train_until_pressed(embedding, batches, place, number)
+    reference = build(CASE, "adagrad")
+    for batch in batches[:done]:
+        readout(reference(batch)).backward()
+    assert outcome(embedding, []).same_bits(outcome(reference, [])), place
+    return done
+
+
+def prepared(schedule: str, steps: int) -> tuple[list[Any], dict[str, Any]]:
+    batches, strategy = CASE.batches(steps), variant("lookahead", schedule, "random")
+    return batches, {"strategy": strategy, "budget": tight_budget(CASE, batches, strategy.hold)}
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "fused", "five-shuffled"])
 def test_an_interrupt_at_any_line_loses_no_row(schedule: str) -> None:
-    batches = CASE.batches(6)
-    strategy = variant("lookahead", schedule, "random")
-    budget = tight_budget(CASE, batches, strategy.hold)
+    batches, options = prepared(schedule, 6)
     pressed = 0
     for place in range(5, 4000, 97):
-        torch.manual_seed(0)
-        embedding = build(CASE, "adagrad", strategy, budget=budget)
-        done = train_until_pressed(embedding, batches, place)
+        done = check_at(place, batches, signal.SIGINT, **options)
         pressed += done < len(batches)
-        reference = build(CASE, "adagrad")
-        for batch in batches[:done]:
-            readout(reference(batch)).backward()
-        assert outcome(embedding, []).same_bits(outcome(reference, [])), place
         if done == len(batches):
             break
     assert pressed > 10
@@ -78,18 +85,11 @@ def test_a_worker_that_dies_at_any_line_loses_no_row() -> None:
     def tell(number: int, frame: FrameType | None) -> None:
         raise ChildProcessError("a worker was killed")
 
-    batches = CASE.batches(4)
-    strategy = variant("lookahead", "fused", "random")
-    budget = tight_budget(CASE, batches, strategy.hold)
+    batches, options = prepared("fused", 4)
     before = signal.signal(signal.SIGCHLD, tell)
     try:
-        for place in range(5, 1100, 11):
-            embedding = build(CASE, "adagrad", strategy, budget=budget)
-            done = train_until_pressed(embedding, batches, place, signal.SIGCHLD)
-            reference = build(CASE, "adagrad")
-            for batch in batches[:done]:
-                readout(reference(batch)).backward()
-            assert outcome(embedding, []).same_bits(outcome(reference, [])), place
+        for place in range(5, 1100, 23):
+            check_at(place, batches, signal.SIGCHLD, **options)
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import hotrow.support.streams
 from hotrow.support.streams import Lanes
 
 _numbers = count(1)
@@ -28,10 +27,13 @@ class Event:
         stream.after |= self._done
 
 
+class FakeLanes(Lanes):
+    _event: Any = Event
+
+
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
-    monkeypatch.setattr(hotrow.support.streams, "_Event", Event)
-    made: Any = Lanes(torch.device("cpu"))
+def lanes() -> Lanes:
+    made: Any = FakeLanes(torch.device("cpu"))
     made._streams = {name: Stream(name) for name in ("sort", "plan", "rows", "back")}
     return made  # type: ignore[no-any-return]
 

@@ -155,8 +155,11 @@ def jagged_batches(count: int = 30, weighted: bool = False) -> list[Item]:
     return batches
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.thinned(2)  # each system once, with weights or without
+@pytest.mark.parametrize(
+    ("name", "weighted"),
+    [(name, place % 2 == flag) for place, name in enumerate(SYSTEMS) for flag in (0, 1)],
+)
 def test_ids_that_only_look_like_ours_are_trained_like_ours(name: str, weighted: bool) -> None:
     ours = jagged_batches(weighted=weighted)
     theirs = [{**each, "ids": LikeTorchRecs(each["ids"])} for each in ours]

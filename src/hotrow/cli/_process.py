@@ -60,10 +60,10 @@ def use_threads(
         )
 
 
-def busy_cores(loadavg: Path = _LOADAVG) -> float:
+def busy_cores(loadavg: Path = _LOADAVG, load: float | None = None) -> float:
     """Return how many cores other programs use: in the last minute and now, whichever is less. The
     load of the last minute may be that of a run that has ended."""
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if load is None else load
     try:
         running = loadavg.read_text().split()[3].partition("/")[0]
         return min(load, int(running) - 1)  # without this program

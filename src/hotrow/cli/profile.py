@@ -14,6 +14,7 @@ from rich.markup import escape
 from hotrow.cli._options import (
     HtmlFile,
     JsonFlag,
+    Settings,
     check_at_least,
     check_folder,
     check_html,
@@ -88,12 +89,7 @@ def profile(
         str, typer.Option(help="The most that counting uses. What does not fit is sampled.")
     ] = "2GiB",
     seed: Annotated[int, typer.Option(help="Of the rows that are sampled.")] = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change a run's settings; repeatable."
-        ),
-    ] = None,
+    settings: Settings = None,
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -13,6 +13,7 @@ from hotrow.cli._options import (
     DenseMs,
     HtmlFile,
     JsonLinesFlag,
+    Settings,
     WarmUp,
     check_at_least,
     check_dense_ms,
@@ -35,12 +36,7 @@ def simulate(
     file: Annotated[
         Path | None, typer.Argument(help="TOML file of a run; its [data] makes the trace.")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change the data's settings; repeatable."
-        ),
-    ] = None,
+    settings: Settings = None,
     slots: Annotated[
         str, typer.Option(help="Slots: numbers or percent of all rows, with commas between.")
     ] = "1%,5%,10%",

@@ -59,7 +59,9 @@ def numbers_of(data: Prepared, dense: Sequence[str] | None) -> tuple[str, ...]:
     known = data.schema.dense
     for name in dense or ():
         if name not in known:
-            raise ValueError(f"the data has no number {name!r}; it has {few(known) or 'none'}")
+            raise ValueError(
+                f"the data has no column of numbers {name!r}; it has {few(known) or 'none'}"
+            )
     return known if dense is None else tuple(dense)
 
 

@@ -317,7 +317,8 @@ class Reader:
 
     def _wanted(self) -> int:
         """Return how many batches are to be known."""
-        limits = [group.most_ahead for group in self._groups if group.most_ahead is not None]
+        most = [group.planning.most_ahead for group in self._groups]
+        limits = [count for count in most if count is not None]
         return 1 + int(min([self._useful(), *limits]))
 
     def _useful(self) -> int:

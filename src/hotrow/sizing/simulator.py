@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,13 +31,13 @@ class Simulated:
     strategy: str
     slots: int
     depth: int
-    batches: int
-    lookups: int
-    unique_rows: int
-    fetched_rows: int
-    evicted_rows: int
-    chunked_batches: int
-    planning_seconds: float  # sorting the ids included
+    batches: int = 0
+    lookups: int = 0
+    unique_rows: int = 0
+    fetched_rows: int = 0
+    evicted_rows: int = 0
+    chunked_batches: int = 0
+    planning_seconds: float = 0.0  # sorting the ids included
     loaded_rows: int = 0  # prefetched for pinning
 
     @property
@@ -154,7 +154,7 @@ class _Lane:
         wanted = depth if strategy.look_ahead is None else strategy.look_ahead
         self._depth = max(wanted, strategy.hold.future)
         self._known: deque[_Known] = deque()
-        self._counts = torch.zeros(7, dtype=torch.int64)
+        self._counts: Counter[str] = Counter()
         self._seconds = 0.0
 
     def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
@@ -175,12 +175,13 @@ class _Lane:
             return
         self._seconds += batch.sort_seconds
         unique = batch.ids.ids.numel()
+        self._counts.update(batches=1, lookups=batch.ids.order.numel(), unique_rows=unique)
         if plan is None:  # the direct path: read and written once, kept in no slot
-            moved = [unique, unique, 0, 1]
+            self._counts.update(fetched_rows=unique, evicted_rows=unique, chunked_batches=1)
         else:
             leaving = int((plan.moves.leaving >= 0).sum())
-            moved = [plan.moves.entering.numel() - plan.loaded, leaving, plan.loaded, 0]
-        self._counts += torch.tensor([1, batch.ids.order.numel(), unique, *moved])
+            fetched = plan.moves.entering.numel() - plan.loaded
+            self._counts.update(fetched_rows=fetched, evicted_rows=leaving, loaded_rows=plan.loaded)
 
     def _timed(self, do: Callable[[], Result], counts: bool) -> Result:
         start = time.perf_counter()
@@ -189,20 +190,12 @@ class _Lane:
         return result
 
     def result(self) -> Simulated:
-        slots = self._planner.pad.num_slots
-        batches, lookups, unique, fetched, evicted, loaded, chunked = self._counts.tolist()
         return Simulated(
             strategy=self._name,
-            slots=slots,
+            slots=self._planner.pad.num_slots,
             depth=self._depth,
-            batches=batches,
-            lookups=lookups,
-            unique_rows=unique,
-            fetched_rows=fetched,
-            evicted_rows=evicted,
-            chunked_batches=chunked,
             planning_seconds=self._seconds,
-            loaded_rows=loaded,
+            **self._counts,
         )
 
 

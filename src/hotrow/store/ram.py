@@ -1,7 +1,7 @@
-"""All rows, in slow memory. Knows ids and bytes; never decides anything.
+"""All rows, in slow memory. Knows ids and bytes; decides nothing.
 
 A row is its weights followed by its optimizer state. The mapping is kept out of forked children
-(a forked data loader would otherwise copy or pin every page of it).
+(a forked data loader would otherwise copy every page of it).
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Store:
         self.rows.index_copy_(0, ids, rows)
 
     def will_write(self, ids: Tensor) -> None:
-        """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        """Call this before writing to `rows` directly; -1 in `ids` is no row."""
         self.note(ids)
-        snapshot = self.snapshot  # once: whoever reads may end meanwhile
+        snapshot = self.snapshot  # read once: another thread may end it meanwhile
         if snapshot is not None:
             snapshot.keep(ids)
 
     def note(self, ids: Tensor) -> None:
-        """Rows get other bits, here or in slots."""
+        """Note that rows get other bits, here or in slots."""
         touched = self.touched
         if touched is not None:
             touched.note(ids)
@@ -84,15 +84,15 @@ class Store:
         return self.snapshot is not None or self.touched is not None
 
     def write_alone(self, ids: Tensor, rows: Tensor) -> None:
-        """`write`, on a host, by the thread that calls; ids of -1 are left out.
+        """`write` on the host, in the calling thread; ids of -1 are skipped.
 
-        Rows as single items, which numpy copies several times as fast as a thread of torch does.
+        Rows are single items, which numpy copies several times as fast as one thread of torch.
         """
         self.will_write(ids)
         places, items = ids.numpy(), _as_items(rows)
-        there = places >= 0
-        if not there.all():
-            places, items = places[there], items[there]
+        present = places >= 0
+        if not present.all():
+            places, items = places[present], items[present]
         _as_items(self.rows)[places] = items
 
 
@@ -102,7 +102,7 @@ def _as_items(rows: Tensor) -> np.ndarray:
 
 
 def host_rows(num_rows: int, width: int) -> Tensor:
-    """Rows in a mapping of their own, untouched and all zero."""
+    """Return rows of zeros in a mapping of their own; no page is touched."""
     check_fits(num_rows, width)
     memory = mmap.mmap(-1, max(1, num_rows * width * 4))
     if hasattr(mmap, "MADV_DONTFORK"):

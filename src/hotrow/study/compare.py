@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -73,23 +73,32 @@ class Entry:
     kind: SystemKind
     repetitions: int
     is_optional: bool = False  # not asked for
-    done: int = 0  # repetitions
-    message: str = ""  # why it failed
-    traceback: str = ""
+    figures: Figures = field(init=False)  # without speeds and counts, which `record` adds
     rates: list[float] = field(default_factory=list)  # samples/s of timed steps
     whole_runs: list[float] = field(default_factory=list)  # samples/s of each repetition
     tally: Tally | None = None  # of the first repetition, as everything below
     quality: EvalRecord | None = None
-    memory: dict[str, int] = field(default_factory=dict)
     bits: Bits | None = None
-    equal: str = "not compared"
-    equal_note: str = ""
     distance: Distance | None = None  # from all-fast, where equal bits are not promised
     changes: list[str] = field(default_factory=list)  # repetitions that ended with other bits
 
+    def __post_init__(self) -> None:
+        kind, is_optional = self.kind, self.is_optional
+        self.figures = Figures(
+            kind.name, kind.summary, kind.contract, outcome="not run", is_optional=is_optional
+        )
+
     @property
     def has_failed(self) -> bool:
-        return bool(self.message)
+        return bool(self.figures.message)
+
+    @property
+    def done(self) -> int:
+        """Repetitions so far."""
+        return len(self.whole_runs)
+
+    def note(self, **results: Any) -> None:
+        self.figures = replace(self.figures, **results)
 
 
 @dataclass(frozen=True)
@@ -208,14 +217,16 @@ class Comparison:
             # Kept as text: the error's frames would keep the system in memory.
             is_expected = isinstance(error, _EXPECTED)
             text = " ".join(str(error).split())
-            entry.message = text if is_expected and text else f"{type(error).__name__}: {text}"
-            entry.traceback = "" if is_expected else traceback.format_exc()
+            entry.note(
+                message=text if is_expected and text else f"{type(error).__name__}: {text}",
+                traceback="" if is_expected else traceback.format_exc(),
+            )
         finally:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         if entry.has_failed:
-            yield replace(turn, stage="failed", message=entry.message)
+            yield replace(turn, stage="failed", message=entry.figures.message)
 
     def _train(self, entry: Entry, turn: Turn) -> Iterator[Turn]:
         if (reason := entry.kind.refuses(self.config)) is not None:
@@ -245,7 +256,6 @@ class Comparison:
         entry.quality = quality
         entry.rates += rates
         entry.whole_runs.append(whole_run)
-        entry.done += 1
         yield replace(turn, stage="finished", samples_per_second=whole_run)
 
     def _follow(self, entry: Entry, system: System) -> None:
@@ -284,8 +294,10 @@ class Comparison:
         copy = self._make_reference() if is_reference else None
         bits = bits_of(system, tally.losses, copy=copy)
         if not is_reference:
-            entry.equal, entry.equal_note = self._likeness(entry, system, tally, bits)
-        entry.tally, entry.memory, entry.bits = tally, dict(system.memory()), bits
+            equal, note = self._likeness(entry, system, tally, bits)
+            entry.note(equal=equal, equal_note=note)
+        entry.note(memory=dict(system.memory()))
+        entry.tally, entry.bits = tally, bits
 
     def _make_reference(self) -> Reference | None:
         """Keep all-fast's values, if a strategy does not promise equal bits and there is room."""
@@ -302,7 +314,7 @@ class Comparison:
     def _likeness(self, entry: Entry, system: System, tally: Tally, bits: Bits) -> tuple[str, str]:
         first = self.entries[0]
         if first.bits is None:
-            return "not compared", f"{REFERENCE} failed: {first.message}"
+            return "not compared", f"{REFERENCE} failed: {first.figures.message}"
         unlike = bits.unlike(first.bits)
         if not unlike:
             return "bits", ""
@@ -334,11 +346,9 @@ class Comparison:
                 controls.append(control.distance)
         for entry, distance in far:
             if controls and self._tolerance.is_as_near(distance, controls):
-                entry.equal = "tolerance"
-            for control_distance in controls:
-                entry.equal_note += (
-                    f". Rounding alone, by another order of samples: {control_distance}"
-                )
+                entry.note(equal="tolerance")
+            rounding = (f". Rounding alone, by another order of samples: {c}" for c in controls)
+            entry.note(equal_note=entry.figures.equal_note + "".join(rounding))
 
     def _keep_batches(self) -> Iterator[Turn]:
         """Read the batches once, if they fit memory, so that speeds do not depend on reading."""
@@ -388,7 +398,7 @@ class Comparison:
     def _over_budget(self) -> Iterator[str]:
         """Note strategies whose fast memory exceeds the budget, because batches need it."""
         for entry in self.entries:
-            over = sum(entry.memory.values()) - self.budget_bytes
+            over = sum(entry.figures.memory.values()) - self.budget_bytes
             if entry.kind.is_budgeted and over > 0:
                 yield (
                     f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
@@ -423,23 +433,13 @@ class Comparison:
         return next(iter([*by_name, *asked, *timed]), None)
 
     def _figures(self, entry: Entry, pace: float) -> Figures:
-        kind = entry.kind
-        about = Figures(
-            kind.name,
-            kind.summary,
-            kind.contract,
-            outcome=self._outcome(entry),
-            message=entry.message,
-            traceback=entry.traceback,
-            repetitions=entry.done,
-            is_optional=entry.is_optional,
-        )
+        about = replace(entry.figures, outcome=self._outcome(entry), repetitions=entry.done)
         if entry.tally is None or entry.quality is None:
             return about
         slow, middle, fast = np.percentile(entry.rates or [math.nan], (20, 50, 80)).tolist()
         whole_run = statistics.median(entry.whole_runs)
         tally, samples = entry.tally, entry.tally.samples
-        fast_bytes = sum(entry.memory.values())
+        fast_bytes = sum(about.memory.values())
         return replace(
             about,
             timed_steps=len(entry.rates),
@@ -450,9 +450,8 @@ class Comparison:
             slow_run=min(entry.whole_runs),
             fast_run=max(entry.whole_runs),
             speed_up=whole_run / pace if pace else math.nan,
-            memory=entry.memory,
             fast_bytes=fast_bytes,
-            is_within_budget=kind.is_bounded or fast_bytes <= self.budget_bytes,
+            is_within_budget=entry.kind.is_bounded or fast_bytes <= self.budget_bytes,
             hit_rate=tally.hit_rate,
             rows_per_sample=tally.rows_moved / samples,
             bytes_per_sample=tally.bytes_moved / samples,
@@ -460,8 +459,6 @@ class Comparison:
             auc=entry.quality.auc,
             log_loss=entry.quality.log_loss,
             normalised_entropy=entry.quality.normalised_entropy,
-            equal=entry.equal,
-            equal_note=entry.equal_note,
             repeatable=None if entry.done < 2 else not entry.changes,
             repeat_note="; ".join(entry.changes),
         )

@@ -248,7 +248,7 @@ class CapturedStep:
             self._empty(static)
             for module in self._collections():
                 for group in module.every_group:
-                    group.free_berth(static.number)
+                    group.planning.free_berth(static.number)
         if not any(static.graphs for shape in self._shapes.values() for static in shape.inputs):
             self._pool = None  # torch has freed it with the last graph
         return True

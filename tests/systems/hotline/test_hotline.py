@@ -130,10 +130,14 @@ class Model(nn.Module):
         width = sum(t.embedding_dim * len(t.feature_names) for t in self.embedding.tables)
         self.top = nn.Sequential(nn.Linear(width + 3, 8), nn.Tanh(), nn.LayerNorm(8))
         self.out = nn.Linear(8, 1)
-        self.seen: list[Tensor] = []  # labels of trained samples
+        self.seen: list[Tensor] = []  # first dense column of trained samples
+        self.events: list[Any] = []  # sizes of batches, and what else a test notes
         self.to(device)
 
     def forward(self, batch: Item) -> Tensor:
+        self.events.append(len(batch["label"]))
+        if self.training:
+            self.seen.append(batch["dense"][:, 0].clone())
         vectors = self.embedding(batch["ids"]).values()
         logits: Tensor = self.out(self.top(torch.cat([batch["dense"], vectors], 1))).squeeze(1)
         return logits
@@ -245,6 +249,7 @@ def test_the_tolerance_would_show_means_of_parts() -> None:
         assert_alike(model.numbers(), plain(batches_of())[0])
 
 
+@pytest.mark.thinned(3)  # weighted ones on a device, and means
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
 def test_jagged_ids_give_the_results_of_whole_batches(engine: str, weighted: bool) -> None:
     tables = "one-width" if weighted else "mean"
@@ -256,6 +261,7 @@ def test_jagged_ids_give_the_results_of_whole_batches(engine: str, weighted: boo
     assert_alike(model.numbers(), plain(batches, tables=tables)[0])
 
 
+@pytest.mark.thinned(2)
 def test_every_sample_may_be_popular(engine: str) -> None:
     """Then nothing is left for the second part but the update."""
     batches = batches_of(6)
@@ -281,6 +287,7 @@ def test_parts_of_a_smaller_batch_are_not_compiled(monkeypatch: pytest.MonkeyPat
     assert_alike(model.numbers(), plain(batches)[0])
 
 
+@pytest.mark.thinned(2)
 def test_settings_that_look_at_gradients_are_minded(engine: str) -> None:
     batches = batches_of(6)
     results = []
@@ -379,18 +386,8 @@ class LateRows:
                 self.events.append("rows")
 
 
-class Noted(Model):
-    """Notes how many samples come when."""
-
-    events: list[Any]
-
-    def forward(self, batch: Item) -> Tensor:
-        self.events.append(len(batch["label"]))
-        return super().forward(batch)
-
-
-def noted(late: LateRows, **options: Any) -> Noted:
-    model = Noted("static", **options)
+def late_model(late: LateRows) -> Model:
+    model = Model("static")
     model.events = late.events
     return model
 
@@ -400,7 +397,7 @@ def test_the_rest_waits_for_its_rows_and_popular_samples_do_not(
 ) -> None:
     expected, _ = plain(batches_of())
     late = LateRows(monkeypatch)
-    model, system = noted(late), hotline()
+    model, system = late_model(late), hotline()
     list(trainer_of(model, system).run(batches_of()))
     assert_alike(model.numbers(), expected)
     parts = [n for size, n in system.record.parts.items() if 0 < size < SIZE]
@@ -416,7 +413,7 @@ def test_without_the_wait_the_results_are_wrong(monkeypatch: pytest.MonkeyPatch)
     expected, _ = plain(batches_of())
     late = LateRows(monkeypatch)
     monkeypatch.setattr(sys.modules["hotrow.embedding.ahead"], "Split", NoWait)
-    model = noted(late)
+    model = late_model(late)
     list(trainer_of(model, hotline()).run(batches_of()))
     with pytest.raises(AssertionError):
         assert_alike(model.numbers(), expected)
@@ -439,7 +436,7 @@ def test_pins_that_give_way_to_a_large_batch_let_no_sample_read_a_missing_row(
     batches.insert(7, large)
     expected, _ = plain(batches)
     late = LateRows(monkeypatch)
-    model, system = noted(late), hotline()
+    model, system = late_model(late), hotline()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the large batch passes in chunks, which is said
         list(trainer_of(model, system).run(batches))
@@ -451,27 +448,15 @@ def test_pins_that_give_way_to_a_large_batch_let_no_sample_read_a_missing_row(
 # -- learning --------------------------------------------------------------------------------
 
 
-class Seen(Model):
-    """Remembers what it was trained on."""
-
-    def forward(self, batch: Item) -> Tensor:
-        if self.training:
-            self.seen.append(batch["dense"][:, 0].clone())
-        return super().forward(batch)
-
-
-def numbers_of(batches: list[Item]) -> list[float]:
-    return sorted(torch.cat([each["dense"][:, 0] for each in batches]).tolist())
-
-
 @pytest.mark.parametrize("relearn", [0, 2, None])
 def test_when_popularity_drifts_rows_are_learned_again_and_no_sample_is_lost(
     relearn: int | None,
 ) -> None:
     batches = batches_of(20) + batches_of(30, seed=1, shift=20)
-    model, system = Seen("static"), hotline(relearn=relearn, floor=0.8)
+    model, system = Model("static"), hotline(relearn=relearn, floor=0.8)
     list(trainer_of(model, system).run(batches))
-    assert sorted(torch.cat(model.seen).tolist()) == numbers_of(batches)
+    given = torch.cat([batch["dense"][:, 0] for batch in batches])
+    assert sorted(torch.cat(model.seen).tolist()) == sorted(given.tolist())
     assert_alike(model.numbers(), plain(batches)[0])
     record = system.record
     assert record.learned[0].why == "learned"
@@ -567,25 +552,20 @@ def test_where_nothing_can_be_pinned_that_is_said() -> None:
     assert_alike(model.numbers(), plain(batches)[0])
 
 
-class DropSome:
+class DropSome(KeepAll):
     """A skip that leaves out the last samples of each batch, once it knows hot rows."""
 
-    def __init__(self) -> None:
-        self.closed, self.given = False, None
+    closed, given = False, None
 
     def bound(self, embedding: Any, hot: Any, num_batches: int, *, ids: Any) -> DropSome:
         self.given = (embedding, hot.num_rows, num_batches)
         return self
-
-    def begin(self, num_batches: int) -> None: ...
 
     def segments(self, batches: Any) -> Iterator[Any]:
         stream = iter(batches)
         for first in stream:  # two batches each
             kept = [{k: v[:10] for k, v in b.items()} for b in (first, *islice(stream, 1))]
             yield kept
-
-    def renew(self, hot: Any) -> None: ...
 
     def close(self) -> None:
         self.closed = True

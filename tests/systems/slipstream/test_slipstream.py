@@ -186,6 +186,7 @@ FEW = {"watched": 0.2, "sample_rate": 0.3, "recheck_every": 3, "least_visits": 0
 @pytest.mark.parametrize(
     ("strategy", "check"), [("lookahead", check_samples), ("static", check_rows)]
 )
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("device_rows")
 def test_on_the_engine_of_a_device(strategy: str, check: Callable[..., object]) -> None:
     check(strategy, "cpu", 8, **FEW)

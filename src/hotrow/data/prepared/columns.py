@@ -305,8 +305,8 @@ def _types(path: Path, columns: Columns) -> dict[str, Any]:
             raise ValueError(f"{path}: {name!r} holds lists; only categories may")
         if not may_be_numbers(types[name]):
             raise ValueError(
-                f"{path}: column {name!r} of {types[name]} holds no numbers; cast it where the "
-                "file is written"
+                f"{path}: column {name!r} of {types[name]} does not hold numbers; cast it where "
+                "the file is written"
             )
     return types
 

@@ -228,7 +228,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a folder; a ValueError says what is wrong with it."""
     path = folder / MANIFEST
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
             raise ValueError(
@@ -239,12 +239,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{folder} has no {MANIFEST}" + (hint if unfinished else ", so it is no prepared data")
         ) from None
-    return from_json(found, where=str(path))
+    return from_json(content, where=str(path))
 
 
-def from_json(found: Any, *, where: str) -> Manifest:
-    check_format(found, FORMAT, where=where, remedy=_REMEDY)
-    return converted(Manifest, found, where=where, remedy=_REMEDY, check=_check)
+def from_json(content: Any, *, where: str) -> Manifest:
+    check_format(content, FORMAT, where=where, remedy=_REMEDY)
+    return converted(Manifest, content, where=where, remedy=_REMEDY, check=_check)
 
 
 def _check(manifest: Manifest) -> None:

@@ -288,14 +288,11 @@ class _Stream:
     """The text of a file, decompressed if needed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._raw = path.open("rb")
-        self._text: Any = self._raw
-        kind = _COMPRESSED.get(path.suffix)
-        if kind:
-            what = f"{path.suffix} files are read"
-            self._text = pyarrow(what=what).CompressedInputStream(self._raw, kind)
+        self._path, kind = path, _COMPRESSED.get(path.suffix)
         self._is_compressed = kind is not None
+        arrow = pyarrow(what=f"{path.suffix} files are read") if kind else None
+        self._raw = path.open("rb")
+        self._text: Any = arrow.CompressedInputStream(self._raw, kind) if arrow else self._raw
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, or fewer at the end of the file."""

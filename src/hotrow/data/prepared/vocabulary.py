@@ -167,22 +167,22 @@ class Vocabulary:
             return np.zeros(len(keys), np.int64)
         wanted = spread(keys)
         at = self._starts[(wanted >> self._shift).astype(np.int64)]
-        found = np.take(self.keys, at, mode="clip")
-        rows = np.where(found == wanted, at + 1, 0).astype(np.int64)
-        rest = np.flatnonzero(found < wanted)
+        known = np.take(self.keys, at, mode="clip")
+        rows = np.where(known == wanted, at + 1, 0).astype(np.int64)
+        rest = np.flatnonzero(known < wanted)
         at, wanted = at[rest], wanted[rest]
         for _ in range(_MOST_STEPS):
             if not len(rest):
                 return rows
             at += 1
-            found = np.take(self.keys, at, mode="clip")
-            same = found == wanted
+            known = np.take(self.keys, at, mode="clip")
+            same = known == wanted
             rows[rest[same]] = at[same] + 1
-            left = (found < wanted) & (at < len(self.keys))
+            left = (known < wanted) & (at < len(self.keys))
             rest, at, wanted = rest[left], at[left], wanted[left]
         at = np.searchsorted(self.keys, wanted)  # keys that multiplying did not spread
-        found = np.take(self.keys, at, mode="clip")
-        rows[rest] = np.where(found == wanted, at + 1, 0)
+        known = np.take(self.keys, at, mode="clip")
+        rows[rest] = np.where(known == wanted, at + 1, 0)
         return rows
 
 

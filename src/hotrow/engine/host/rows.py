@@ -18,28 +18,25 @@ from torch import Tensor
 
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
-from hotrow.engine.gpu.id_check import IdCheck
 from hotrow.engine.host.boundary import GraphBoundary
 from hotrow.engine.host.hot import HotRows, refuse_capture
 from hotrow.engine.host.link import Link
-from hotrow.engine.host.plan import FACTS, HostPlan, HostSide, HostWork
-from hotrow.engine.host.sorting import Sorter
+from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
+from hotrow.engine.host.planning import HostPlanning, LargestBytes
 from hotrow.engine.host.table import HostTable
 from hotrow.engine.memory import ALL_AT_ONCE
 from hotrow.engine.mover import NoMoves
-from hotrow.engine.planning import Depth
+from hotrow.engine.planning import Outcome
 from hotrow.engine.rows import RowGroup, grads_by_row
 from hotrow.engine.settings import Settings
 from hotrow.engine.strategy import Strategy
 from hotrow.engine.work import Work
-from hotrow.inputs.batch import Batch, Lookups, lookups_of
+from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels import reference
 from hotrow.store.pinned import locked_rows
 from hotrow.store.ram import Store, host_rows, initialise
-from hotrow.support.streams import Mark, capturing
-
-_REMEMBERED = 8  # batches that a lookup may ask for again
+from hotrow.support.streams import capturing
 
 
 class HostRows:
@@ -65,67 +62,29 @@ class HostRows:
         self.link = Link(settings.lanes, settings.dim)
         self.hot = HotRows(settings, store, 0 if settings.share is None else settings.share.slots)
         self.counters.count_loaded(self.hot.ids)
-        self.sorter = Sorter(settings, self.link, self.hot)
+        self._peak = LargestBytes()
+        self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
         self.table = HostTable(settings, store, self.link)
-        self._id_check = IdCheck(self.sorter.features.t().contiguous(), layout.num_rows)
-        self._bases = torch.tensor([*layout.bases, layout.num_rows])
-        self._largest: dict[str, int] = {}
         # Of the newest graph, by its input; graphs hold them, and they go with them.
         self._boundaries: weakref.WeakValueDictionary[int, GraphBoundary] = (
             weakref.WeakValueDictionary()
         )
 
-    # -- planning: ids are sorted ------------------------------------------------------
-
-    remembered_batches = _REMEMBERED
-    most_ahead: int | None = None
-
-    def input_device(self, device: torch.device | None) -> torch.device | None:
-        return device
-
-    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return () if self.link.exists else tuple(map(torch.clone, tensors))
-
-    def work(self, batch: Batch) -> HostWork:
-        return HostWork(self, batch)
-
-    def expect(self, work: Work, values: Tensor) -> None:
-        """Nothing is decided ahead."""
+    # -- planning ----------------------------------------------------------------------
 
     def plan(self, work: HostWork) -> None:
-        """Sort a batch's ids; the outcome is known at `confirm`."""
-        work.plan = self.sorter.sort(*self.sorter.keys_of(work.batch))
-
-    def mark_planned(self, work: HostWork, mark: Mark) -> None:
-        if work.plan is not None and work.plan.ready is None:
-            work.plan.ready = mark
+        """Sort a batch's ids."""
+        self.planning.plan(work)
 
     def confirm(self, work: HostWork) -> bool:
         """Learn how many rows a batch has. Raises on a bad id."""
-        plan = work.plan
-        if plan is None or plan.num_rows >= 0:
-            return True
-        if not plan.learn():
-            work.plan = None
-            lookups_of(work.batch, self.layout)  # raises, and says which
-            raise AssertionError("a plan found an id that no table has, but the host found none")
-        self._count_plan(plan)
-        return True
-
-    def take_back(self, work: Work) -> None:
-        """No plan halts another."""
+        return self.planning.confirm(work) is Outcome.PLANNED
 
     def finish_planned(self) -> None:
         """No row moves."""
 
     def forget_window(self) -> None:
         """Nothing is decided ahead."""
-
-    def depth(self) -> Depth | None:
-        return None
-
-    def free_berth(self, berth: int) -> None:
-        """Boundaries go with their graphs."""
 
     def go_direct(self, work: Work) -> bool:
         return False
@@ -136,27 +95,6 @@ class HostRows:
     def timed(self, work: Work | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
-        raise NotImplementedError("batches in parts need rows in slots")
-
-    # -- ids that were changed ---------------------------------------------------------
-
-    def compare(self, work: HostWork) -> None:
-        batch, plan = work.batch, work.plan
-        if not self.link.exists or plan is None or not batch.given or capturing():
-            return
-        places = None
-        if batch.offsets is not None:
-            names = [batch.keys.index(feature.name) for feature in self.layout.features]
-            places = torch.tensor(names).to(self.device, non_blocking=True)
-        self._id_check.launch(batch.given, places, batch.num_samples, plan.keys, None, work.number)
-
-    def note_number(self, work: HostWork, number: int) -> None:
-        work.number = number
-
-    def take_changed(self) -> int | None:
-        return self._id_check.take()
-
     # -- lookup ------------------------------------------------------------------------
 
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:
@@ -166,13 +104,13 @@ class HostRows:
         if self.hot.is_learning_due:
             self.flush()
             self.counters.count_loaded(self.hot.learn())
-        return self._vectors(self._planned(work), x)
+        return self._vectors(self.planning.planned(work), x)
 
     def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
         """Split the bags of a batch that is only read. Reads no row."""
         if self._reads_store:
             return [(part, None) for part in chunks(x, ALL_AT_ONCE)]
-        return [(x, self.sorter.sort_now(x.ids))]
+        return [(x, self.planning.sorter.sort_now(x.ids))]
 
     def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
         """Return one vector per bag of what `parts_of` gave. Several threads may read."""
@@ -181,7 +119,7 @@ class HostRows:
             joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             return joined.to(self.output_dtype)
         ((x, plan),) = parts
-        plan = self.sorter.current(plan)
+        plan = self.planning.sorter.current(plan)
         plan.is_trained = False
         return self._vectors(plan, x)
 
@@ -191,7 +129,7 @@ class HostRows:
         return not self.link.exists and not self.hot.exists
 
     def _read_part(self, x: Lookups) -> Tensor:
-        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.sorter.has_padding
+        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.sorter.has_padding
         self.table.read_vectors(x.ids.clamp(min=0) if pads else x.ids, out=vectors)
         if pads:
             vectors.masked_fill_((x.ids < 0).unsqueeze(1), 0.0)
@@ -199,16 +137,6 @@ class HostRows:
             return vectors
         every = torch.arange(x.ids.numel())
         return reference.pool(vectors, every, x.offsets, x.weights, x.divisor)
-
-    def _planned(self, work: HostWork) -> HostPlan:
-        """Return a batch's plan, made now if there is none, for the rows that are hot now."""
-        if work.plan is None:
-            self.plan(work)
-            self.mark_planned(work, self.lanes.mark("train"))
-        self.confirm(work)
-        assert work.plan is not None
-        work.plan = self.sorter.current(work.plan)
-        return work.plan
 
     def _vectors(self, plan: HostPlan, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim], of the rows as they are now."""
@@ -245,7 +173,7 @@ class HostRows:
 
     def _collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
         rows = self.table.collect(plan, cross=cross)
-        self._note_bytes("rows of a batch", rows)
+        self._peak.note("rows of a batch", rows)
         return rows
 
     def _pool_here(self, plan: HostPlan, x: Lookups) -> Tensor:
@@ -274,7 +202,7 @@ class HostRows:
 
     def weight_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         hot = self.hot.weight_grads(plan, work.bag_of, x, grads)
         if hot is None:
             return self._cold_weight_grads(plan, work, x, grads)
@@ -310,7 +238,7 @@ class HostRows:
 
     def load_vectors(self, work: HostWork, boundary: GraphBoundary) -> None:
         """Put vectors where the graph reads them."""
-        self.compare(work)
+        self.planning.compare(work)
         boundary.vectors.copy_(self.lookup(work, work.lookups))
 
     def apply_gradients(self, work: HostWork, boundary: GraphBoundary) -> None:
@@ -329,7 +257,7 @@ class HostRows:
     def _row_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradient of each different row, hot or cold, [U, dim], on the device."""
         refuse_capture()
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         if plan.hot is not None:
             grads = grads.float() if x.divisor is None else grads.float() / x.divisor
             bag_of = replace(x, ids=work.ids.inverse).bag_of()
@@ -341,9 +269,13 @@ class HostRows:
     def _sum_there(self, plan: HostPlan, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         terms = (grads, work.bag_of, x.weights, x.divisor)
         # Padding has no gradient, and might be the longest of all sums; hot rows count as padding.
-        padding = self.layout.num_rows if self.sorter.has_padding or plan.hot is not None else None
+        padding = (
+            self.layout.num_rows
+            if self.planning.sorter.has_padding or plan.hot is not None
+            else None
+        )
         sums = self._triton[1].sum_by_row(*terms, plan.segments, padding=padding)
-        self._note_bytes("gradients of a batch", sums)
+        self._peak.note("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
 
@@ -357,7 +289,7 @@ class HostRows:
             return True
         if x.used is not None:
             return False
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         if plan.num_rows:  # first: their gradients have the longer way
             self._update_cold(plan, work, x, grads)
         self.hot.update(plan, work.bag_of, x, grads)
@@ -448,25 +380,11 @@ class HostRows:
 
     # -- facts -------------------------------------------------------------------------
 
-    def _count_plan(self, plan: HostPlan) -> None:
-        """Count a batch: every row that is not hot is read, and written, across the link."""
-        edges = plan.facts[FACTS : FACTS + len(self._bases)]
-        lookups, cold = edges.diff(), torch.searchsorted(plan.ids, self._bases).diff()
-        hot_lookups, hot_rows = self.hot.count(plan)
-        counts = torch.stack([lookups + hot_lookups, cold + hot_rows, cold, cold], dim=1)
-        self.counters.by_table += counts
-        self.counters.note(counts.sum(0).tolist())
-        self._note_bytes("sorted ids", *plan.tensors())
-
-    def _note_bytes(self, what: str, *tensors: Tensor) -> None:
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._largest[what] = max(self._largest.get(what, 0), size)
-
     def num_bytes(self) -> dict[str, int]:
         """Return what the largest batch so far has taken, hot rows, and what graphs take."""
         boundaries = sum(boundary.num_bytes for boundary in self._boundaries.values())
         captured = {"vectors of captured steps": boundaries} if boundaries else {}
-        return {**self.hot.num_bytes(), **self._largest, **captured}
+        return {**self.hot.num_bytes(), **self._peak.parts, **captured}
 
     def check(self) -> None:
         """Prove that buffers and slots are consistent."""

@@ -5,9 +5,9 @@ is in the first bucket on its way that had a free place when it came; a search e
 an empty one. A place holds a slot, whose row stands in `row_of_slot`, and above its bits a tag, the
 rest of the row's hash: rows with another tag need not be compared.
 
-A row that leaves a bucket with an empty place leaves another: nobody has gone past it. Otherwise it
-leaves a tombstone, which a later row takes over. So rows are removed by one launch and inserted by
-the next: among rows that come, one could go past while an empty place is made behind it.
+A row that leaves a bucket with an empty place leaves an empty place: no search has gone past the
+bucket. Otherwise it leaves a tombstone, which a later row takes over. So rows are removed by one
+launch and inserted by the next: an insert could go past a bucket in which a place becomes empty.
 Knows ids and slots, never bytes.
 """
 

@@ -145,7 +145,7 @@ def _segment(
 def _may_leave(
     queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE: tl.constexpr
 ):  # fmt: skip
-    """Whether each place of the queue still names a slot that nobody has used, or will, since."""
+    """Return slots of the queue, and whether each is still unused and not known to be used."""
     head = tl.load(state + HEAD)
     asked = (place < limit) & (head + place < tl.load(state + END))
     slot = tl.load(queue + head + place, mask=asked, other=0)
@@ -316,7 +316,7 @@ def plan(
     lookup_slots: Tensor,  # out: [L] int32
     moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= R] each
     counts: Tensor,  # [8] int32, FIRST_BAD set; the others are written
-    kept: Tensor,  # out: [8] int32: the counts, for whoever reads the plan
+    kept: Tensor,  # out: [8] int32: the counts, for readers of the plan
     status: Tensor,  # out: [16] int32, page-locked: counts, then most of the state
     scratch: Tensor,  # [words] int32
     *,

@@ -73,7 +73,7 @@ def _rank_keys(
     number = tl.load(state + CLOCK)
     last = tl.load(last_use + slot, mask=mask, other=0)
     may_leave = last < number - past
-    # Slots that nobody has used have a last use near the smallest integer.
+    # The last use of an unused slot is near the smallest integer.
     age = number - tl.maximum(last, number - (1 << 30))
     if ORDER == 0:  # least recent
         key = (1 << 30) - age

@@ -8,8 +8,8 @@ the row's number within its table.
 `rows` is device memory, or page-locked host memory. Programs write its floats in order, whatever
 the width, so that whole lines cross the link.
 
-A row that nobody has written since is the same function still: `start_moves` makes it in its slot,
-and nothing crosses the link.
+A row that was never written still has its starting value: `start_moves` makes it in its slot, and
+nothing crosses the link.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def start_moves(
     count: Tensor,  # [1] int32: the moves there are
     unwritten: Unwritten,
 ) -> None:
-    """Start the entering rows that nobody has written yet."""
+    """Start the entering rows that were never written."""
     width, tables = slots.shape[1], unwritten.kinds.numel()
     columns = triton.next_power_of_2(width)
     rows = max(1, _MOVED_FLOATS // columns)

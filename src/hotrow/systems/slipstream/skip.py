@@ -286,11 +286,11 @@ class SkipRandom:
             if self._position <= self._first:
                 yield from self._refill.whole(batch)
             else:
-                yield from self._refill.keep(batch, self._keep(self._count(batch)))
+                yield from self._refill.keep(batch, self._keep(batch))
         yield from self._refill.flush()
 
-    def _keep(self, size: int) -> Tensor:
-        r = self.record
+    def _keep(self, batch: Any) -> Tensor:
+        r, size = self.record, self._count(batch)
         # In whole numbers, so that exactly `dropped` are gone after `offered`.
         due = (r.offered + size) * self._dropped // self._offered - r.dropped
         self.record = replace(r, offered=r.offered + size, dropped=r.dropped + due)
