@@ -133,17 +133,20 @@ def check_beside_training(make: Callable[[], Any], device: str = "cpu", count: i
     assert torch.equal(every_row(shared), steps.rows)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
     check_beside_training(lambda: collection(strategy))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_threads_read_beside_every_schedule(schedule: str) -> None:
     strategy = variant("lookahead", schedule, victims="random")
     check_beside_training(lambda: collection(strategy), count=2)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_threads_share_a_collection_for_inference(strategy: str) -> None:
     embedding = collection(strategy)
