@@ -11,14 +11,15 @@ from hotrow.kernels.reference import bits_of, in_bits
 
 
 class FrozenRows:
-    """Frozen rows of a width group, on the device that updates its rows.
+    """Frozen rows of one store, for the host and for the device that updates rows.
 
     `bits` keeps its address while it is a tensor, so that a captured step sees what is frozen now.
     """
 
     def __init__(self, num_rows: int, device: torch.device, untrained: Sequence[int] = ()) -> None:
         """`untrained`: ids of padding rows that no step changes, whatever is frozen."""
-        self.bits: Tensor | None = None  # None: a captured step need not look
+        self.bits: Tensor | None = None  # on `device`; None: a captured step need not look
+        self._host_bits: Tensor | None = None  # the same; the same tensor where `device` is a CPU
         self.untrained = torch.tensor(untrained, device=device) if untrained else None
         self._device = device
         self._size = num_rows + 1  # padding has an id, too
@@ -26,23 +27,19 @@ class FrozenRows:
     def freeze(self, ids: Tensor | None) -> None:
         """Freeze these rows and no others; None frees the bits as well."""
         if ids is None:
-            self.bits = None
+            self.bits = self._host_bits = None
             return
         if self.bits is None:
             self.bits = torch.empty(-(-self._size // 32), dtype=torch.int32, device=self._device)
+            self._host_bits = self.bits if self.bits.device.type == "cpu" else self.bits.cpu()
         bits_of(ids.to(self._device), self._size, out=self.bits)
-
-    def copy_from(self, other: FrozenRows) -> None:
-        """Freeze the rows that another engine over the same store has frozen."""
-        if other.bits is None or self.bits is None:
-            bits = other.bits
-            self.bits = None if bits is None else bits.to(self._device, copy=True)
-        else:
-            self.bits.copy_(other.bits)
+        if self._host_bits is not self.bits:
+            bits_of(ids.cpu(), self._size, out=self._host_bits)
 
     def moving(self, ids: Tensor) -> Tensor | None:
         """Return a mask of the rows that a step changes; None: all of them."""
-        moves = None if self.bits is None else ~in_bits(self.bits, ids)
+        bits = self._host_bits if ids.device.type == "cpu" else self.bits
+        moves = None if bits is None else ~in_bits(bits, ids)
         trained = self.trained(ids)
         return trained if moves is None else moves if trained is None else moves & trained
 
@@ -51,3 +48,7 @@ class FrozenRows:
         if self.untrained is None:
             return None
         return ~torch.isin(ids, self.untrained.to(ids.device))
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self.bits is None else self.bits.nbytes
