@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hotrow.study.trace import Trace
 
 from clicks import taobao_lines, write
 from commands import events, refused, settings, succeeds
@@ -21,7 +22,6 @@ from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import Job, build
 from hotrow.run.source import open_samples
-from hotrow.study.trace import Trace
 from hotrow.support.records import RunRecord
 from hotrow.systems.calibrate import AccessCounts
 
