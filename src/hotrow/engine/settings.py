@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -34,6 +35,10 @@ class Settings:
     output_dtype: torch.dtype = torch.float32
     fill: str = "auto"  # how a GPU moves rows
     tuning: Tuning = field(default_factory=lambda: tuning.DEFAULT)
+    # For tests: no page-locked memory, and what a GPU's engine has instead of shared threads.
+    page_locked: bool = True
+    writer: Any = None
+    worker: Any = None
     # Callers hold it: to write for all that changes rows or maps, to read for reads and gathers.
     lock: RowLock = field(default_factory=lambda: RowLock(shared=False))
 

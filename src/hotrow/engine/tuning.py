@@ -23,6 +23,10 @@ class Tuning:
     most_packed: int = 1 << 16  # rows of a packet, where the budget does not say it
     least_certain: int = 32  # batches for which leaving rows can be kept before they go back
 
+    # Room for plans
+    small_budget: int = 256 << 20  # is for trying things out: slots are kept, plans come on top
+    plans_on_top: int = 16 << 20  # bytes, at most
+
     # Rows on the host, hot ones on the device
     learn_after: tuple[int, ...] = (16, 64, 256)  # batches
     chunk_rows: int = 1 << 18  # between store and slots at once

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hotrow.engine.gpu.plan_room import ON_TOP, SMALL_BUDGET
+from hotrow.engine import tuning
 from hotrow.engine.profile import Profile, table_counts
 from hotrow.engine.strategy import Strategy
 from hotrow.inputs.tables import WidthGroup
@@ -69,7 +69,7 @@ def budget_for(
     wanted = min(slots, num_rows)
     found = least_budget(lambda total: given(total) >= wanted, smallest_budget([row_bytes]))
     # Plans come on top of a small budget, as far as they are small (`hotrow.engine.gpu.plan_room`).
-    is_on_top = found < SMALL_BUDGET and plan_bytes <= ON_TOP
+    is_on_top = found < tuning.DEFAULT.small_budget and plan_bytes <= tuning.DEFAULT.plans_on_top
     return found if is_on_top else found + plan_bytes
 
 

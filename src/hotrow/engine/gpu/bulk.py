@@ -29,7 +29,7 @@ from hotrow.kernels.reference import places
 from hotrow.kernels.triton import fill
 from hotrow.kernels.triton.start import Unwritten
 from hotrow.store.ram import Store
-from hotrow.store.writer import shared_writer
+from hotrow.store.writer import Writer, shared_writer
 from hotrow.support.clock import named
 from hotrow.support.streams import Lanes, Mark
 
@@ -70,10 +70,17 @@ class WriteBack:
     """
 
     def __init__(
-        self, store: Store, slots: Tensor, *, most: int, lanes: Lanes, least_certain: int = 0
+        self,
+        store: Store,
+        slots: Tensor,
+        *,
+        most: int,
+        lanes: Lanes,
+        least_certain: int = 0,
+        writer: Writer | None = None,
     ) -> None:
         """`least_certain`: batches for which it must be certain that no row is read. Rows that may
-        be read sooner would often be waited for."""
+        be read sooner would often be waited for. `writer`: threads of its own."""
         self._least_certain = least_certain
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
@@ -82,7 +89,7 @@ class WriteBack:
         self._loads = [Load(in_load, width, pinned=pinned) for _ in range(_LOADS)]
         self._packet, self._load = self._packets[0], self._loads[0]
         self._full: deque[Load] = deque()  # loads whose rows are still on their way
-        self._writer = shared_writer()
+        self._writer = writer or shared_writer()
         # The last rows are written before the store goes.
         weakref.finalize(self, self._writer.wait_for_all)
 

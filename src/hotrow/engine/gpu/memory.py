@@ -39,8 +39,9 @@ class HostStore:
 
     def __init__(self, settings: Settings, share: Share) -> None:
         layout, device = settings.layout, settings.device
-        self.is_locked = True  # page-locked: the device reads and writes rows by itself
-        if device.type == "cuda":
+        # Page-locked: the device reads and writes rows by itself.
+        self.is_locked = settings.page_locked
+        if device.type == "cuda" and self.is_locked:
             with bytes_bar("page-locking rows") as advance:
                 memory = locked_rows(layout.num_rows, settings.width, progress=advance)
             rows, self.is_locked = memory.rows, memory.locked

@@ -82,9 +82,20 @@ class Effort:
             self._calm, self._was_lowered = 0, True
 
 
-def choose(store: Store, device: torch.device, lanes: Lanes, *, bulk: bool) -> FillChoice:
-    """Measure with a store that is still all zero, and stays so; `bulk`: whether that may be."""
-    cores = torch.get_num_threads()
+def choose(
+    store: Store,
+    device: torch.device,
+    lanes: Lanes,
+    *,
+    bulk: bool,
+    cores: int | None = None,
+    rates: Callable[..., dict[str, float]] | None = None,
+) -> FillChoice:
+    """Measure with a store that is still all zero, and stays so; `bulk`: whether that may be.
+
+    Tests give the number of `cores`, and `rates` instead of `measure`.
+    """
+    cores = torch.get_num_threads() if cores is None else cores
     others = [form for form, least in _LEAST_CORES.items() if cores >= least]
     if not bulk and "bulk" in others:
         others.remove("bulk")
@@ -94,7 +105,7 @@ def choose(store: Store, device: torch.device, lanes: Lanes, *, bulk: bool) -> F
     moves = _moves_for(store, len(forms))
     if moves < _LEAST_MOVES:
         return FillChoice("zero-copy", f"{len(store.rows):,} rows are too few to measure")
-    return by_rates(measure(store, device, lanes, moves, forms))
+    return by_rates((rates or measure)(store, device, lanes, moves, forms))
 
 
 class _Batch(NamedTuple):

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from hotrow.engine.rows import Parts, RowGroup
+from hotrow.engine.tuning import Tuning
 from hotrow.store.budget import Share, choose_map
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import Lanes
 from hotrow.support.units import show_bytes
 
-# A smaller budget is for trying things out: slots are kept, and plans may come on top.
-SMALL_BUDGET, ON_TOP = 256 << 20, 16 << 20
 _BESIDE_SLOT = 1  # bytes, in the ranking
 _WORTH_IT = 1 / 100  # slots more than before
 
@@ -49,6 +48,10 @@ class PlanRoom:
     def plans(self) -> int:
         """Inputs of captured steps keep their plans, and a batch of another shape needs one."""
         return self._group.berths + 1
+
+    @property
+    def tuning(self) -> Tuning:
+        return self._group.settings.tuning
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +128,8 @@ def make_room(
         for group in groups:
             group.restore_slots()
         excess = sum(group.bytes_with(*size) for group, *size in sizes) - budget_bytes
-        on_top = ON_TOP if budget_bytes < SMALL_BUDGET else 0
+        tuning = groups[0].tuning
+        on_top = tuning.plans_on_top if budget_bytes < tuning.small_budget else 0
         if excess < 0:
             _take_more_slots(groups, -excess)
         elif excess > on_top:

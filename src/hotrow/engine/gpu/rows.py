@@ -133,13 +133,13 @@ class Lasting:
         if host.fill_choice.form == "bulk":
             back = WriteBack(
                 host.store, memory.slots, most=most, lanes=lanes,
-                least_certain=settings.tuning.least_certain,
+                least_certain=settings.tuning.least_certain, writer=settings.writer,
             )  # fmt: skip
             return Bulk(*parts, back=back)
         if host.fill_choice.form == "staged":
             staged = Staged(
                 host.store, memory.slots, most=most, packets=host.packets,
-                id_type=memory.pad.id_type, lanes=lanes,
+                id_type=memory.pad.id_type, lanes=lanes, worker=settings.worker,
             )  # fmt: skip
             return StagedMover(*parts, staged=staged, moves_of=planning.moves_of)
         return ZeroCopy(*parts)

@@ -85,13 +85,15 @@ class Staged:
         packets: int,
         id_type: torch.dtype,
         lanes: Lanes,
+        worker: Worker | None = None,
     ) -> None:
+        """`worker`: threads of its own."""
         self._store, self._slots, self.most, self._lanes = store, slots, most, lanes
         width, device = slots.shape[1], slots.device
         self._packets = [Packet(n, most, width, id_type, device) for n in range(packets)]
         self._begun = 0
         self._changed: list[Mark] = []
-        self._worker = shared_worker()
+        self._worker = worker or shared_worker()
 
     @property
     def num_bytes(self) -> int:
@@ -230,7 +232,7 @@ def _wait_for(marks: Sequence[Mark]) -> None:
 _Job = Callable[..., None]  # of a store, ids, rows, marks to wait for, and a writer if there is one
 
 
-class _Worker(ThreadPoolExecutor):
+class Worker(ThreadPoolExecutor):
     """Moves rows of the store in a few threads, one job after the other.
 
     Where there is a C compiler a thread of Python waits for marks, and threads of C move rows. Else
@@ -239,10 +241,11 @@ class _Worker(ThreadPoolExecutor):
     when whoever launches kernels needs it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_c: bool | None = None) -> None:
+        """`in_c`: whether threads of C move rows; by default where there is a compiler."""
         cores = torch.get_num_threads()
         self._writer: Writer | None = None
-        if why_not() is None:
+        if why_not() is None if in_c is None else in_c:
             self._writer = Writer(max(1, min(_MOST_IN_C, cores // 2)))
         most = _MOST_THREADS if self._writer is None else 1
         count = max(1, min(most, cores // 2))
@@ -299,14 +302,14 @@ class _Worker(ThreadPoolExecutor):
             each.result()
 
 
-_known_worker: weakref.ref[_Worker] | None = None
+_known_worker: weakref.ref[Worker] | None = None
 
 
-def shared_worker() -> _Worker:
+def shared_worker() -> Worker:
     """One for all that moves rows, so that they do not take each other's cores."""
     global _known_worker
     found = None if _known_worker is None else _known_worker()
     if found is None:
-        found = _Worker()
+        found = Worker()
         _known_worker = weakref.ref(found)
     return found
