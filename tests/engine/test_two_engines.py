@@ -270,7 +270,7 @@ def test_engines_in_turn_on_a_device_train_like_all_fast(
     batches = case.batches(6)
     expected = all_fast(case, rule, batches, device=DEVICE)
     embedding = static(case, rule, batches, device=DEVICE)
-    assert all(group.unwritten is not None for group in embedding.groups)
+    assert all(group.memory.host.unwritten is not None for group in embedding.groups)
     embedding.pipeline.move_in(LATE)
     assert_like(learn_in_turn(embedding, batches, turn=2), expected)
 

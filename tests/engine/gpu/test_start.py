@@ -80,7 +80,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_rows_that_were_not_written_are_not_read(device: str) -> None:
     embedding, expected = collection(device), collection(device, strategy="all-fast", budget=None)
     (group,) = embedding.groups
-    assert group.unwritten is not None
+    assert group.memory.host.unwritten is not None
     before = group.store.rows.clone()
     # Whoever reads these, trains with NaN.
     made = slice(0, 103) if device == "cpu" else slice(0, 153)  # uniform, constant (and normal)
@@ -111,8 +111,8 @@ def test_the_bits_say_which_rows_have_left(device: str) -> None:
     embedding = collection(device)
     train(embedding, device)
     (group,) = embedding.groups
-    assert group.unwritten is not None
-    words = group.unwritten.written
+    assert group.memory.host.unwritten is not None
+    words = group.memory.host.unwritten.written
     bits = (words[:, None] >> torch.arange(32, device=words.device)) & 1
     noted = bits.flatten()[: group.layout.num_rows].bool().cpu()
     start = rows_of(collection(device))
@@ -120,7 +120,7 @@ def test_the_bits_say_which_rows_have_left(device: str) -> None:
         [(a != b).any(1) for a, b in zip(rows_of(embedding).values(), start.values(), strict=True)]
     )
     resident = torch.zeros_like(noted)
-    rows = group.pad.row_of_slot
+    rows = group.memory.pad.row_of_slot
     resident[rows[rows >= 0].long().cpu()] = True
     other = torch.zeros_like(noted)
     other[153:194] = True  # a function's rows, which have to be read
@@ -138,14 +138,14 @@ def test_a_bit_for_each_row_is_not_worth_it_where_slots_are_few() -> None:
         [hotrow.EmbeddingBagConfig("t", 200_000, 1, ["a"])],
         optimizer=hotrow.SGD(lr=0.1), budget=40_000, device="cpu",
     )  # fmt: skip
-    assert few.groups[0].unwritten is None
+    assert few.groups[0].memory.host.unwritten is None
     assert few.memory()["which rows were written"] == 0
 
 
 def group_share(group: Any) -> Any:
     from hotrow.store.budget import Share
 
-    return Share(group.pad.num_slots, len(group.buffer), False)
+    return Share(group.memory.pad.num_slots, len(group.memory.buffer), False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -482,8 +482,8 @@ def test_memory_is_given_back_and_the_thread_ends_with_the_last_reference(
     embedding = tight(ONE_HOT)
     train(embedding, ONE_HOT.batches(3))
     group = embedding.groups[0]
-    thread = next(iter(group.staged._worker._threads))
-    gone = [weakref.ref(group), weakref.ref(group.store), weakref.ref(group.staged)]
+    thread = next(iter(group.mover.staged._worker._threads))
+    gone = [weakref.ref(group), weakref.ref(group.store), weakref.ref(group.mover.staged)]
     assert thread.is_alive()
     del embedding, group
     assert [each() for each in gone] == [None] * 3
@@ -501,7 +501,7 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["lookahead", "scratchpipe"])
 def test_where_there_is_no_compiler_threads_of_python_move_rows(name: str) -> None:
     embedding = tight(ONE_HOT, name=name)
-    assert embedding.groups[0].staged._worker._writer is None
+    assert embedding.groups[0].mover.staged._worker._writer is None
     found = train(embedding, ONE_HOT.batches(STEPS))
     assert found.same_bits(all_fast("one-hot", "adagrad"))
 
@@ -510,7 +510,7 @@ def test_where_there_is_no_compiler_threads_of_python_move_rows(name: str) -> No
 def test_several_widths_share_one_thread_and_its_number_of_cores() -> None:
     threads = torch.get_num_threads()
     embedding = tight(CASES["two-widths"])
-    workers = [group.staged._worker for group in embedding.groups]
+    workers = [group.mover.staged._worker for group in embedding.groups]
     assert workers[0] is workers[1]
     assert workers[0]._count == max(1, min(2, threads // 2))
     for each in (workers[0], workers[0]._others)[: workers[0]._count]:

@@ -203,14 +203,14 @@ def test_rows_of_several_batches_go_together(late: LateWriter) -> None:
     embedding = tight("one-hot", "sgd", "own", roomier=2.0, steps=steps)
     (group,) = embedding.groups
     sent = []
-    real = group.back._send
+    real = group.mover.back._send
 
     def send() -> None:
-        if group.back._packet.filled:
-            sent.append(group.back._packet.filled)
+        if group.mover.back._packet.filled:
+            sent.append(group.mover.back._packet.filled)
         real()
 
-    group.back._send = send
+    group.mover.back._send = send
     found = train(embedding, CASES["one-hot"].batches(steps), depth=6)
     assert found.same_bits(all_fast("one-hot", "sgd", steps))
     evicting = steps - 5
@@ -262,7 +262,7 @@ def test_a_row_that_the_store_does_not_have_is_told(monkeypatch: pytest.MonkeyPa
 def test_strategies_that_look_not_ahead_write_rows_at_once() -> None:
     embedding = build("one-hot", "sgd", "lru", budget=4_000, fill="bulk")
     (group,) = embedding.groups
-    assert group.back is None
+    assert group.mover.back is None
     assert "does not know which rows come again" in str(embedding.fills())
 
 
@@ -308,7 +308,7 @@ def test_rows_that_are_fetched_anew_are_written_at_once(late: LateWriter) -> Non
     batches = CASES["one-hot"].batches(STEPS)
     budget = tight_budget(CASES["one-hot"], batches, strategy.hold)
     embedding = build("one-hot", "sgd", strategy, budget=budget, fill="bulk")
-    assert embedding.groups[0].back is None
+    assert embedding.groups[0].mover.back is None
     assert train(embedding, batches, depth=3).same_bits(all_fast("one-hot", "sgd"))
 
 
@@ -365,7 +365,7 @@ def test_memory_is_given_back_with_the_last_reference(
     embedding = tight("one-hot", "adagrad", "own")
     WAYS[way](embedding)
     (group,) = embedding.groups
-    back = group.back
+    back = group.mover.back
     assert any(load.job for load in back._loads)
     gone = [weakref.ref(each) for each in (embedding, group, group.store, back, back._writer)]
     rows = weakref.ref(group.store.rows)

@@ -252,7 +252,7 @@ def test_captured_steps_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) 
         reference.train(batches())
         assert sum(run.embedding.memory().values()) <= budget
     (group,) = run.embedding.groups
-    assert group.pad.num_slots < before
+    assert group.memory.pad.num_slots < before
     assert run.num_graphs > 1
     pool = group._pool_of_buffers
     assert pool.num_sets <= 7
