@@ -93,9 +93,9 @@ class Disordered(Late):
 @each_name
 def test_rows_gathered_before_they_are_written_give_wrong_bits(name: str) -> None:
     """Or this file could not tell right from wrong."""
-    embedding = tight(name, worker=Disordered())
-    found = train(embedding, ONE_HOT.batches(STEPS), depth=5)
-    assert not found.same_bits(all_fast())
+    embedding = tight(name, steps=10, worker=Disordered())
+    found = train(embedding, ONE_HOT.batches(10), depth=5)
+    assert not found.same_bits(all_fast(steps=10))
 
 
 @each_name
