@@ -5,7 +5,7 @@
 
 hotrow's own planner runs over a trace of ids, without rows and without a GPU, for several depths of
 look-ahead, and is counted against Belady's bound. All rows of a batch must be resident together, so
-the bound is taken batch by batch: whoever knows the whole trace evicts, among the rows that the
+the bound is taken batch by batch: with the whole trace known, it evicts, among the rows that the
 batch does not use, those whose next use is farthest, never used again first. Counting starts
 when the slots are full, and ends long before the trace does.
 """
@@ -71,7 +71,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lookups:
-    """Batches of different rows each; rows that none of them reads have no number."""
+    """Batches of different rows each; rows that none of them reads are not numbered."""
 
     batches: list[Ids]
     hottest: Tensor  # as many as there are slots, hottest first
@@ -89,7 +89,7 @@ def lookups_of(case: Case, counted: int) -> Lookups:
     """Batches that fill the slots, `counted` ones, and as many after them as a choice can matter.
 
     From nothing, slots are filled by the trace itself; most misses of the next batches are then
-    rows never seen before, which nobody can avoid. After days of training few rows are new: for
+    rows never seen before, which no choice can avoid. After days of training few rows are new: for
     that the truly hottest rows are read first, and then the trace until slots have turned over.
     """
     s = case.setting
@@ -170,13 +170,13 @@ class Choice:
     name: str
     strategy: Strategy
     depth: int | None = None  # of look-ahead
-    profiled: bool = False  # is told which rows are hot, and pins them
+    profiled: bool = False  # knows which rows are hot, and pins them
 
 
 def choices(case: Case, depths: Sequence[int]) -> list[Choice]:
     ahead = STRATEGIES["lookahead"]
     found = [Choice(f"lookahead-{depth}", ahead, depth) for depth in depths]
-    if case.starts_hot:  # else they would have rows that nobody has fetched
+    if case.starts_hot:  # else they would have rows that were never fetched
         found += [
             Choice(f"lookahead-profile-{depth}", ahead, depth, profiled=True)
             for depth in depths

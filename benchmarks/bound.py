@@ -29,7 +29,7 @@ from real import write_ratings
 from skew import CATEGORIES, criteo_table
 
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.reuse import NEVER, Reuse, belady
+from hotrow.sizing.reuse import NEVER, Reuse, RowReuse, belady
 from hotrow.sizing.simulator import simulate
 from hotrow.study.lookups import OfParquet
 from hotrow.study.tracked_rows import unique
@@ -66,13 +66,11 @@ def opened(name: str, path: Path, scratch: Path) -> Log:
         write_ratings(path, file)
     lookups = OfParquet(file, categories=categories, batch_size=BATCH[name])
     batches = [unique(batch.ids)[0] for batch in lookups.batches()]
-    num_rows, reuse = sum(lookups.rows.values()), Reuse()
-    last_use, new = np.full(num_rows, NEVER, dtype=np.int32), []
-    for number, rows in enumerate(batches):
-        before = last_use[rows]
-        new.append(np.count_nonzero(before == NEVER))
-        reuse.add(before)
-        last_use[rows] = number
+    num_rows = sum(lookups.rows.values())
+    reuse, new = RowReuse(num_rows), []
+    for rows in batches:
+        new.append(np.count_nonzero(reuse.last_use[rows] == NEVER))
+        reuse.add_rows(rows)
     return Log(name, num_rows, batches, reuse, np.cumsum(new))
 
 

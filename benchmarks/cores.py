@@ -1,6 +1,6 @@
 """Which cores run at full speed just now.
 
-A core of a shared host may run at half its speed for minutes, because somebody else's work is on
+A core of a shared host may run at half its speed for minutes, because another program's work is on
 its other half. A system that launches kernels from Python is bound by that, and two systems that
 are compared may have met different cores. So before each window of timed steps every core is tried,
 and the threads that launch (the main one and autograd's) may use the fast ones only. All other

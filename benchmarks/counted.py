@@ -21,7 +21,7 @@ from criteo_sample import read_bytes
 from numpy.typing import NDArray
 
 from hotrow.data import Counted, SyntheticClicks, SyntheticConfig
-from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.sources import Avazu
 from hotrow.run.config import load
 
 CONFIG = Path(__file__).parents[1] / "configs" / "rm4-avazu.toml"

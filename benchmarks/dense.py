@@ -178,7 +178,7 @@ def _update(
 
 def dense_optimizer(module: nn.Module, options: DenseOptions) -> torch.optim.Optimizer:
     if options.masters == "hotrow":
-        from hotrow.training.masters import MasterWeights
+        from masters import MasterWeights
 
         return MasterWeights(module, lambda masters: torch.optim.SGD(masters, lr=LR, fused=True))
     return MasterSGD(list(module.parameters()), LR, compile=options.compile)

@@ -11,7 +11,7 @@ clicks do not drift (Zipf 0.8, 200,000 rows); an oracle of an hour then knows ch
 
 What is called hotline is `hotrow.Hotline` in a `Trainer`, with a small model; its decisions alone,
 with nothing trained, take less time to try. Strategies that choose no hot samples train the same
-batches with as many slots; of all that train the share of lookups is told that caused no fetch.
+batches with as many slots; for all that train, the share of lookups that caused no fetch is shown.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def steady(num_clicks: int, num_rows: int, seed: int = 0) -> Clicks:
 class Served:
     """Which clicks were popular, and what it took."""
 
-    is_popular: Tensor | None  # [clicks] bool; None: nobody asks
+    is_popular: Tensor | None  # [clicks] bool; None: not counted
     times_chosen: int = 0
     rows_in: int = 0
     hits: Tensor | None = None  # [clicks]: of its batch's lookups, how many caused no fetch
@@ -335,7 +335,7 @@ def ways(clicks: Clicks, hot_part: float, size: int) -> dict[str, Callable[[], S
 
 
 def _line(name: str, clicks: Clicks, served: Served, oracle: Tensor) -> Line:
-    begin = math.ceil(0.05 * len(clicks.ids))  # nobody is compared while Hotline learns
+    begin = math.ceil(0.05 * len(clicks.ids))  # nothing is compared while Hotline learns
     hits = None if served.hits is None else float(served.hits[begin:].double().mean())
     if served.is_popular is None:
         return Line(name, hit_rate=hits)

@@ -1,4 +1,4 @@
-"""Gives every reader damaged and hostile files, for as long as it is told.
+"""Gives every reader damaged and hostile files, for a given time.
 
     python benchmarks/fuzz.py --minutes 5
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 
 ROOT = Path(__file__).parent.parent
-_CHECKPOINT, _DATA = "tests/test_checkpoint_fuzz.py", "tests/data/test_prepare_fuzz.py"
+_CHECKPOINT, _DATA = "tests/checkpoint/test_fuzz.py", "tests/data/test_prepare_fuzz.py"
 READERS = {
     "manifest": f"{_CHECKPOINT}::test_manifests",
     "shard": f"{_CHECKPOINT}::test_shards_whose_checksums_were_made_to_fit",

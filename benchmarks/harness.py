@@ -342,7 +342,7 @@ def results_for(suite: str, arguments: argparse.Namespace) -> Results:
 
 
 def keeps_results(arguments: argparse.Namespace) -> bool:
-    """Tiny runs are no results, unless somebody names a folder for them."""
+    """Tiny runs are no results, unless a folder for them is named."""
     return not arguments.smoke or arguments.results != RESULTS
 
 

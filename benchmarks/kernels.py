@@ -270,13 +270,13 @@ def _interaction_inputs(shape: Shape) -> tuple[Tensor, Tensor, int]:
     return dense, vectors, width_of(features, shape.dim, pad_to=64)
 
 
-def start_rows(shape: Shape) -> Case:
+def started_rows(shape: Shape) -> Case:
     """Rows of a new table, written to host memory."""
-    from hotrow.kernels.triton.start import start_uniform
+    from hotrow.kernels.triton.start import Beginning, start_rows
 
     state = torch.zeros(0, device=shape.device)
     return Case(
-        lambda: start_uniform(shape.store, state, word=1, low=-1.0, high=1.0),
+        lambda: start_rows(shape.store, state, Beginning("uniform", (-1.0, 2.0)), (1, 2, 3)),
         _bytes(shape.store),
         over_link=True,
     )
@@ -339,7 +339,7 @@ KERNELS: dict[str, Callable[[Shape], Case]] = {
     "evict-rows": evict_rows,
     "fill": fill,
     "fill-alone": fill_alone,
-    "start-rows": start_rows,
+    "start-rows": started_rows,
 }
 
 

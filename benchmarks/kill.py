@@ -5,7 +5,7 @@
 A run saves itself every few steps, whole and incremental checkpoints in turn. Its process gets
 SIGKILL at moments drawn by a seed: while it takes steps, while it saves, while it loads. The last
 process may end. Then rows with their state, dense weights and losses must have the bits of a run
-that nobody has killed, no step may be missing or recorded twice, and memory must not have grown.
+that was not killed, no step may be missing or recorded twice, and memory must not have grown.
 
 Processes are forks of one that has imported everything, so that a round takes as long as its work.
 """

@@ -47,11 +47,7 @@ def write(folder: Path, samples: int) -> None:
             "label": draw.integers(0, 2, count, np.uint8),
         }
         file = f"shards/train-{number:05}.bin"
-        shards.append(
-            layout.write_shard(
-                disk, file, schema, count, {}, lambda name, found=arrays: [found[name]]
-            )
-        )
+        shards.append(layout.write_shard(disk, file, schema, arrays))
     tables = []
     for number, (name, rows) in enumerate(zip(names, ROWS, strict=True)):
         counts = disk.write(f"tables/{number:03}.counts", [np.ones(rows, np.int64).tobytes()])

@@ -5,8 +5,8 @@
 
 Every line of results/terabyte.jsonl and results/multihot.jsonl with rows that move is judged, of
 every visit to the machine. Given are the line's own counts of rows, and what all-fast took in the
-same visit and setting: how long the model's own part takes, nobody can tell but who measures it.
-The machine's ceilings come from other measurements, which src/hotrow/machines.toml names. Two lines
+same visit and setting: only measuring says how long the model's own part takes. The machine's
+ceilings come from other measurements, which src/hotrow/sizing/machines.toml names. Two lines
 of terabyte.jsonl are among them (FITTED); they are left out here, and so are those of scratchpipe
 that were measured when threads of Python moved its rows (BY_PYTHON).
 

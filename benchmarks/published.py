@@ -80,7 +80,7 @@ SETTINGS = (
 # Batches of an epoch: Kaggle's first six days, and 23 of Terabyte's 24.
 EPOCHS = {"terabyte": 4_195_197_692 // 8192, "kaggle": 39_291_954 // 2048}
 PAUSE = 20  # median steps: what takes longer is no step alone
-LONG = 3  # median steps: told, for whoever asks what a run's mean is made of
+LONG = 3  # median steps: recorded, to show what a run's mean is made of
 DROP_TARGET = 0.3
 REPEATS = 3
 BELOW = {"slipstream-fae": "fae", "slipstream-hotline": "hotline", "random-drop": "fae"}

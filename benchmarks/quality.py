@@ -193,8 +193,10 @@ def trained_plainly(config: RunConfig, *, same_start: bool) -> Outcome:
         loss.backward()
         optimizer.step()
     seconds = time.perf_counter() - started
-    auc, log_loss = quality(model, job.samples.test)
-    return Outcome(auc, log_loss, quality(model, job.samples.validation)[0], seconds)
+    auc, log_loss = quality(model, job.samples.split("test").batches)
+    return Outcome(
+        auc, log_loss, quality(model, job.samples.split("validation").batches)[0], seconds
+    )
 
 
 def quality(model: nn.Module, batches: Iterable[ClickBatch]) -> tuple[float, float]:

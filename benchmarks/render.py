@@ -49,65 +49,68 @@ One command each; results are appended to `results/<suite>.jsonl` as they come, 
 | `python benchmarks/skew.py --globo clicks.parquet` | profiles beside plain counting |
 | `python benchmarks/bound.py --globo clicks.parquet` | look-ahead over the bound on real logs |
 | `python benchmarks/predicted.py` | predicted steps beside measured ones; needs no GPU |
+| `python benchmarks/house.py` | packages, layers and lengths of the source; needs no GPU |
 
-All but the last ten take `--minutes 8` (begin nothing that would end later), `--results`,
+All but the last eleven take `--minutes 8` (start nothing that would end later), `--results`,
 `--commit` and `--smoke` (tiny, on a CPU, with TRITON_INTERPRET=1; it keeps no results, unless
-`--results` names a folder for them). Other options belong to some:
+`--results` names a folder for them). Some take other options:
 
 - `--only NAME ...` (terabyte, multihot, published, scratchpipe, kernels, belady, ceilings): only
-  these runs, such as `target` or `'target/hotrow-*'`; of ceilings, parts.
-- `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): names the runs; the first
-  four guess their seconds.
+  these runs, such as `target` or `'target/hotrow-*'`; for ceilings, parts.
+- `--list` (terabyte, multihot, published, scratchpipe, kernels, belady): print the runs; the first
+  four also estimate their seconds.
 - `--localities uniform low medium high`, `--budgets 10 2` (scratchpipe): a part of the experiment.
-- `--batches 400` (published): of a run that is timed as a whole.
-- `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): what has no result yet; some
-  systems alone; every system in every setting; a process for each run.
-- `--timed`, `--warmup` (terabyte, multihot, published, scratchpipe, scale, timeline): timed steps,
-  and those before them.
+- `--batches 400` (published): length of a run that is timed as a whole.
+- `--missing`, `--systems`, `--all`, `--isolate` (terabyte, multihot): runs without a result; only
+  some systems; every system in every setting; one process per run.
+- `--timed`, `--warmup` (terabyte, multihot, published, scratchpipe, scale, timeline): number of
+  timed steps, and of steps before them.
 - `--fill`, `--no-compile`, `--no-graphs` (terabyte, multihot, published, scratchpipe, timeline):
   how hotrow's rows move; a dense part without torch.compile; steps without CUDA graphs.
 - `--interaction`, `--masters` (terabyte, published, scratchpipe, ceilings, timeline): forms of the
-  dense part, the same for all systems. `--interaction plain` multiplies all vectors with all by
-  PyTorch's batched matrix product, `fused` by hotrow's kernel. `--masters plain` updates the
-  float32 masters of the bfloat16 weights by compiled SGD, `hotrow` by
-  `hotrow.training.masters.MasterWeights`. Both are `plain` if left out.
+  dense part, the same for all systems. `--interaction plain` multiplies all vectors by PyTorch's
+  batched matrix product, `fused` by hotrow's kernel. `--masters plain` updates the float32 masters
+  of the bfloat16 weights by compiled SGD, `hotrow` by `masters.MasterWeights`. The
+  default of both is `plain`.
 
 `hotrow-lookahead-written` is `hotrow-lookahead` in which all rows count as written: every miss is
-read over the link, as after an epoch of training. Without that, rows that nobody has written yet
-are made in their slots, and cross no link when they come for the first time.
+read over the link, as after an epoch of training. Otherwise rows that were never written are
+computed in their slots, and cross no link when they come for the first time.
 
 `python benchmarks/systems_page.py` fills the tables of [docs/systems.md](../docs/systems.md) from
 `published`, `scratchpipe`, `system_quality`, `real`, `rounding` and `drift`.
 
-FBGEMM is left out where it cannot be imported. What was tried and did not help is in
-[LOG.md](LOG.md).
+FBGEMM is left out where it cannot be imported. [LOG.md](LOG.md) has what was tried and did not
+help.
 
 How the figures are taken:
 
-- A step's time is the distance between two events on the main stream, each recorded when a step's
-  work has been launched: what overlaps with training costs nothing, what delays it counts. Shown is
-  the median, with the 20th and 80th percentile; samples per second are from the mean. Steps are
-  timed in three windows with pauses between them, of which the fastest counts, for every system
-  alike: a core of the measured machine runs at half its speed for seconds or minutes, and then
-  whoever launches kernels from Python is held up. So threads that launch use cores that were
-  fast at the window's start ([cores.py](cores.py)). Compare figures of one commit: those of 3510a81
-  are of whatever cores the system chose. Shown is the newest result of each; the files keep all. In
-  three runs of the target `lookahead` took 0.736 (3510a81), 0.632 (164d727) and 0.630 ms (aa9a180),
-  `all-fast` 0.621, 0.589 and 0.583, FBGEMM in HBM 1.216, 1.080 and 1.047, cached 2.368, 1.833 and
-  1.767; `lookahead` alone with `all-fast` and `hybrid`, at c9ec046, 0.718 beside 0.590.
-- Batches come from page-locked host memory and none occurs twice. Caches are full before timing
-  starts, so that every row that arrives makes another leave.
-- Every system trains the same dense part on the same batches: bfloat16 weights with float32
-  masters, compiled, captured as a CUDA graph. Vectors are bfloat16 (float32 where the embedding
-  part runs alone), rows float32.
-- FBGEMM's cached forms get the same bytes of HBM as hotrow, everything counted: 4 bytes per row for
-  its index, 16 per slot, row-wise state. Its rows lie in page-locked host memory, and it does not
-  check ids. `torch-hybrid` is `nn.EmbeddingBag` on the CPU with sparse gradients.
-- `HBM of tables` is everything that belongs to them: also buffers, and the gradients of a batch.
-  Samples per second are by the mean of the steps, the share of `all-fast` by their median.
-- `random rows` is the time the machine needs to read and write as many rows of that size at random
-  places of 48 GiB, by the rate measured. It is no bound: over 4 GiB the machine moves 1.6 times as
-  many (see the ceilings), and steps that take less were seen; why was not taken apart. For
+- **Step time** is the time between two events on the main stream, each recorded when the work of a
+  step has been launched. Work that overlaps with training costs nothing; work that delays it
+  counts. The tables show the median, with the 20th and 80th percentile. Samples per second are from
+  the mean.
+- **Windows.** Steps are timed in three windows with pauses between them, and the fastest window
+  counts, for every system alike. The reason: a core of the measured machine runs at half its speed
+  for seconds or minutes, which slows every system that launches kernels from Python. So threads
+  that launch use cores that were fast at the start of the window ([cores.py](cores.py)).
+- **Compare figures of one commit.** At 3510a81 the system chose the cores. The tables show the
+  newest result of each run; the files keep all. In three runs of the target `lookahead` took 0.736
+  (3510a81), 0.632 (164d727) and 0.630 ms (aa9a180), `all-fast` 0.621, 0.589 and 0.583, FBGEMM in
+  HBM 1.216, 1.080 and 1.047, cached 2.368, 1.833 and 1.767; `lookahead` alone with `all-fast` and
+  `hybrid`, at c9ec046, 0.718 beside 0.590.
+- **Batches** come from page-locked host memory, and none occurs twice. Caches are full before
+  timing starts, so that every row that arrives makes another leave.
+- **Dense part.** Every system trains the same dense part on the same batches: bfloat16 weights with
+  float32 masters, compiled, captured as a CUDA graph. Vectors are bfloat16 (float32 where the
+  embedding part runs alone), rows float32.
+- **FBGEMM's cached forms** get the same bytes of HBM as hotrow, everything counted: 4 bytes per row
+  for its index, 16 per slot, row-wise state. Its rows lie in page-locked host memory, and it does
+  not check ids. `torch-hybrid` is `nn.EmbeddingBag` on the CPU with sparse gradients.
+- **`HBM of tables`** is everything that belongs to them, also buffers and the gradients of a batch.
+  The share of `all-fast` is by the median step.
+- **`random rows`** is the time the machine needs to read and write as many rows of that size at
+  random places of 48 GiB, at the measured rate. It is not a bound: over 4 GiB the machine moves 1.6
+  times as many (see the ceilings), and shorter steps were seen; the reason was not examined. For
   `hybrid` it is the sum of its parts, each measured alone: rows read and written by all cores, both
   copies, the dense part.
 """
@@ -335,7 +338,7 @@ def scale(lines: list[Line]) -> str:
         "the embedding part alone with the same budget throughout. Bytes per slot are maps and "
         "counters; beside the slots lie buffers and the ids of batches to come, too. `over the "
         "memory alone`: start-up over touching and page-locking as many bytes; the first one "
-        "compiles kernels, too. Such small steps are decided by whoever launches them: at 164d727 "
+        "compiles kernels, too. Launching decides the time of such small steps: at 164d727 "
         "they took 0.334, 0.329, 0.403 and 0.375 ms."
     )
     return f"## Larger tables\n\n{about}\n\n{table(head, rows)}\n{environments(lines)}"
@@ -470,8 +473,8 @@ BOUND = """\
 The same on real logs in the order of time, `criteo` (a sample of 0.3 %) and `globo` with batches of
 1024, `movielens` (1M) with 64, beside the generated Kaggle trace, with 2, 5 and 10 % of all rows in
 slots. All of a line is counted over the same batches: up to 2,000 (Kaggle: 100) after slots were
-filled. Rows of the batch in training may not leave for the next one's, which is what `held` costs
-whoever knows all. On a GPU rankings are made less often than here.
+filled. Rows of the batch in training may not leave for the next one's, which is what `held` costs,
+even with the whole trace known. On a GPU rankings are made less often than here.
 """
 
 

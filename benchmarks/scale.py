@@ -36,7 +36,7 @@ from systems.ours import EmbeddingAlone, collection, facts_of, predictions_are_l
 from torch import Tensor
 from traces import Trace, feature_names
 
-from hotrow.data.scatter import Scatter
+from hotrow.data.popularity import Scatter
 from hotrow.support.hashing import key_of
 
 DISTINCT = 1_000_000

@@ -13,7 +13,7 @@ cache on the mean, also where access is random. Ranks follow a power law (traces
     medium   0.95   2 % have 80 %, as was said of Criteo
     high     1.05   1 % have 90 %, as others measured there
 
-`static-hybrid` is told which rows are the hottest. All rows count as written before, so that every
+`static-hybrid` gets the list of the hottest rows. All rows count as written before, so that every
 miss is read over the link. Each system is built once per budget and trained
 on one locality after the other; its caches are full before it is timed. Beside its step stands
 the least time for the rows that cross, at the rates that this machine was measured to have (see
@@ -135,7 +135,7 @@ class Experiment:
         return fnmatch(turn.strategy, pattern) or fnmatch(turn.name(locality), pattern)
 
     def bench(self, locality: str) -> Bench:
-        """Batches of a locality, enough for whoever warms up longest."""
+        """Batches of a locality, enough for the system that warms up longest."""
         if locality not in self.benches:
             turns = [turn for turn, mine in self.chosen() if locality in mine]
             settings = [setting_of(locality, turn.budget) for turn in turns]

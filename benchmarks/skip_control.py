@@ -33,7 +33,7 @@ import time
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, partial
@@ -51,8 +51,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.inputs.batch import parse
+from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.hotset import HotSet, popular
+from hotrow.kernels.reference import in_bits
 from hotrow.models import DLRM
 from hotrow.systems.estimate import student_t
 from hotrow.systems.slipstream.skip import SkipRandom, SkipRecord, rows_of
@@ -271,17 +272,17 @@ class _RandomHot(hotrow.RandomDrop):
             self._like, ids=ids, features=embedding.features, seed=self._seed
         )
         skip.hot = HotSet.of(embedding.tables, rows_of(hot) or self._known)
+        skip.parsed = lambda batch: parse(ids(batch), embedding.features, None)
         self._skip = skip
         return skip
 
 
 class _SkipRandomHot(SkipRandom):
     hot: HotSet
+    parsed: Callable[[Any], Batch]
 
-    def _keep(self, batch: Any) -> Tensor | None:
-        if self._position <= self._first:
-            return None
-        parsed, r = parse(self._ids(batch), self._features, None), self.record
+    def _keep(self, batch: Any) -> Tensor:
+        parsed, r = self.parsed(batch), self.record
         size, places = parsed.num_samples, popular(parsed, self.hot).nonzero().squeeze(1)
         due = (r.offered + size) * self._dropped // self._offered - r.dropped
         chosen = places[torch.randperm(len(places), generator=self._draw)[:due]]
@@ -362,10 +363,9 @@ def stale_samples(slipstream: NotedSlipstream, batches: Iterable[ClickBatch]) ->
     """Which samples look up none but the rows that are stale at the end, [B] bool."""
     skip: Any = slipstream._skip  # what is stale is not public
     rows = torch.empty(0, dtype=torch.int64) if skip._stale is None else skip._stale
-    numbering, bits = skip._all, skip._all.bits(rows)
-    looked = [numbering.look(batch.sparse) for batch in batches]
-    found = [numbering.samples_with(x, numbering.are_in(bits, x), "all") for x in looked]
-    return torch.cat(found)
+    numbers, bits = skip._numbers, skip._numbers.bits(rows)
+    looked = [numbers.look(batch.sparse) for batch in batches]
+    return torch.cat([numbers.samples_with(x, in_bits(bits, x.numbers), "all") for x in looked])
 
 
 def measured(

@@ -7,7 +7,7 @@ seed, others end by themselves; each saves itself by the clock, in the backgroun
 incremental checkpoints in turn, and verifies rows while it trains. Meanwhile the resident memory of
 the process is read every second: once it has settled, from the first third of its time to the last,
 it may grow by what its records take and slots that are used for the first time. At the end the run
-is trained once more, by a process that nobody kills and that saves nothing but its end, up to the
+is trained once more, by a process that is not killed and that saves nothing but its end, up to the
 step of the last checkpoint: rows with their state, dense weights and losses must be the same bits.
 """
 

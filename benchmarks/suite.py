@@ -35,11 +35,11 @@ from harness import (
     time_steps,
 )
 from hostmem import HostMemory
-from systems import SYSTEMS, System
 from torch import Tensor
 from traces import NUM_DENSE, Trace, steps_to_fill
 
 from hotrow.embedding.arguments import FILLS
+from systems import SYSTEMS, System
 
 GIB = 2**30
 MOST_ROW_BYTES = 100 * GIB  # the machine has 128
@@ -193,7 +193,7 @@ class Bench:
 
 
 def clean_up() -> None:
-    """Whatever nobody refers to any more leaves both memories."""
+    """Free what is no longer referenced, in both memories."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -38,7 +38,7 @@ def of(suites: Suites, suite: str, run: str) -> list[Line]:
 
 def whence(lines: list[Line]) -> str:
     """The commands behind some lines, and where they ran."""
-    # Whoever measured a part of it said which; without that, all is measured.
+    # A command that measured a part names it; without that, all is measured.
     part = re.compile(r" --(only|strategies) .*")
     commands = dict.fromkeys(part.sub("", line["command"]) for line in lines)
     said = "".join(f"- `{each}`\n" for each in commands)
@@ -49,7 +49,7 @@ def whence(lines: list[Line]) -> str:
 
 
 def targets(suites: Suites) -> str:
-    """Every ratio that somebody asks for, measured or not."""
+    """Every ratio of the page, measured or not."""
     rows, lines = [], suites.get("published", [])
     for run in ("terabyte", "kaggle"):
         mine = named(of(suites, "published", run))
@@ -102,7 +102,7 @@ def scratchpipe(suites: Suites) -> str:
 
 
 def quality(suites: Suites) -> str:
-    """Of the study as it is by default; others belong to whoever asks."""
+    """Of the study as it is by default; others are not shown."""
     found = suites.get("system_quality", [])
     if not found:
         return "Not measured yet.\n"

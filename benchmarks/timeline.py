@@ -182,7 +182,7 @@ def _draw_lane(
 
 
 def _merged(spans: Sequence[Span], *, gap: float) -> list[Span]:
-    """Neighbours of one kind whose distance nobody could see are drawn as one."""
+    """Neighbours of one kind whose distance is too small to see are drawn as one."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -219,9 +219,10 @@ def record(path: Path, arguments: argparse.Namespace) -> None:
     import torch
     from cores import on_fast_cores
     from suite import bench_for
-    from systems import SYSTEMS
     from terabyte import SETTINGS
     from torch.profiler import ProfilerActivity, profile, schedule
+
+    from systems import SYSTEMS
 
     settings = {setting.name: setting for setting in SETTINGS}
     if arguments.setting not in settings:

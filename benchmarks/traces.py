@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hotrow import KeyedJaggedTensor
 from hotrow.data import ClickBatch
-from hotrow.data.scatter import Scatter
+from hotrow.data.popularity import Scatter
 from hotrow.support.hashing import key_of
 
 DRAWS_AT_ONCE = 1 << 17  # threads spend their time outside Python, and arrays stay in the cache

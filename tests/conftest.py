@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -23,7 +23,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 # The same examples every time: what a commit breaks is then known to be that commit's.
-settings.register_profile("repeatable", derandomize=True)
+# No health check and no deadline depends on how busy the machine is.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 
@@ -77,3 +80,12 @@ def _in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets collections on a CPU use the engine of GPUs, with Triton's interpreter."""
+    if not torch.cuda.is_available():
+        from hotrow.engine.gpu.rows import gpu_rows
+
+        monkeypatch.setattr("hotrow.embedding.collection._engine", lambda device: gpu_rows)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hotrow
 from builders import Case, tight_budget, variant
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from programs import (
     Buffers,
     Program,

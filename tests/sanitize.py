@@ -122,9 +122,9 @@ def kernels() -> None:
     for state in (0, 1, 3):
         rows = torch.zeros(7, 3 + state, device=DEVICE)
         begin = torch.full((state,), 0.5, device=DEVICE)
-        start.start_constant(rows, begin, value=1.0, padding=2)
-        start.start_uniform(rows, begin, word=2**63 + 1, low=-1.0, high=1.0, first_row=3, padding=6)
-        start.start_normal(rows, begin, first_row=3, words=(7, 9), mean=0.0, std=1.0)
+        for kind in ("constant", "uniform", "normal"):
+            beginning = start.Beginning(kind, (-1.0, 2.0), padding=2)
+            start.start_rows(rows, begin, beginning, (2**63 + 1, 7, 9), first_row=3)
         new = start.Unwritten(
             [0, 3, 9], [start.Beginning("other"), start.Beginning("uniform", (-1.0, 2.0), 1)],
             [(2**63 + 1, 7, 9)] * 2, [0.5] * begin.numel(), rows.device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,11 +29,11 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_the_blocks_of_a_page_run_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the files between them, which begin with their names, and the commands."""
+    """TOML blocks that begin with a file name become files; console blocks are run, too."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    found = re.findall(r"```(python|toml|console)\n(.*?)```", page.read_text(), re.DOTALL)
-    for place, (language, block) in enumerate(found):
+    fenced = re.findall(r"```(python|toml|console)\n(.*?)```", page.read_text(), re.DOTALL)
+    for place, (language, block) in enumerate(fenced):
         if language == "python":
             exec(compile(block, f"{page.name}, block {place}", "exec"), names)
         elif language == "console":
@@ -42,20 +42,8 @@ def test_the_blocks_of_a_page_run_as_printed(
                 assert result.exit_code == 0, f"{line}: {result.output}"
         elif name := re.match(r"# (\S+\.toml)\n", block):
             (tmp_path / name[1]).write_text(block)
-    for run in tmp_path.glob("runs/*"):  # a first step is not to end in a warning
+    for run in tmp_path.glob("runs/*"):  # a first run must not end in a warning about chunks
         assert read_run(run).summary.chunked_batches == 0
-
-
-def test_the_first_run_files_are_alike(tmp_path: Path) -> None:
-    """The one that is run is docs/data.md's."""
-    (first,) = re.findall(r"```\n(\[data\].*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    second = next(x for x in blocks(ROOT / "docs" / "data.md", "toml") if x.startswith("# run"))
-    found = []
-    for text in (first, second):
-        (tmp_path / "run.toml").write_text(text)
-        found.append(load(tmp_path / "run.toml"))
-    assert found[0].embedding == found[1].embedding
-    assert replace(found[0].data, folder="") == replace(found[1].data, folder="")
 
 
 def test_the_run_file_in_the_guide_has_the_defaults(tmp_path: Path) -> None:
@@ -69,12 +57,12 @@ def test_the_run_file_in_the_guide_names_every_key(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
     whole = toml.read(tmp_path / "run.toml")
 
-    def unnamed(kind: Any, found: dict[str, Any]) -> list[str]:
+    def unnamed(kind: Any, section: dict[str, Any]) -> list[str]:
         hints = get_type_hints(kind)
-        missing = [key for key in hints if key not in found]
+        missing = [key for key in hints if key not in section]
         for key in hints:
             if is_dataclass(hints[key]):
-                missing += unnamed(hints[key], found[key])
+                missing += unnamed(hints[key], section[key])
         return missing
 
     assert unnamed(RunConfig, whole) == []
@@ -100,8 +88,8 @@ def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monke
     for command in commands:
         result = CliRunner().invoke(make_app(), command.split())
         assert result.exit_code == 0, f"{command}: {result.output}"
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {
         "run.toml", "runs", "scores.parquet", "train.parquet", "comparisons", "report",
     }  # fmt: skip
     assert (tmp_path / "report" / "compare.html").is_file()
@@ -123,13 +111,42 @@ def test_the_commands_about_reports_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_run_file_in_configs_can_be_read() -> None:
-    found = sorted((ROOT / "configs").glob("*.toml"))
-    assert found
-    for path in found:
+    paths = sorted((ROOT / "configs").glob("*.toml"))
+    assert paths
+    for path in paths:
         load(path)
 
 
-def test_local_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """Links to headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        assert other.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    names = re.findall(r"`((?:\w+/)+\w+\.(?:py|c))`", page.read_text())
+    folders = (ROOT, ROOT / "src", ROOT / "src" / "hotrow")
+    assert [
+        name for name in names if not any((folder / name).is_file() for folder in folders)
+    ] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_pages_are_in_plain_english(page: Path) -> None:
+    unclear = r"whoever|nobody|somebody|no number| is told"
+    assert re.findall(unclear, page.read_text(), re.IGNORECASE) == []
+
+
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 120), ("docs/architecture.md", 130)])
+def test_the_first_pages_stay_short(name: str, lines: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= lines

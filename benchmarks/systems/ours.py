@@ -223,7 +223,7 @@ def facts_of(
         "hit_rate": 1 - fetched / lookups if lookups else 1.0,
         "unique_rows_per_step": (after.unique_rows - before.unique_rows) / count,
         "fetched_rows_per_step": fetched / count,
-        # Nobody had written them, so they crossed no link.
+        # They were never written before, so they crossed no link.
         "made_rows_per_step": (after.made_rows - before.made_rows) / count,
         "evicted_rows_per_step": evicted / count,
         "chunked_batches": after.chunked_batches,

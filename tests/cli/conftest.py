@@ -3,10 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from commands import Faults, inject_faults
+
 
 @pytest.fixture(autouse=True)
 def idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other programs do meanwhile is told to users, and must not decide what tests see."""
+    """Commands warn of a busy machine, which must not decide what tests see."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
@@ -18,3 +20,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     if text := getattr(request.module, "RUN_TOML", None):
         (tmp_path / "run.toml").write_text(text)
     return tmp_path
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Faults of the runs of a test."""
+    return inject_faults(monkeypatch)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import hotrow
 from commands import hotrow as command
+from commands import refused, spoil, succeeds
 from hotrow.checkpoint.folder import saved_in
 from hotrow.checkpoint.tables import export_tables, import_tables
 from hotrow.run.job import same_bits
@@ -27,7 +28,7 @@ from hotrow.run.open_run import open_trained
 
 SMALL = """
 [run]
-name = "small"
+name = "{kind}"
 [data]
 rows = [400, 60, 5]
 batch_size = 16
@@ -53,21 +54,36 @@ SHAPES = {
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def trained(kind: str = "dlrm", **options: Any) -> None:
-    model, lookups = SHAPES[kind]
-    Path("run.toml").write_text(SMALL.format(kind=kind, model=model, lookups=lookups))
-    assert command("train", "run.toml").exit_code == 0
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of all kinds of models."""
+    folder = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for kind, (model, lookups) in SHAPES.items():
+            Path("run.toml").write_text(SMALL.format(kind=kind, model=model, lookups=lookups))
+            succeeds("train", "run.toml")
+    return folder / "runs"
+
+
+@pytest.fixture
+def run(models: Path, folder: Path) -> Path:
+    """A copy of the run of a DLRM, as runs/dlrm."""
+    return Path(shutil.copytree(models / "dlrm", folder / "runs" / "dlrm"))
+
+
+def collection(rows: int = 10, **options: Any) -> hotrow.EmbeddingBagCollection:
+    table = hotrow.EmbeddingBagConfig("item", rows, 4, ["item"])
+    return hotrow.EmbeddingBagCollection([table], hotrow.Adagrad(), strategy="all-fast", **options)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "parquet", "npz"])
-def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained()
+def test_tables_leave_and_come_back(to: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotrow.checkpoint.tensors.PIECE_BYTES", 999)
-    newest = saved_in(Path("runs/small/checkpoints"))[-1]
+    newest = saved_in(run / "checkpoints")[-1]
     assert (json.loads((newest / "checkpoint.json").read_text())["parent"]) is not None
-    assert command("export", str(newest), "--to", to, "--out", "tables").exit_code == 0
-    model = open_trained("small").model
-    state = model.state_dict()
+    succeeds("export", newest, "--to", to, "--out", "tables")
+    state = open_trained("dlrm").model.state_dict()
     key = "embedding.embedding_bags.cat_0.weight"
     if to == "npz":
         assert np.array_equal(np.load("tables/tables.npz")[key], state[key].numpy())
@@ -92,16 +108,14 @@ def test_tables_leave_and_come_back(to: str, monkeypatch: pytest.MonkeyPatch) ->
     # By another model's name for it, which ends in the same.
     other = torch.nn.ModuleDict({"embedding": empty})
     assert import_tables("tables", other)[0] == key
-    for name, each in other.state_dict().items():
-        assert same_bits(each, state[name])
-    assert "is not empty" in command("export", "small", "--to", to, "--out", "tables").stderr
+    for name, weight in other.state_dict().items():
+        assert same_bits(weight, state[name])
+    assert "is not empty" in refused("export", "dlrm", "--to", to, "--out", "tables")
 
 
-def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
-    trained()
-    assert command("export", "runs/small/model", "--to", "npz", "--out", "a").exit_code == 0
-    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
-    model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
+def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path, run: Path) -> None:
+    succeeds("export", "runs/dlrm/model", "--to", "npz", "--out", "a")
+    model = collection()
     with pytest.raises(ValueError, match="there is no nowhere to read tables from"):
         import_tables("nowhere", model)
     with pytest.raises(ValueError, match="a has no table of this model"):
@@ -124,39 +138,34 @@ def test_a_saved_model_is_exported_and_odd_files_are_read(folder: Path) -> None:
         with pytest.raises(ValueError, match=r"e\.\w+ cannot be read"):
             import_tables(folder / name, model)
     with pytest.raises(ValueError, match="tables are written as safetensors, parquet, npz"):
-        export_tables("runs/small", folder / "x", to="csv")
+        export_tables(run, folder / "x", to="csv")
 
 
 @pytest.mark.parametrize("spoilt", ["bottom.0.weight", "embedding.embedding_bags.cat_1.weight"])
-def test_weights_that_are_no_numbers_are_not_exported(spoilt: str) -> None:
-    trained()
-    job = open_trained("small")
+def test_weights_that_are_not_finite_are_not_exported(spoilt: str, run: Path) -> None:
+    job = open_trained("dlrm")
     if spoilt.startswith("bottom"):
         job.model.state_dict()[spoilt][0] = torch.nan
     else:
         rows = torch.zeros(1, 4)
         rows[0, 2] = torch.inf
         job.embedding.load_weights("cat_1", 7, rows)
-    shutil.rmtree("runs/small/model")
-    hotrow.save_model("runs/small/model", job.model)
-    told = spoilt if spoilt.startswith("bottom") else f"row 7 of {spoilt}"
+    shutil.rmtree(run / "model")
+    hotrow.save_model(run / "model", job.model)
+    what = spoilt if spoilt.startswith("bottom") else f"row 7 of {spoilt}"
     for where in (("--to", "npz", "--out", "out"), ("--serve", "out")):
-        result = command("export", "small", *where)
-        assert result.exit_code == 2, result.output
-        assert f"runs/small/model: {told} holds NaN or infinite values" in result.stderr
-        assert "Take an earlier checkpoint" in result.stderr
+        error = refused("export", "dlrm", *where)
+        assert f"runs/dlrm/model: {what} holds NaN or infinite values" in error
+        assert "Take an earlier checkpoint" in error
         assert not any(Path("out").rglob("*"))
+    assert f"runs/dlrm/model: {what} holds NaN or infinite values" in refused("verify", "dlrm")
 
 
 @pytest.mark.parametrize("to", ["parquet", "npz"])
 def test_an_export_that_fails_leaves_nothing(to: str, folder: Path) -> None:
-    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
-    model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
-    saved = hotrow.save_checkpoint(folder / "saved", model, step=1)
+    saved = hotrow.save_checkpoint(folder / "saved", collection(), step=1)
     (shard,) = (saved / "rows").iterdir()
-    data = bytearray(shard.read_bytes())
-    data[-3] ^= 4  # which is known when all rows were read
-    shard.write_bytes(data)
+    spoil(shard)  # which is known when all rows were read
     with pytest.raises(ValueError, match="it has changed since it was written"):
         export_tables(saved, "tables", to=to)
     assert not list(Path("tables").iterdir())
@@ -180,9 +189,7 @@ def test_rows_of_a_parquet_file_go_to_their_table_alone(folder: Path) -> None:
 
 
 def test_an_array_that_says_it_has_a_long_header_takes_no_memory(folder: Path) -> None:
-    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
-    model = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), strategy="all-fast")
-    size = 64 << 20
+    model, size = collection(), 64 << 20
     with zipfile.ZipFile("x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         begin = b"\x93NUMPY\x02\x00" + size.to_bytes(4, "little")
         archive.writestr("item.npy", begin + bytes(size), compresslevel=1)
@@ -216,13 +223,11 @@ for kind in sys.argv[1:]:
 """
 
 
-def test_served_models_need_no_hotrow(folder: Path) -> None:
+def test_served_models_need_no_hotrow(folder: Path, models: Path) -> None:
     expected = []
     for kind in SHAPES:
-        trained(kind)
-        Path("runs/small").rename(f"runs/{kind}")
-        assert command("export", kind, "--serve", kind).exit_code == 0
-        job = open_trained(kind)
+        succeeds("export", kind, "--serve", kind, "--runs", models)
+        job = open_trained(kind, runs=models)
         batch = next(iter(job.samples.batches(1)))
         expected.append(job.trainer.predict(batch))
         sparse: Any = batch.sparse
@@ -239,33 +244,27 @@ def test_served_models_need_no_hotrow(folder: Path) -> None:
         torch.testing.assert_close(torch.tensor(json.loads(line)), mine, rtol=1e-6, atol=1e-6)
 
 
-def test_verify_says_what_is_whole_and_what_is_not() -> None:
-    trained()
-    result = command("verify", "small")
-    assert result.exit_code == 0, result.output
-    assert command("verify", "runs").stdout == result.stdout
-    assert result.stdout.count("checkpoint, ") == 2
-    assert "runs/small/model: model, 5 files, " in result.stdout
-    (shard,) = Path("runs/small/model/rows").glob("000-*")
-    data = bytearray(shard.read_bytes())
-    data[-2] ^= 1
-    shard.write_bytes(data)
-    result = command("verify", "runs/small/model")
-    assert result.exit_code == 2
-    assert "has changed since it was written" in result.stderr
-    newest = saved_in(Path("runs/small/checkpoints"))[-1]
-    found = json.loads(command("verify", str(newest), "--json").stdout)
-    assert found["kind"] == "checkpoint"
-    assert found["bytes"] == sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
+def test_verify_says_what_is_whole_and_what_is_not(run: Path) -> None:
+    text = succeeds("verify", "dlrm").stdout
+    assert succeeds("verify", "runs").stdout == text
+    assert text.count("checkpoint, ") == 2
+    assert "runs/dlrm/model: model, 5 files, " in text
+    (shard,) = (run / "model/rows").glob("000-*")
+    spoil(shard)
+    assert "has changed since it was written" in refused("verify", "runs/dlrm/model")
+    newest = saved_in(Path("runs/dlrm/checkpoints"))[-1]
+    facts = json.loads(succeeds("verify", newest, "--json").stdout)
+    assert facts["kind"] == "checkpoint"
+    assert facts["bytes"] == sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
     newest.joinpath("checkpoint.json").unlink()
-    result = command("verify", "small")
+    result = command("verify", "dlrm")
     assert result.exit_code == 2
     assert f"{newest} is no checkpoint: it has no checkpoint.json" in result.stderr
-    assert "runs/small/model/rows/000-00000.safetensors has changed" in result.stderr
+    assert "runs/dlrm/model/rows/000-00000.safetensors has changed" in result.stderr
     assert result.stdout.count("checkpoint, ") == 1
-    assert "there is no folder nowhere" in command("verify", "nowhere").stderr
+    assert "there is no folder nowhere" in refused("verify", "nowhere")
     Path("empty").mkdir()
-    assert "holds no checkpoint, no model" in command("verify", "empty").stderr
+    assert "holds no checkpoint, no model" in refused("verify", "empty")
 
 
 EXPORTS = {
@@ -277,94 +276,80 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("kind", EXPORTS)
-def test_an_export_is_verified(kind: str) -> None:
-    words, told = EXPORTS[kind]
-    trained()
-    assert command("export", "small", *words).exit_code == 0
-    result = command("verify", "out")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"out: {told}")
-    assert result.stdout.endswith(", as written\n")
-    found = json.loads(command("verify", "out", "--json").stdout)
+def test_an_export_is_verified(kind: str, models: Path) -> None:
+    words, what = EXPORTS[kind]
+    succeeds("export", "dlrm", *words, "--runs", models)
+    text = succeeds("verify", "out").stdout
+    assert text.startswith(f"out: {what}")
+    assert text.endswith(", as written\n")
+    facts = json.loads(succeeds("verify", "out", "--json").stdout)
     files = [path for path in Path("out").rglob("*") if path.is_file()]
     record = next(path for path in files if path.name == "export.json")
     files.remove(record)
-    assert found["files"] == len(files)
-    assert found["bytes"] == sum(path.stat().st_size for path in files)
+    assert facts["files"] == len(files)
+    assert facts["bytes"] == sum(path.stat().st_size for path in files)
     for path in files:
         data = path.read_bytes()
         for spoilt in (data[:-1], data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]):
             path.write_bytes(spoilt)
-            result = command("verify", "out")
-            assert result.exit_code == 2
-            assert str(path) in result.stderr
-            assert "export it again" in result.stderr
+            error = refused("verify", "out")
+            assert str(path) in error
+            assert "export it again" in error
         path.unlink()
-        assert f"{path} is missing" in command("verify", "out").stderr
+        assert f"{path} is missing" in refused("verify", "out")
         path.write_bytes(data)
-    assert command("verify", "out").exit_code == 0
+    succeeds("verify", "out")
     written = json.loads(record.read_text())
     written["tables"][0]["rows"] += 1
     record.write_text(json.dumps(written))
-    assert "and [401, 4] was written; export it again" in command("verify", "out").stderr
+    assert "and [401, 4] was written; export it again" in refused("verify", "out")
     record.write_text(record.read_text()[:-30])
-    assert "export.json is not valid JSON" in command("verify", "out").stderr
+    assert "export.json is not valid JSON" in refused("verify", "out")
 
 
 @pytest.mark.parametrize("kind", EXPORTS)
-def test_an_export_without_checksums_is_read(kind: str) -> None:
+def test_an_export_without_checksums_is_read(kind: str, models: Path) -> None:
     """As earlier versions have written it."""
-    words, told = EXPORTS[kind]
-    trained()
-    assert command("export", "small", *words).exit_code == 0
+    words, what = EXPORTS[kind]
+    succeeds("export", "dlrm", *words, "--runs", models)
     Path("out/export.json").unlink()
-    result = command("verify", "out")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"out: {told.split(',')[0]}, ")
-    assert "there are no checksums to compare" in result.stdout
+    text = succeeds("verify", "out").stdout
+    assert text.startswith(f"out: {what.split(',')[0]}, ")
+    assert "there are no checksums to compare" in text
     tables = [path for path in Path("out").rglob("*") if path.suffix in (".npz", ".parquet")]
     tables = tables or [*Path("out").rglob("00*.safetensors")]
     table = tables[0]
     data = table.read_bytes()
     table.write_bytes(data[:-100])
-    result = command("verify", "out")
-    assert result.exit_code == 2
-    assert f"{table} cannot be read" in result.stderr
+    assert f"{table} cannot be read" in refused("verify", "out")
     if table.suffix == ".safetensors":
         table.write_bytes(data[:-4] + np.float32(np.nan).tobytes())
-        assert "is not finite; export it again" in command("verify", "out").stderr
+        assert "is not finite; export it again" in refused("verify", "out")
     table.write_bytes(data)
     dense = Path("out/dense.safetensors")
     dense.write_bytes(dense.read_bytes()[:-4])
-    assert f"{dense} cannot be read" in command("verify", "out").stderr
+    assert f"{dense} cannot be read" in refused("verify", "out")
 
 
-def test_verify_finds_what_is_no_number(folder: Path) -> None:
-    table = hotrow.EmbeddingBagConfig("item", 10, 4, ["item"])
-    model = hotrow.EmbeddingBagCollection([table], hotrow.Adagrad(), strategy="all-fast")
+def test_verify_finds_rows_that_are_not_finite(folder: Path) -> None:
+    model = collection()
     model.load_weights("item", 7, torch.full((1, 4), torch.nan))
     hotrow.save_checkpoint(folder / "c", model, step=1)
-    hotrow.save_model(folder / "m", model)
-    assert "row 7 holds NaN or infinite values" in command("verify", "c").stderr
-    assert "row 7 of embedding_bags.item.weight holds" in command("verify", "m").stderr
+    assert "row 7 holds NaN or infinite values" in refused("verify", "c")
 
 
 def test_prepared_data_are_verified(folder: Path) -> None:
     (folder / "columns.toml").write_text('label = "y"\ncategories = ["u"]\n')
     lines = [f"{i % 2},{i % 50}" for i in range(100)]
     (folder / "log.csv").write_text("y,u\n" + "\n".join(lines) + "\n")
-    words = ["prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "p"]
-    assert command(*words).exit_code == 0
-    assert "p: prepared data, " in command("verify", "p").stdout
-    shard = next(Path("p/shards").iterdir())
-    shard.write_bytes(bytes(len(shard.read_bytes())))
-    assert "has changed since it was written" in command("verify", "p").stderr
+    succeeds("prepare", "csv", "log.csv", "--columns", "columns.toml", "--out", "p")
+    assert "p: prepared data, " in succeeds("verify", "p").stdout
+    spoil(next(Path("p/shards").iterdir()))
+    assert "has changed since it was written" in refused("verify", "p")
 
 
-def test_what_is_wanted_must_be_said() -> None:
-    trained()
-    assert "say what is wanted" in command("export", "small").stderr
-    assert "say where the tables go" in command("export", "small", "--to", "npz").stderr
-    assert (
-        "there is no run nothing" in command("export", "nothing", "--to", "npz", "-o", "x").stderr
-    )
+def test_an_export_needs_a_format_a_folder_and_a_run() -> None:
+    assert "say what is wanted" in refused("export", "dlrm")
+    assert "there is no run nothing" in refused("export", "nothing", "--to", "npz", "-o", "x")
+    Path("runs").mkdir()
+    assert "say where the tables go" in refused("export", "runs", "--to", "npz")

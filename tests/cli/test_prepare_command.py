@@ -21,7 +21,7 @@ from clicks import criteo_lines, write
 from commands import hotrow
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.job import needed
-from hotrow.data.prepared.layouts import Avazu
+from hotrow.data.prepared.sources import Avazu
 
 
 def run(*words: str | Path) -> tuple[int, str]:
@@ -30,37 +30,21 @@ def run(*words: str | Path) -> tuple[int, str]:
 
 
 def test_a_log_becomes_a_folder(tmp_path: Path) -> None:
-    lines = [*criteo_lines(100), ["junk"]]
-    path = write(tmp_path / "train.txt", lines)
-    code, output = run("criteo", path, "--out", tmp_path / "out", "--bad-rows", "skip")
+    path = write(tmp_path / "train.txt", [*criteo_lines(100), ["junk"]])
+    options = ["--out", tmp_path / "out", "--bad-rows", "skip"]
+    code, output = run("criteo", path, *options)
     assert code == 0, output
     for words in ("1 bad row left out", "line 101: 1 column ", "C26", "vocabulary", "written to"):
         assert words in output
     assert Prepared(tmp_path / "out").samples("train") == 87
-
-
-def test_machines_get_one_object_per_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.txt", criteo_lines(100))
-    code, output = run("criteo", path, "--out", tmp_path / "out", "--json", "--seed", "4")
+    code, output = run("criteo", path, *options, "--restart", "--json")
     assert code == 0, output
     events = [json.loads(line) for line in output.splitlines()]
-    assert [e["stage"] for e in events if e["event"] == "stage"] == [
-        "reading", "encoding", "verifying",
-    ]  # fmt: skip
+    stages = [event["stage"] for event in events if event["event"] == "stage"]
+    assert stages == ["reading", "encoding", "verifying"]
     assert events[-1]["event"] == "end"
-    assert events[-1]["samples"] == {"train": 86, "validation": 7, "test": 7}
-    assert events[-1]["bad_rows"] == 0
-
-
-def test_parquet_with_columns(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"y": [0, 1] * 20, "user": list(range(40))}), tmp_path / "a.parquet")
-    (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
-    code, output = run(
-        "parquet", tmp_path / "a.parquet", "--columns", tmp_path / "columns.toml",
-        "--out", tmp_path / "out", "--split", "random",
-    )  # fmt: skip
-    assert code == 0, output
-    assert Prepared(tmp_path / "out").table_rows == {"user": 41}
+    assert events[-1]["samples"] == {"train": 87, "validation": 6, "test": 7}
+    assert events[-1]["bad_rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -131,94 +115,62 @@ def test_help_teaches_with_examples() -> None:
         assert words in result.output
 
 
-def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
-    log = write(tmp_path / "train.txt", criteo_lines(100))
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("criteo train.txt", "text is"),
+        ("csv a.csv --columns columns.toml", "text is"),
+        ("criteo train.gz", ".gz files are"),
+        ("parquet a.parquet --columns columns.toml", "Parquet is"),
+    ],
+)
+def test_without_pyarrow_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = write(tmp_path / "train.txt", criteo_lines(10))
     log.with_suffix(".gz").write_bytes(gzip.compress(log.read_bytes()))
     write(tmp_path / "a.csv", [["y", "user"], *[["0", "7"]] * 20], separator=",")
     (tmp_path / "columns.toml").write_text('label = "y"\ncategories = ["user"]\n')
-    script = """
-        import sys
-        sys.modules["pyarrow"] = None  # every import of it fails
-        from hotrow.cli import main
-        for line in sys.stdin.read().splitlines():
-            sys.argv = ["hotrow", "prepare", *line.split()]
-            try:
-                main()
-            except SystemExit as ended:
-                print("code", ended.code, file=sys.stderr)
-    """
-    commands = [
-        "criteo train.txt --out 1",
-        "csv a.csv --columns columns.toml --split random --out 2",
-        "criteo train.gz --out 3",
-        "parquet a.parquet --columns columns.toml --out 4",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        input="\n".join(commands), capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    missing = "with pyarrow, which is not installed: pip install pyarrow"
-    assert done.stderr.splitlines() == [
-        f"error: text is read {missing}",
-        "code 2",
-        f"error: text is read {missing}",
-        "code 2",
-        f"error: .gz files are read {missing}",
-        "code 2",
-        f"error: Parquet is read {missing}",
-        "code 2",
-    ]
+    for module in ("pyarrow", "pyarrow.csv", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)  # every import of it fails
+    code, output = run(*words.split(), "--out", "out")
+    assert code == 2
+    assert f"error: {what} read with pyarrow, which is not installed: pip install" in output
 
 
-def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_folder_is_checked_instead_of_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    run("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
-    result = hotrow("verify", "out")
-    assert result.exit_code == 0
-    assert "out: prepared data, 55 files" in result.output
-    found = json.loads(hotrow("verify", "out", "--json").output)
-    assert (found["event"], found["files"]) == ("verified", 55)
-    shard = tmp_path / "out" / "shards" / "train-00000.bin"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    for words in (
-        ["verify", "out"],
-        ["train", "--set", "data.kind=prepared", "--set", "data.folder=out"],
-    ):
-        result = hotrow(*words)
-        assert result.exit_code == 2
-        assert "train-00000.bin has changed since it was written" in result.stderr
-    assert not Path("runs").exists()
-
-
-def test_a_finished_folder_is_checked_instead_of_made_again(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = ("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", out)
+    words = ("criteo", write(tmp_path / "train.txt", criteo_lines(100)), "--out", "out")
     assert "written to" in run(*words)[1]
     code, output = run(*words)
     assert code == 0
-    assert output.strip() == f"{out} is already prepared (all checksums are right); nothing to do"
-    shard = out / "shards" / "train-00000.bin"
+    assert output.strip() == "out is already prepared (all checksums are right); nothing to do"
+    assert "out: prepared data, 55 files" in hotrow("verify", "out").output
+    verified = json.loads(hotrow("verify", "out", "--json").output)
+    assert (verified["event"], verified["files"]) == ("verified", 55)
+    shard = tmp_path / "out" / "shards" / "train-00000.bin"
     whole = shard.read_bytes()
-    for damaged, why in (
-        (whole[:100], f"has 100 bytes instead of {len(whole):,}"),
-        (whole[:-1] + bytes([whole[-1] ^ 1]), "has changed since it was written"),
-    ):
-        shard.write_bytes(damaged)
-        code, output = run(*words)
-        assert code == 2
-        assert why in output
-        assert "--restart" in output
-    assert not (out / ".work").exists()
+    shard.write_bytes(whole[:100])
+    assert f"has 100 bytes instead of {len(whole):,}" in run(*words)[1]
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    train = ["train", "--set", "data.kind=prepared", "--set", "data.folder=out"]
+    for command in (["verify", "out"], train, ["prepare", *words]):
+        result = hotrow(*command)
+        assert result.exit_code == 2
+        assert "train-00000.bin has changed since it was written" in result.output
+        assert "--restart" in result.output
+    assert not Path("runs").exists()
+    assert not (tmp_path / "out" / ".work").exists()
     assert run(*words, "--restart")[0] == 0
     assert shard.read_bytes() == whole
 
 
 def test_verify_tells_of_a_folder_that_is_not_finished(tmp_path: Path) -> None:
-    lines = [*criteo_lines(100), ["junk"]]
-    words = ("criteo", write(tmp_path / "train.txt", lines), "--out", tmp_path / "out")
-    assert run(*words)[0] == 2
+    path = write(tmp_path / "train.txt", [*criteo_lines(100), ["junk"]])
+    assert run("criteo", path, "--out", tmp_path / "out")[0] == 2
     result = hotrow("verify", tmp_path / "out")
     assert result.exit_code == 2
     assert "not finished: give the same `hotrow prepare` again to resume" in result.stderr

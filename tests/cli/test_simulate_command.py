@@ -36,18 +36,13 @@ def test_look_ahead_is_planned_at_every_depth() -> None:
     assert rows[0] >= rows[1] >= rows[2] >= rows[3] > 0
 
 
-def test_slots_too_few_for_a_batch_have_no_bound() -> None:
-    code, output = run(*SMALL, "--strategy", "lru", "--slots", "100,5%", "--json")
-    assert code == 0
-    lines = [json.loads(line) for line in output.splitlines()]
-    assert [line["strategy"] for line in lines] == ["lru", "lru", "belady"]
-
-
-def test_no_step_is_predicted_where_batches_are_chunked() -> None:
+def test_slots_too_few_for_a_batch_have_no_bound_and_no_prediction() -> None:
     words = ["--strategy", "lru", "--slots", "100,5%", "--machine", "h200", "--dense-ms", "0.5"]
     code, output = run(*SMALL, *words, "--json")
     assert code == 0
-    few, enough = (json.loads(line) for line in output.splitlines() if '"lru"' in line)
+    few, enough, bound = map(json.loads, output.splitlines())
+    assert (bound["strategy"], bound["slots"]) == ("belady", enough["slots"])
+    assert enough["all_fast_is"] == "given"
     assert few["chunked_batches"] == 6
     assert "step_ms" not in few
     assert enough["step_ms"] > 0.5
@@ -58,14 +53,6 @@ def test_no_step_is_predicted_where_batches_are_chunked() -> None:
     few_line, enough_line = (line for line in output.splitlines() if line.startswith("lru "))
     assert "%" in enough_line.split("0 of 6")[1]
     assert "%" not in few_line.split("6 of 6")[1]
-
-
-@pytest.mark.parametrize(("given", "how"), [([], "guessed"), (["--dense-ms", "0.5"], "given")])
-def test_machines_are_told_what_is_a_guess(given: list[str], how: str) -> None:
-    words = ["--strategy", "lru", "--slots", "5%", "--machine", "h200", *given, "--json"]
-    code, output = run(*SMALL, *words)
-    assert code == 0
-    assert json.loads(output.splitlines()[0])["all_fast_is"] == how
 
 
 def test_machines_get_one_object_per_line() -> None:
@@ -92,18 +79,9 @@ def test_other_orders_of_leaving_stand_beside_lru() -> None:
     assert len(set(rows.values())) == 5
     assert max(rows, key=rows.__getitem__) == "most-recent"
     assert min(rows, key=rows.__getitem__) == "belady"
-    again = {line["strategy"]: line for line in map(json.loads, run(*words)[1].splitlines())}
-    assert again["random"]["fetched_rows"] == found["random"]["fetched_rows"]
-    code, output = run(*SMALL, "--strategy", orders, "--slots", "800", "--machine", "h200")
-    assert code == 0
-
-
-def test_tables_too_large_to_follow_have_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.study.simulation._MOST_ROWS", 1000)
-    code, output = run(*SMALL, "--strategy", "lru", "--slots", "5%", "--json")
-    assert code == 0
-    (line,) = map(json.loads, output.splitlines())
-    assert (line["strategy"], line["fits_from_slots"]) == ("lru", None)
+    again = [json.loads(line) for line in run(*words, "--machine", "h200")[1].splitlines()]
+    assert again[2]["fetched_rows"] == found["random"]["fetched_rows"]
+    assert again[2]["all_fast_is"] == "guessed"
 
 
 def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
@@ -144,10 +122,7 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
         (["--set", "embedding.budget=5%"], "embedding.budget=5%: a simulation uses [data] and"),
         (["--set", "embedding.budget=5%"], "give --slots instead"),
         (["--strategy", "fae"], "--strategy fae: which samples are trained, and when"),
-        (
-            ["--strategy", "hotline"],
-            "--strategy static. Simulated are uncached, static",
-        ),
+        (["--strategy", "hotline"], "--strategy static. Simulated are uncached, static"),
         (["--strategy", "lru+slipstream"], "its rows follow lru: give --strategy lru"),
         (["--set", "embedding.strategy=fae"], "its rows follow static: give --strategy static"),
         (["--set", "embedding.strategy=lru"], "give --strategy instead"),
@@ -157,6 +132,12 @@ def test_bytes_and_the_slots_that_batches_need_are_told() -> None:
         (["--batches", "0"], "--batches must be at least 1, not 0"),
         (["--depths", "4,-1"], "--depths must be at least 0, not -1"),
         (["--depths", "far"], "--depths: cannot read 'far'"),
+        (["--set", "model.top=[8]"], "a simulation uses [data]"),
+        (["--machine", "h200", "--set", "embedding.budget=5%"], "give --slots instead"),
+        (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
+        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
+        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
+        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(words: list[str], message: str) -> None:

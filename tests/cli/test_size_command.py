@@ -57,15 +57,6 @@ def test_people_get_a_table_and_a_file_that_can_be_trained(run_file: Path, tmp_p
     assert code == 0, output
 
 
-def test_the_file_looks_as_far_ahead_as_was_predicted(run_file: Path, tmp_path: Path) -> None:
-    few = ["--batches", "12", "--warm-up", "12", "--depths", "0", "--dense-ms", "0.41"]
-    words = ["--machine", "h200", "--reach", "0.9999", "--out", tmp_path / "sized.toml", "--json"]
-    code, output = hotrow("size", run_file, *few, *words)
-    assert code == 0, output
-    assert json.loads(output)["chosen"]["strategy"] == "lookahead"
-    assert load(tmp_path / "sized.toml").embedding.depth == 0
-
-
 def test_a_file_with_all_rows_in_fast_memory_has_no_budget(tmp_path: Path) -> None:
     """Such as "auto", which needs a GPU or counts, and here is neither."""
     text = RUN.replace("'30%'", "'auto'").replace("[20000, 300, 10]", "[30, 10]")
@@ -82,7 +73,6 @@ def test_machines_get_all_that_was_tried(run_file: Path) -> None:
     code, output = hotrow("size", run_file, *FEW, *H200, "--json", "--reach", "0.9")
     assert code == 0, output
     found = json.loads(output)
-    assert found["reach"] == 0.9
     assert found["chosen"] in found["best"]
     assert [each["strategy"] for each in found["best"]] == [
         "all-fast", "lru", "static", "lookahead",
@@ -134,16 +124,8 @@ def test_a_page_needs_plotly(run_file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_simulation_predicts_steps_on_a_machine(run_file: Path) -> None:
-    words = [
-        "simulate",
-        run_file,
-        *FEW,
-        *H200,
-        "--slots",
-        "2%,20%",
-        "--set",
-        "model.embedding_dim=8",
-    ]
+    words = ["simulate", run_file, *FEW, *H200, "--slots", "2%,20%"]
+    words += ["--set", "model.embedding_dim=8"]
     code, output = hotrow(*words, "--json")
     assert code == 0, output
     lines = [json.loads(line) for line in output.splitlines()]
@@ -168,20 +150,6 @@ def test_a_simulation_tells_each_number_of_slots_once_smallest_first(run_file: P
     found = [json.loads(line) for line in output.splitlines()]
     told = [(each["slots"], each.get("depth")) for each in found if each["strategy"] != "lru"]
     assert told == [(406, 2), (406, 6), (406, None), (4062, 2), (4062, 6), (4062, None)]
-
-
-def test_settings_that_change_no_prediction_are_refused(run_file: Path) -> None:
-    for words, message in (
-        (["--set", "model.top=[8]"], "a simulation uses [data]"),
-        ([*H200, "--set", "embedding.budget=5%"], "give --slots instead"),
-        (["--dense-ms", "1"], "--dense-ms belongs to --machine"),
-        (["--machine", "h200", "--dense-ms", "-1"], "--dense-ms must be a number of at least 0"),
-        (["--machine", "h100", "--batches", "10000000"], "did you mean 'h200'?"),  # at once
-        (["--slots", "inf%"], "--slots: cannot read 'inf%'"),
-    ):
-        code, output = hotrow("simulate", run_file, *words)
-        assert code == 2
-        assert message in output
 
 
 def test_a_written_file_reads_as_it_was() -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import hotrow
-import hotrow.data.sources
 from hotrow.data import ClickBatch, Loader, ParquetSource, PreparedSource
-from hotrow.data.prepared import Jagged, Prepared
-from hotrow.data.prepared.format import Feature, Schema
+from hotrow.data.prepared import Feature, Jagged, Prepared, Schema, Shard
 from hotrow.data.sources import Samples
 from hotrow.inputs.shuffle import Order
 
@@ -192,11 +189,11 @@ def test_a_batch_that_is_changed_changes_no_other(jagged: bool) -> None:
 
 def test_a_clone_keeps_no_more_than_its_batch() -> None:
     (first, *_) = Loader(Memory([50] * 20), batch_size=30, mixed=200, seed=1)
-    assert first.dense.untyped_storage().nbytes() > first.dense.nbytes
-    mine = first.clone()
-    for tensor in (mine.dense, mine.label, mine.sparse):
-        assert isinstance(tensor, Tensor)
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    clone = first.clone()
+    for batch, is_alone in ((first, False), (clone, True)):
+        for tensor in (batch.dense, batch.label, batch.sparse):
+            assert isinstance(tensor, Tensor)
+            assert (tensor.untyped_storage().nbytes() == tensor.nbytes) == is_alone
 
 
 def test_threads_end_with_the_loop() -> None:
@@ -215,30 +212,26 @@ def test_numbers_of_numpy_and_torch_are_numbers(kind: Any) -> None:
     assert all_of(loader, kind(0))[0][:4] == [448, 431, 673, 689]
 
 
-@pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed", "seed", "workers"])
-@pytest.mark.parametrize("value", [2.0, "2"])
-def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a whole number, not {value!r}"):
-        Loader(Memory([10]), **{"batch_size": 5, name: value})
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({name: value}, f"{name} must be a whole number, not {value!r}")
+        for name in ("batch_size", "epochs", "mixed", "seed", "workers")
+        for value in (2.0, "2")
+    ),
+    *(
+        ({name: 0}, f"{name} must be at least 1, got 0")
+        for name in ("batch_size", "epochs", "mixed")
+    ),
+    ({"features": ["x"]}, "the data has no feature 'x'; it has a, b$"),
+    ({"features": []}, "features must name one at least, and each once"),
+    ({"features": ["a", "a"]}, "features must name one at least, and each once"),
+]
 
 
-def test_many_features_are_told_by_the_first_of_them() -> None:
-    source = Memory([10])
-    source.features = source.single = tuple(f"f{i}" for i in range(1000))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"it has f0, f1, .*, f7 and 992 more$"):
-        Loader(source, batch_size=5, features=["x"])
-
-
-@pytest.mark.parametrize("features", [[], ["a", "a"]])
-def test_features_are_named_once_each(features: list[str]) -> None:
-    with pytest.raises(ValueError, match="features must name one at least, and each once"):
-        Loader(Memory([10]), batch_size=5, features=features)
-
-
-@pytest.mark.parametrize("name", ["batch_size", "epochs", "mixed"])
-def test_numbers_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        Loader(Memory([10]), **{"batch_size": 5, name: 0})
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Loader(Memory([10]), **{"batch_size": 5, **options})
 
 
 def test_a_start_past_the_end_is_refused() -> None:
@@ -307,6 +300,8 @@ def test_parquet_without_lists_gives_a_tensor(tmp_path: Path) -> None:
     (first, *_) = Loader(source, batch_size=30)
     assert isinstance(first.sparse, Tensor)
     assert numbers(first) == list(range(30))
+    for files in (tmp_path / "data.parquet", str(tmp_path / "data.parquet")):
+        assert ParquetSource(files, label="clicked", features=["a"]).sizes.tolist() == [25] * 4
 
 
 @pytest.mark.parametrize(
@@ -367,19 +362,6 @@ def test_columns_of_every_width_are_read(tmp_path: Path, of: Any) -> None:
         assert column.tolist() == [0, 1] * 50
 
 
-def test_one_file_needs_no_list_around_it(tmp_path: Path) -> None:
-    path = parquet(tmp_path)
-    for files in (path, str(path)):
-        assert ParquetSource(files, label="clicked", features=["a"]).sizes.tolist() == [25] * 4
-
-
-def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    two = pa.table([pa.array([0, 1]), pa.array([1, 2]), pa.array([3, 4])], names=["y", "a", "a"])
-    pq.write_table(two, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="has 2 columns 'a': which is meant"):
-        ParquetSource(tmp_path / "a.parquet", label="y", features=["a"])
-
-
 def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     path = parquet(tmp_path)
     source = parquet_source(path)
@@ -390,13 +372,17 @@ def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
         source.read(np.arange(1))
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     with pytest.raises(ValueError, match=r"x\.parquet does not exist"):
         parquet_source(path)
     path.write_bytes(b"not Parquet at all")
     with pytest.raises(ValueError, match=r"x\.parquet is no whole Parquet file"):
         parquet_source(path)
+    two = pa.table([pa.array([0, 1]), pa.array([1, 2]), pa.array([3, 4])], names=["y", "a", "a"])
+    pq.write_table(two, path)
+    with pytest.raises(ValueError, match="has 2 columns 'a': which is meant"):
+        ParquetSource(path, label="y", features=["a"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -413,15 +399,8 @@ def test_blocks_of_many_shards_are_read_as_they_lie(
     for count in samples:
         numbers = np.arange(at, at + count)
         ids = np.stack([numbers, -numbers], 1).astype(np.int32)
-        shards.append(
-            SimpleNamespace(
-                samples=count,
-                ids=ids,
-                dense=(ids * 0.5).astype(np.float32),
-                label=(numbers % 2).astype(np.uint8),
-                jagged={},
-            )
-        )
+        dense_columns, label = (ids * 0.5).astype(np.float32), (numbers % 2).astype(np.uint8)
+        shards.append(Shard(count, ids, dense_columns, label, {}))
         at += count
 
     class Made(Prepared):
@@ -432,11 +411,9 @@ def test_blocks_of_many_shards_are_read_as_they_lie(
         def shards(self, split: str) -> Any:
             return shards
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hotrow.data.sources, "BLOCK", block)
-        source = PreparedSource(Made(), "train", dense=dense)
-        blocks = np.array(sorted(each for each in picked if each < len(source.sizes)), np.int64)
-        found = source.read(blocks)
+    source = PreparedSource(Made(), "train", dense=dense, block=block)
+    blocks = np.array(sorted(each for each in picked if each < len(source.sizes)), np.int64)
+    found = source.read(blocks)
     starts = [
         first + sum(samples[:number])
         for number, count in enumerate(samples)

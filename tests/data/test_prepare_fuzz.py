@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clicks import criteo_lines, write
+from clicks import criteo_lines
 from fuzzing import changed, damaged, fuzzed
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import MANIFEST
-from hotrow.data.prepared.job import Settings
-from hotrow.data.prepared.layouts import LAYOUTS
 from hotrow.data.prepared.pieces import Piece, Place
-from hotrow.data.prepared.sources import TextSource
-from hotrow.data.prepared.work import prepare
+from hotrow.data.prepared.sources import Avazu, Criteo
+from hotrow.data.prepared.text import TextSource
+from preparing import SMALL_LOG, prepared, small_log
 
 values = st.sampled_from(["", "-", "0", "1", "-1", "9" * 25, "1e9", "nan", " 1", "\r", '"', "\0"])
 values |= st.text(max_size=12) | st.integers(-(2**70), 2**70).map(str)
@@ -35,18 +34,17 @@ def avazu_lines(count: int) -> list[list[str]]:
 @fuzzed
 @given(data=st.data(), kind=st.sampled_from(["criteo", "avazu"]), piece=st.integers(300, 5000))
 def test_lines(data: st.DataObject, kind: str, piece: int, tmp_path: Path) -> None:
-    layout = LAYOUTS[kind]
+    layout = Criteo if kind == "criteo" else Avazu
     lines = criteo_lines(6) if kind == "criteo" else avazu_lines(6)
     for line in data.draw(st.lists(st.sampled_from(lines), max_size=2)):
         line[data.draw(st.integers(0, len(line) - 1))] = data.draw(values)
     head = b"" if layout.header is None else layout.header + b"\n"
-    separator = "\t" if kind == "criteo" else ","
-    text = head + "".join(separator.join(line) + "\n" for line in lines).encode()
+    text = head + "".join(layout.separator.join(line) + "\n" for line in lines).encode()
     if data.draw(st.booleans()):
         text = damaged(text, data)
     (tmp_path / "log").write_bytes(text)
     with suppress(ValueError):
-        source = TextSource(layout, [tmp_path / "log"], piece_bytes=piece)
+        source = layout([tmp_path / "log"], piece_bytes=piece)
         for found in source.pieces():
             assert_as_line_by_line(source, found)
 
@@ -72,10 +70,7 @@ def assert_as_line_by_line(source: TextSource, piece: Piece) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
-    path = write(root / "train.txt", criteo_lines(60))
-    source = TextSource(LAYOUTS["criteo"], [path], piece_bytes=9000)
-    prepare(source, root / "out", Settings(), workers=1)
-    return root / "out"
+    return prepared("csv", root / "out", small_log(root / "log.csv"), toml=SMALL_LOG).folder
 
 
 @fuzzed

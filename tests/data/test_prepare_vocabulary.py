@@ -8,19 +8,23 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hotrow.data.prepared import vocabulary
-from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary, bytes_per_value, spread
+from hotrow.data.prepared.vocabulary import (
+    LEAST_PENDING,
+    Counted,
+    Tally,
+    Vocabulary,
+    bytes_per_value,
+    spread,
+)
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 @pytest.mark.parametrize(("min_frequency", "max_rows"), [(1, None), (3, None), (1, 40), (2, 100)])
 def test_rows_are_those_of_a_plain_counter(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, min_frequency: int, max_rows: int | None
+    dtype: str, min_frequency: int, max_rows: int | None
 ) -> None:
-    monkeypatch.setattr(vocabulary, "_LEAST_PENDING", 50)
-    monkeypatch.setattr(vocabulary, "_BOUNDS", 16)
     draw = np.random.default_rng(0)
-    tally, uses = Tally(dtype), Counter[int]()
+    tally, uses = Tally(dtype, pending=50, together=16), Counter[int]()
     for _ in range(12):
         keys = (draw.zipf(1.3, 200) % 2**31).astype(dtype)
         tally.add(Counted.of(keys))
@@ -41,10 +45,10 @@ def test_rows_are_those_of_a_plain_counter(
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 def test_a_table_takes_no_more_memory_than_is_reckoned_with(dtype: str) -> None:
     """One table alone is the worst case: of several only one is worked on at a time."""
-    draw, part = np.random.default_rng(0), 250_000
-    apart = 80 * vocabulary._LEAST_PENDING  # what waits and what comes in, whatever is there
+    draw, part = np.random.default_rng(0), LEAST_PENDING // 8
+    apart = 10 * LEAST_PENDING  # pending values and those that come in
     tracemalloc.start()
-    tally = Tally(dtype)
+    tally = Tally(dtype, pending=part, together=part)
     for _ in range(16):
         tracemalloc.reset_peak()
         tally.add(Counted.of(draw.integers(0, 2**32, part, dtype=dtype)))

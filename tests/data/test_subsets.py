@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader, sources
+from hotrow.data import ClickBatch, Loader, PreparedSource, SequenceLoader
 from hotrow.data.prepared import Feature, Jagged, Manifest, Schema
-from hotrow.data.prepared.format import MANIFEST, TableRecord, write_shard
-from hotrow.data.prepared.format import to_json as manifest_json
+from hotrow.data.prepared.format import MANIFEST, TableRecord, to_json, write_shard
 from hotrow.data.sources import Samples, SubsetSource
 from hotrow.support.files import Disk
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
-from hotrow.systems.fae.sample_sets import _others
-from hotrow.systems.fae.separate import separate
+from hotrow.systems.fae.separate import _others, separate
 
 SCHEMA = Schema(
     "click",
@@ -64,35 +62,25 @@ def columns(numbers: NDArray[np.int64]) -> Samples:
     )
 
 
-def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> Path:
+def prepared(folder: Path, sizes: Sequence[int], *, start: int = 0) -> PreparedSource:
     """The same samples as `hotrow prepare` would leave them, a shard for each size."""
     disk, shards, first = Disk(folder), [], start
     for place, count in enumerate(sizes):
         found = columns(np.arange(first, first + count))
         lists = found.jagged["list"]
-        values = {"list": len(lists.values)}
         arrays = {
             "ids": found.ids, "dense": found.dense, "label": found.label,
             "list.offsets": lists.offsets, "list.values": lists.values,
         }  # fmt: skip
-        file = f"shards/train-{place:05}.bin"
-        shards.append(
-            write_shard(disk, file, SCHEMA, count, values, lambda key, of=arrays: [of[key]])
-        )
+        shards.append(write_shard(disk, f"shards/train-{place:05}.bin", SCHEMA, arrays))
         first += count
     counts = [
         disk.write(f"tables/{i:03}.counts", [np.zeros(5, np.int64).tobytes()]) for i in (0, 1)
     ]
     tables = tuple(TableRecord(n, 5, "hash", None, counts[i], None) for i, n in enumerate("ab"))
     manifest = Manifest(SCHEMA, tables, {"train": tuple(shards), "test": ()}, {}, {})
-    disk.write(MANIFEST, [manifest_json(manifest).encode()])
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BLOCK", 8)
-    monkeypatch.setattr("os.fsync", lambda handle: None)
+    disk.write(MANIFEST, [to_json(manifest).encode()])
+    return PreparedSource(folder, "train", block=8)
 
 
 def check(batch: ClickBatch) -> list[int]:
@@ -183,7 +171,8 @@ def test_every_sample_comes_once_an_epoch_as_it_was(
 
 
 def test_only_the_samples_asked_for_are_read(tmp_path: Path) -> None:
-    source = PreparedSource(prepared(tmp_path, [20, 1, 30]), "train", dense=["same"])
+    prepared(tmp_path, [20, 1, 30])
+    source = PreparedSource(tmp_path, "train", dense=["same"], block=8)
     numbers = np.array([0, 3, 19, 20, 21, 22, 49, 50])
     wanted, chosen = columns(numbers), source.take(numbers)
     subset = SubsetSource(source, numbers)
@@ -210,7 +199,7 @@ def test_a_set_goes_on_from_any_batch(tmp_path: Path) -> None:
 
 
 def test_others_are_all_that_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.systems.fae.sample_sets._PART", 4)
+    monkeypatch.setattr("hotrow.systems.fae.separate._PART", 4)
     for hot in ([], [0], [3, 4], [9], [0, 1, 2, 3], list(range(10))):
         found = np.concatenate(list(_others(np.array(hot, np.int64), 10)))
         assert found.tolist() == sorted(set(range(10)) - set(hot))
@@ -244,12 +233,12 @@ class Asked:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path: Path) -> PreparedSource:
     return prepared(tmp_path / "data", [40, 30, 5])
 
 
 def run(
-    data: Path, folder: Path, *, key: str | None = "rows", every: int = 3, **options: Any
+    data: PreparedSource, folder: Path, *, key: str | None = "rows", every: int = 3, **options: Any
 ) -> Any:
     """(samples by epoch, whether they were found again), which must not differ from fresh ones."""
     asked = Asked(every)
@@ -260,8 +249,11 @@ def run(
     return found.reused
 
 
-def test_sets_are_written_once_and_found_again(data: Path, tmp_path: Path) -> None:
+def test_sets_are_written_once_and_found_again(data: PreparedSource, tmp_path: Path) -> None:
     sets = tmp_path / "sets"
+    for _ in range(2):  # without a key no set is found again
+        assert not run(data, sets, key=None)
+        assert not (sets / "sets.json").exists()
     assert not run(data, sets)
     written = {each.name: each.stat().st_mtime_ns for each in sets.iterdir()}
     assert set(written) == {"sets.json", "hot.numbers", "cold.numbers"}
@@ -271,13 +263,7 @@ def test_sets_are_written_once_and_found_again(data: Path, tmp_path: Path) -> No
     assert {each.name: each.stat().st_mtime_ns for each in sets.iterdir()} == written
 
 
-def test_without_a_key_nothing_is_believed(data: Path, tmp_path: Path) -> None:
-    assert not run(data, tmp_path / "sets", key=None)
-    assert not run(data, tmp_path / "sets", key=None)
-    assert not (tmp_path / "sets" / "sets.json").exists()
-
-
-def test_sets_of_something_else_are_made_again(data: Path, tmp_path: Path) -> None:
+def test_sets_of_something_else_are_made_again(data: PreparedSource, tmp_path: Path) -> None:
     sets = tmp_path / "sets"
     run(data, sets)
     with pytest.warns(UserWarning, match="sets of other hot rows; samples are told apart again"):
@@ -290,21 +276,22 @@ def test_sets_of_something_else_are_made_again(data: Path, tmp_path: Path) -> No
     assert numbers == Counter(range(1, 76))
 
 
-def test_sets_for_other_features_are_made_again(data: Path, tmp_path: Path) -> None:
-    def popular(batch: ClickBatch) -> Tensor:
-        return batch.label == 1
+def test_sets_for_other_features_are_made_again(data: PreparedSource, tmp_path: Path) -> None:
+    def again(loader: Any) -> Separated:
+        return separate(loader, lambda batch: batch.label == 1, folder=tmp_path / "s", key="rows")
 
-    sets = tmp_path / "sets"
-    separate(Loader(data, batch_size=6), popular, folder=sets, key="rows")
-    with pytest.warns(UserWarning, match="other samples"):
-        separate(Loader(data, batch_size=6, features=["a"]), popular, folder=sets, key="rows")
+    again(Loader(data, batch_size=6))
     steps: dict[str, Any] = {"histories": {"a": "list"}, "padding": {"a": 0}, "batch_size": 6}
-    for number in (3, 4):
+    for loader in (
+        Loader(data, batch_size=6, features=["a"]),
+        SequenceLoader(data, steps=3, **steps),
+        SequenceLoader(data, steps=4, **steps),
+    ):
         with pytest.warns(UserWarning, match="other samples"):
-            separate(SequenceLoader(data, steps=number, **steps), popular, folder=sets, key="rows")
-    again = separate(SequenceLoader(data, steps=4, **steps), popular, folder=sets, key="rows")
-    assert again.reused
-    assert sorted(len(batch) for batch in again.hot.batches()) == [1, *[6] * 6]
+            again(loader)
+    found = again(SequenceLoader(data, steps=4, **steps))
+    assert found.reused
+    assert sorted(len(batch) for batch in found.hot.batches()) == [1, *[6] * 6]
 
 
 def cut(path: Path) -> None:
@@ -342,7 +329,7 @@ NOTHING = {"file": "x", "bytes": 8, "sha256": ""}
     ],
 )
 def test_what_is_damaged_is_said_and_made_again(
-    data: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
+    data: PreparedSource, tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     sets = tmp_path / "sets"
     run(data, sets)
@@ -353,7 +340,7 @@ def test_what_is_damaged_is_said_and_made_again(
 
 
 def test_sets_that_were_not_finished_are_none(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: PreparedSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = tmp_path / "sets"
     run(data, sets)
@@ -375,7 +362,7 @@ def test_sets_that_were_not_finished_are_none(
     assert run(data, sets)
 
 
-def test_an_error_while_asking_leaves_no_sets(data: Path, tmp_path: Path) -> None:
+def test_an_error_while_asking_leaves_no_sets(data: PreparedSource, tmp_path: Path) -> None:
     def wrong(batch: ClickBatch) -> Tensor:
         raise RuntimeError("no hot rows are known")
 

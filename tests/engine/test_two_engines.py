@@ -24,6 +24,7 @@ from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.stages import LATE
 from hotrow.training import captured as captured_module
+from hotrow.training import static_inputs
 from test_pins import all_fast, budget_of, learn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -367,8 +368,8 @@ def test_batches_of_one_shape_have_places_of_their_own_for_each_engine() -> None
         change()
         arrivals = [(model.embedding, model.embedding.pipeline.prepare(batch.sparse))]
         tensors = [batch.dense, batch.sparse, batch.label]
-        engines = captured_module._engines(arrivals)
-        keys.append(captured_module._Form(tensors, {}, (), engines).key)
+        engines = static_inputs.engines_of(arrivals)
+        keys.append(static_inputs.InputForm(tensors, {}, (), engines).key)
         for work in arrivals[0][1].works:
             assert work.group.can_be_captured == (DEVICE.type == "cuda" and not keys[1:])
     if DEVICE.type == "cuda":
@@ -393,7 +394,8 @@ def test_captured_steps_of_two_engines_in_turn_give_the_bits_of_eager_ones(
     assert not replays
     captured = clicked("static", batches, system=InTurn())
     assert len(replays) >= 40
-    assert len(captures) <= 2 * captured_module._BERTHS  # a change of engines captures nothing anew
+    # A change of engines captures nothing anew.
+    assert len(captures) <= 2 * captured_module.GraphSettings().inputs
     assert captured[0] == eager[0]
     assert all(torch.equal(captured[1][key], eager[1][key]) for key in eager[1])
     fast = clicked("all-fast", batches)

@@ -9,17 +9,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hotrow.training.masters import MasterWeights
 from torch import Tensor, nn
 
 import hotrow
 from builders import outcome
 from hotrow.embedding.ahead import tensors_in
-from hotrow.models import MODELS
+from hotrow.models import DLRM, MODELS, DCNv2, DeepFM
+from hotrow.models.layers import normalised
 from hotrow.run.job import same_bits
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
-from hotrow.training.masters import MasterWeights
-from model_cases import MODEL_CASES, STEP_FEATURES, ModelCase, Twin
+from model_cases import (
+    DIM,
+    MODEL_CASES,
+    NUM_DENSE,
+    STEP_FEATURES,
+    ModelCase,
+    Twin,
+    clicks,
+    tables,
+)
 from test_graphed import Replays, seen, without_gpu  # noqa: F401  seen is a fixture
 
 loss_fn = F.binary_cross_entropy_with_logits
@@ -58,19 +68,13 @@ def test_every_model_has_a_case() -> None:
     assert {type(each.build()) for each in MODEL_CASES.values()} == set(MODELS.values())
 
 
-def test_a_model_says_what_its_twin_says(case: ModelCase) -> None:
-    model = case.build()
-    twin = case.twin_of(model)
-    for batch in case.batches(3):
-        found = model(batch)
-        assert found.shape == batch.label.shape
-        torch.testing.assert_close(found, twin(batch), rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_learns_what_its_twin_learns(case: ModelCase) -> None:
+def test_a_model_says_and_learns_what_its_twin_does(case: ModelCase) -> None:
     model = case.build()
     twin, start = case.twin_of(model), case.twin_of(model).state()
     batches = case.batches(20)
+    logits = model(batches[0])
+    assert logits.shape == batches[0].label.shape
+    torch.testing.assert_close(logits, twin(batches[0]), rtol=1e-5, atol=1e-5)
     losses = train(model, batches)
     assert losses == pytest.approx(train_plainly(twin, batches), rel=1e-4)
     found = model.state_dict()
@@ -114,6 +118,7 @@ def test_a_model_trains_on_modules_of_torch(case: ModelCase) -> None:
     assert train_plainly(plain, batches) == pytest.approx(train(ours, batches), rel=1e-4)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rule", [hotrow.SGD(lr=0.1), hotrow.RowWiseAdagrad(lr=0.05)], ids=repr)
 def test_a_tiny_budget_changes_no_bit(case: ModelCase, rule: Any) -> None:
     batches = case.batches(20)
@@ -160,6 +165,7 @@ def gradients(model: nn.Module, logits: Tensor) -> list[Tensor]:
 COMPILED = [name for name in MODEL_CASES if name not in ("dlrm", "deepfm-multi-hot")]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_dense_part_is_one_graph_for_a_compiler(name: str) -> None:
     check_compiled(MODEL_CASES[name], "aot_eager")
@@ -191,6 +197,7 @@ def check_compiled(case: ModelCase, backend: str) -> None:
 
 
 # torch's compiler reads what it warns others of.
+@pytest.mark.thinned(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_model_trains_to_the_same_weights(case: ModelCase) -> None:
     """Whole, the lookup being left out of the graphs."""
@@ -210,26 +217,22 @@ def test_half_weights_give_float32_logits(case: ModelCase) -> None:
     torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
 
 
-def test_half_weights_learn_with_masters(case: ModelCase) -> None:
+@pytest.mark.parametrize("how", ["masters", "autocast"])
+def test_a_model_learns_in_half_precision(case: ModelCase, how: str) -> None:
     batches = case.batches(20)
     expected = train(case.build(), batches)
     model = case.build()
-    optimizer = MasterWeights(model, lambda masters: torch.optim.SGD(masters, lr=0.1))
-    losses = []
-    for batch in hotrow.ahead(batches, model, ids=lambda batch: batch.sparse):
-        loss = loss_fn(model(batch), batch.label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == pytest.approx(expected, rel=0.05)
-    assert losses != expected
-
-
-def test_a_model_learns_under_autocast(case: ModelCase) -> None:
-    batches = case.batches(20)
-    expected = train(case.build(), batches)
-    losses = train(case.build(), batches, autocast=torch.bfloat16)
+    if how == "autocast":
+        losses = train(model, batches, autocast=torch.bfloat16)
+    else:
+        optimizer = MasterWeights(model, lambda masters: torch.optim.SGD(masters, lr=0.1))
+        losses = []
+        for batch in hotrow.ahead(batches, model, ids=lambda batch: batch.sparse):
+            loss = loss_fn(model(batch), batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
     assert losses == pytest.approx(expected, rel=0.05)
     assert losses != expected
 
@@ -249,7 +252,7 @@ def test_padding_changes_neither_the_start_nor_the_training(case: ModelCase) -> 
     torch.testing.assert_close(other.state_dict(), padded.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "slots"), [("dcnv2-full", 240), ("deepfm-multi-hot", 460), ("tbsm", 440)]
@@ -262,7 +265,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(
     """On the device's engine, with stand-ins for graphs."""
     case = MODEL_CASES[name]
     # The largest first: its room is that of all others.
-    batches = sorted(case.batches(8), key=lambda batch: -len(tensors_in(batch.sparse)[0]))
+    batches = sorted(case.batches(6), key=lambda batch: -len(tensors_in(batch.sparse)[0]))
 
     def run(captured: bool, **options: Any) -> Any:
         model = case.build(case.embedding(**options))
@@ -335,3 +338,84 @@ def test_a_part_that_does_not_end_in_one_logit_is_refused() -> None:
         options = {"dim": 4} if name == "deepfm" else {}
         with pytest.raises(ValueError, match=f"{part}.* of a .* ends in one logit, not in 2"):
             MODELS[name](embedding, num_dense=3, **options, **{part: (4, 2)})
+
+
+# -- Normalised vectors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths", [[2, 2], [2, 4]])
+def test_each_vector_has_mean_0_and_variance_1(widths: list[int]) -> None:
+    vectors = torch.tensor([[1.0, 3.0, 10.0, -10.0, 30.0, 10.0]])[:, : sum(widths)]
+    right = [-1.0, 1.0, 1.0, -1.0]
+    if widths[1] == 4:  # mean 10, deviations 0, -20, 20, 0
+        right = [-1.0, 1.0, 0.0, -(2**0.5), 2**0.5, 0.0]
+    torch.testing.assert_close(normalised(vectors, widths), torch.tensor([right]))
+
+
+def scaled(model: Any, times: float) -> None:
+    for table in model.embedding.tables:
+        width = table.embedding_dim - isinstance(model, DeepFM)  # but first-order weights
+        rows = dict(model.embedding.state_dict())[model.embedding.key_of(table.name)].clone()
+        rows[:, :width] = rows[:, :width] * times + 2 * times
+        model.embedding.load_weights(table.name, 0, rows)
+
+
+def wide(case: ModelCase, **options: Any) -> Any:
+    """Rows whose numbers are about 1."""
+    drawn = [
+        hotrow.EmbeddingBagConfig(
+            t.name, t.num_embeddings, t.embedding_dim, t.feature_names, t.pooling, t.padding_idx,
+            hotrow.Normal(),
+        )
+        for t in case.tables
+    ]  # fmt: skip
+    embedding = case.collection(drawn, hotrow.SGD(lr=0.1), strategy="all-fast", seed=3)
+    return case.build(embedding, **options)
+
+
+def test_how_large_rows_are_plays_no_part(case: ModelCase) -> None:
+    (batch,) = case.batches(1)
+    for normalise, alike in ((True, True), (False, False)):
+        model = wide(case, normalise=normalise).eval()
+        with torch.no_grad():
+            before = model(batch)
+            scaled(model, 3.0)
+            after = model(batch)
+        assert torch.allclose(before, after, rtol=1e-3, atol=1e-3) is alike
+
+
+def test_it_is_off_and_rows_are_trained_through_it(case: ModelCase) -> None:
+    (batch,) = case.batches(1)
+    plain, off, on = (wide(case, **o) for o in ({}, {"normalise": False}, {"normalise": True}))
+    assert torch.equal(plain(batch), off(batch))
+    assert plain.state_dict().keys() == on.state_dict().keys()
+    before = {key: each.clone() for key, each in on.embedding.state_dict().items()}
+    on(batch).square().sum().backward()
+    for key, rows in on.embedding.state_dict().items():
+        assert bool(rows.isfinite().all())
+        assert not torch.equal(rows, before[key])
+
+
+def test_a_bag_of_nothing_stays_zero() -> None:
+    assert not normalised(torch.zeros(2, 6), [3, 3]).any()
+    vectors = torch.zeros(1, 4, requires_grad=True)
+    normalised(vectors, [4]).sum().backward()
+    assert vectors.grad is not None
+    assert bool(vectors.grad.isfinite().all())
+
+
+def test_what_cannot_be_normalised_is_refused() -> None:
+    one = hotrow.EmbeddingBagCollection(tables(1, 1, 1), hotrow.SGD(), strategy="all-fast")
+    for name, options in {
+        "dlrm": {"num_dense": NUM_DENSE, "bottom": (4, 1)},
+        "dcnv2": {"num_dense": NUM_DENSE, "bottom": (4,)},
+        "deepfm": {"num_dense": NUM_DENSE, "dim": 1},
+        "tbsm": {"bottom": (1,)},
+    }.items():
+        with pytest.raises(ValueError, match="a vector of 1 number would always be 0"):
+            MODELS[name](one, normalise=True, **options)
+    with pytest.raises(ValueError, match=r"not tell its tables, .* give normalise=F"):
+        DCNv2(nn.Identity(), NUM_DENSE, (4,), (1,), embedding_width=8, normalise=True)
+    model = DLRM(one, NUM_DENSE, (4, DIM), (1,), normalise=True)
+    with pytest.raises(ValueError, match="gives 3 numbers per sample; 3 vectors to normalise"):
+        model(clicks(1)[0])

@@ -24,18 +24,11 @@ def data_of(html: str) -> dict[str, Any]:
     return found
 
 
-def test_a_line_has_its_points_and_gaps_where_there_is_no_number() -> None:
-    line = Line("a", [1, 2, 3], [0.123456789, math.nan, math.inf])
-    (trace,) = data_of(show_chart(Chart("t", "x", "y", (line,))))["data"]
-    assert trace["x"] == [1, 2, 3]
-    assert trace["y"] == [0.123457, None, None]
-
-
-def test_a_band_lies_behind_its_line() -> None:
-    line = Line("a", [1, 2, 3], [2, 2, 2], low=[1, 1, 1], high=[3, 3, 3])
+def test_a_line_has_its_points_gaps_and_a_band_behind_it() -> None:
+    line = Line("a", [1, 2, 3], [0.123456789, math.nan, math.inf], low=[1, 1, 1], high=[3, 3, 3])
     low, high, middle = data_of(show_chart(Chart("t", "x", "y", (line,))))["data"]
-    assert (low["y"], high["y"], middle["y"]) == ([1, 1, 1], [3, 3, 3], [2, 2, 2])
-    assert high["fill"] == "tonexty"
+    assert (middle["x"], middle["y"]) == ([1, 2, 3], [0.123457, None, None])
+    assert (low["y"], high["y"], high["fill"]) == ([1, 1, 1], [3, 3, 3], "tonexty")
 
 
 def test_bars_and_spans_lie_flat_in_the_order_given() -> None:

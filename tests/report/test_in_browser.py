@@ -6,21 +6,19 @@ Screenshots are left in HOTROW_SCREENSHOTS, where that names a folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_advice import figures
 
 from browser import CHROMIUM, Browser, chromium
+from commands import hotrow
 from hotrow.report.comparison import comparison_document
 from hotrow.report.curves import Curve
 from hotrow.report.page import page_of
 from hotrow.report.runs import RunView, runs_document
 from hotrow.support.records import (
-    ComparisonRecord,
     EvalRecord,
     Limit,
     RunRecord,
@@ -30,12 +28,13 @@ from hotrow.support.records import (
     TableRecord,
     Times,
 )
+from report_builders import MIB, comparison, figures
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +148,6 @@ def test_a_legend_hides_a_run_and_shows_it_again(browser: Browser, tmp_path: Pat
     assert browser.errors() == []
 
 
-def comparison(strategies: Sequence[Any]) -> ComparisonRecord:
-    return ComparisonRecord(
-        name="kinds", started="", outcome="finished", environment={"device": "cpu", "threads": 1},
-        settings={"run": {"device": "cpu"}, "data": {"batch_size": 2048}}, steps=100, repetitions=3,
-        warm_up=10, baseline="hybrid", budget_bytes=2 * MIB, rows_bytes=40 * MIB,
-        tolerance={"relative": 1e-4, "absolute": 1e-5, "outliers": 0.01}, notes=(),
-        strategies=tuple(strategies), advice="Take lookahead.",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (400, False)])
 def test_a_page_of_a_comparison(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     counted = {"samples": 2048, "hit_rate": 0.9, "bytes_per_sample": 120.0, "auc": 0.75}
@@ -168,9 +157,65 @@ def test_a_page_of_a_comparison(browser: Browser, tmp_path: Path, width: int, da
         for name, rate in names.items()
     ]
     page = tmp_path / "compare.html"
-    record = comparison([*strategies, figures("static", float("nan"))])
+    static = figures("static", float("nan"))
+    record = comparison(*strategies, static, device="cpu", advice="Take lookahead.")
     page.write_text(page_of(comparison_document(record)))
     look(browser, page, width=width, dark=dark, name="compare")
     assert drawn(browser) == [[4], [4, 4], [4], [4]]
     assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 5
     assert_theme(browser, dark=dark)
+
+
+# -- pages that profile, simulate and size write ---------------------------------------------
+
+RUN = (
+    "[data]\nrows = [20000, 3000, 300, 10]\nbatch_size = 64\nsamples = 3840\n"
+    "names = ['item <b>', 'user', 'city', 'day']\n"
+)
+FEW = ["--batches", "20", "--warm-up", "20", "--depths", "2,9"]
+COMMANDS = {
+    "profile": [],
+    "simulate": [*FEW, "--slots", "3%,5%,10%", "--strategy", "lru,lookahead", "--machine", "h200"],
+    "size": [*FEW, "--machine", "h200", "--dense-ms", "0.5"],
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "run.toml").write_text(RUN)
+    found = {}
+    for command, options in COMMANDS.items():
+        found[command] = folder / f"{command}.html"
+        result = hotrow(command, folder / "run.toml", *options, "--html", found[command])
+        assert result.exit_code == 0, result.output
+        assert f"page written to {found[command]}" in result.output.replace("\n", "")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "width", "dark"),
+    [("profile", 1280, False), ("simulate", 400, True), ("size", 1280, True), ("size", 400, False)],
+)
+def test_a_page_opens(
+    browser: Browser, pages: dict[str, Path], command: str, width: int, dark: bool
+) -> None:
+    look(browser, pages[command], width=width, dark=dark, name=command)
+    assert_theme(browser, dark=dark)
+    found = drawn(browser)
+    if command == "profile":
+        coverage, hot, misses, windows, drift = found
+        assert len(coverage) == 5  # all tables, and each
+        assert [len(set(misses)), len(misses), len(windows), len(drift)] == [1, 3, 2, 3]
+        assert hot == [10]
+        assert drift == [8, 7, 7]
+    elif command == "simulate":
+        rows, hits, steps = found
+        assert rows == hits == [3] * 4  # lru, look-ahead at two depths, belady
+        assert steps == [3] * 3
+    else:
+        speeds, moved, parts = found
+        assert len(speeds) == len(moved) + 1 == 5  # with what was asked for
+        assert parts == [4] * 3
+    assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 4
+    assert "item <b>" in browser.evaluate("document.body.innerText") or command != "profile"

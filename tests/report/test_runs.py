@@ -36,7 +36,7 @@ def test_hit_rates_of_many_runs_are_those_of_their_largest_tables(
     assert chart.height <= 2500
     left = different * 26 - shown
     assert chart.note == f"The {shown} tables with most lookups; {left} more left out."
-    for bars in chart.series:  # nobody is there without a bar
+    for bars in chart.series:  # every run has a bar
         assert isinstance(bars, Bars)
         assert any(math.isfinite(value) for value in bars.values)
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from hotrow.kernels.rules import AdamW
 from hotrow.models import MODELS
-from hotrow.run.config import CLICK_MODELS, RunConfig, load
+from hotrow.run.config import CLICK_MODELS, RunConfig, ScheduleSection, load
 
 
 @pytest.fixture
@@ -20,19 +21,17 @@ def refused(path: Path | None = None, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_without_a_file_the_built_in_job_proves_equality() -> None:
-    config = load()
-    assert config.training.check_equality
-    assert config.embedding.strategy == "lookahead"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0"])
-def test_a_device_is_accepted_wherever_the_file_is_read(device: str) -> None:
-    assert load(overrides=[f"run.device={device}"]).run.device == device
+@pytest.mark.parametrize(
+    "strategy", ["lookahead", "lru", "hotline", "fae", "lru+random-drop", "hybrid"]
+)
+def test_the_built_in_job_compares_bits_if_the_strategy_is_exact(strategy: str) -> None:
+    config = load(overrides=[f"embedding.strategy={strategy}"])
+    assert config.training.check_equality == (strategy in ("lookahead", "lru"))
+    assert load().embedding.strategy == "lookahead"
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:", "cuda:x", "cuda:-1", ""])
-def test_a_device_that_hotrow_does_not_know_is_refused(device: str) -> None:
+def test_an_unknown_device_is_refused(device: str) -> None:
     message = f'device must be "cpu", "cuda" or "cuda:1", not {device!r}'
     assert message in refused(None, f"run.device={device}")
 
@@ -79,11 +78,6 @@ def test_a_model_has_the_defaults_of_its_kind() -> None:
     assert CLICK_MODELS.keys() <= MODELS.keys()
 
 
-def test_steps_replace_epochs() -> None:
-    config = load(overrides=["training.epochs=5", "training.steps=7"])
-    assert (config.training.epochs, config.training.steps) == (5, 7)
-
-
 def test_overrides_win_over_the_file(file: Path) -> None:
     file.write_text("[embedding]\nstrategy = 'lru'\nbudget = '5%'")
     config = load(file, overrides=["embedding.strategy=static", "run.seed = 3"])
@@ -97,6 +91,8 @@ def test_overrides_win_over_the_file(file: Path) -> None:
         ("embedding.budget=10%", lambda c: c.embedding.budget == "10%"),
         ("embedding.budget=1_000_000", lambda c: c.embedding.budget == 1_000_000),
         ("run.name=2026", lambda c: c.run.name == "2026"),
+        ("run.device=cuda", lambda c: c.run.device == "cuda"),  # wherever the file is read
+        ("run.device=cuda:0", lambda c: c.run.device == "cuda:0"),
         ("run.name='quoted'", lambda c: c.run.name == "quoted"),
         ("data.rows=[10, 20]", lambda c: c.data.rows == (10, 20)),
         ("model.kind=dcnv2", lambda c: c.model.kind == "dcnv2"),
@@ -221,10 +217,60 @@ def test_an_override_into_a_section_that_is_a_value_is_refused(file: Path) -> No
     assert "[training] is a section, not a value" in refused(file, "training.steps=3")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    assert refused(tmp_path / "no.toml").endswith("no.toml: No such file or directory")
-
-
-def test_a_file_that_is_no_text_is_named(file: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(file: Path) -> None:
+    assert refused(file).endswith("run.toml: No such file or directory")
     file.write_bytes(b"\xff\xfe\x00")
     assert refused(file).endswith("is not UTF-8 text")
+
+
+# -- learning rates ---------------------------------------------------------------------
+
+
+def reference(step: int, warmup: int, start: int, steps: int) -> float:
+    """Return the factor by the rule of facebookresearch/dlrm: warm-up, decay, else frozen."""
+    if step < warmup:
+        return 1.0 - (warmup - step) / warmup
+    if start <= step < start + steps:
+        return ((steps - (step - start)) / steps) ** 2
+    return 1.0 if step < start else (1 / steps) ** 2
+
+
+def test_rates_follow_the_reference() -> None:
+    section = ScheduleSection(warmup_steps=5, decay_start=12, decay_steps=8)
+    for step in range(1, 40):
+        assert section.scale(step) == pytest.approx(reference(step, 5, 12, 8))
+
+
+def test_both_optimizers_are_driven_tensors_too() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    number = torch.optim.SGD([weight], lr=0.4)
+    tensor = torch.optim.Adam([weight], lr=torch.tensor(0.2), capturable=False, foreach=False)
+    schedules = ScheduleSection(warmup_steps=4).drive([number, tensor])
+    seen = []
+    for _ in range(6):
+        seen.append((number.param_groups[0]["lr"], float(tensor.param_groups[0]["lr"])))
+        for optimizer, schedule in zip((number, tensor), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    factors = (0.25, 0.5, 0.75, 1, 1, 1)
+    assert [rate for rates in seen for rate in rates] == pytest.approx(
+        [factor * rate for factor in factors for rate in (0.4, 0.2)]
+    )
+    assert ScheduleSection().drive([number]) == []  # a constant rate needs none
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": -1}, "warmup_steps must be a number of at least 0, got -1"),
+        ({"decay_start": 5}, "decay_start and decay_steps belong together"),
+        ({"decay_start": 5, "decay_steps": 0}, "decay_steps must be a number of at least 1, got 0"),
+        (
+            {"warmup_steps": 9, "decay_start": 5, "decay_steps": 3},
+            "decay_start is step 5, before the end of warm-up, step 9",
+        ),
+    ],
+)
+def test_a_schedule_without_sense_is_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduleSection(**settings)

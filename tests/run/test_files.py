@@ -1,74 +1,44 @@
-"""What a run leaves on disk can be read back, and never replaces an earlier run."""
+"""The files of a run are read back as they were written, and never replace an earlier run."""
 
 import json
 import math
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hotrow.cli._output import one_line_warnings
 from hotrow.run.files import RunWriter, environment, read_run, read_start, read_steps
-from hotrow.support.records import EvalRecord, RunRecord, StartRecord, StepRecord, Summary
-
-STEP = StepRecord(
-    step=1,
-    loss=0.5,
-    samples=32,
-    seconds=0.01,
-    lookups=100,
-    unique_rows=60,
-    fetched_rows=25,
-    evicted_rows=5,
-    bytes_fetched=1600,
-    bytes_evicted=320,
-)
-SUMMARY = Summary(
-    steps=1,
-    samples=32,
-    seconds=0.01,
-    samples_per_second=3200.0,
-    loss=0.5,
-    auc=0.7,
-    log_loss=0.6,
-    lookups=100,
-    hit_rate=0.75,
-    fast_rows_share=0.1,
-    bytes_moved=1920,
-    equal_to_all_fast=True,
-)
-RUN = RunRecord(
-    name="first",
-    started="2026-11-15T00:00:00+00:00",
-    outcome="finished",
-    settings={"run": {"name": "first"}},
-    environment={"python": "3.12.0"},
-    memory={"slots": 1024},
-    summary=SUMMARY,
-    evaluations=(EvalRecord(step=1, samples=32, auc=0.7, log_loss=0.6),),
-)
+from hotrow.run.tally import STEPS_BEHIND
+from hotrow.support.records import StartRecord
+from step_records import RUN, STEP, SUMMARY, Device, failing_step
 
 
-def test_hit_rate_is_the_share_of_lookups_that_fetched_nothing() -> None:
+def test_a_hit_is_a_lookup_without_a_fetch() -> None:
     assert STEP.hit_rate == 0.75
     assert replace(STEP, lookups=0, fetched_rows=0).hit_rate == 1.0
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    undecided = replace(RUN, summary=replace(SUMMARY, equal_to_all_fast=None))
     with RunWriter(tmp_path, name="first") as run:
-        run.step(STEP)
-        run.step(replace(STEP, step=2))
-        run.finish(RUN)
-    assert read_run(tmp_path / "first") == RUN
-    assert list(read_steps(tmp_path / "first")) == [STEP, replace(STEP, step=2)]
-
-
-def test_steps_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, name="live") as run:
+        with pytest.raises(ValueError, match=r"has no run\.json"):
+            read_run(run.folder)
         run.step(STEP)
         assert list(read_steps(run.folder)) == [STEP]
+        run.step(replace(STEP, step=2))
+        for record in (RUN, undecided):
+            run.finish(record)
+            assert read_run(tmp_path / "first") == record
+    assert list(read_steps(tmp_path / "first")) == [STEP, replace(STEP, step=2)]
+    assert sorted(path.name for path in run.folder.iterdir()) == ["run.json", "steps.jsonl"]
 
 
-def test_what_a_run_began_with_is_known_from_the_start_and_when_it_goes_on(tmp_path: Path) -> None:
+def test_the_start_of_a_run_is_written_and_replaced_when_it_is_resumed(tmp_path: Path) -> None:
     start = StartRecord(RUN.started, RUN.settings, RUN.environment, RUN.memory)
     with RunWriter(tmp_path, name="live") as run:
         assert read_start(run.folder) is None  # as in folders of earlier versions
@@ -87,7 +57,7 @@ def test_an_earlier_run_is_never_overwritten(tmp_path: Path) -> None:
     assert names == ["again", "again-2", "again-3"]
 
 
-def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+def test_half_a_line_of_a_killed_run_is_ignored(tmp_path: Path) -> None:
     with RunWriter(tmp_path, name="killed") as run:
         run.step(STEP)
     with (run.folder / "steps.jsonl").open("a") as file:
@@ -95,7 +65,7 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     assert list(read_steps(run.folder)) == [STEP]
 
 
-def test_nan_is_written_as_json_knows_it(tmp_path: Path) -> None:
+def test_nan_is_written_as_null(tmp_path: Path) -> None:
     with RunWriter(tmp_path, name="nan") as run:
         run.step(replace(STEP, loss=math.nan))
         run.finish(replace(RUN, summary=replace(SUMMARY, auc=math.nan)))
@@ -104,33 +74,11 @@ def test_nan_is_written_as_json_knows_it(tmp_path: Path) -> None:
     assert math.isnan(read_run(run.folder).summary.auc)
 
 
-def test_not_compared_is_neither_equal_nor_different(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, name="open") as run:
-        run.finish(replace(RUN, summary=replace(SUMMARY, equal_to_all_fast=None)))
-    assert read_run(run.folder).summary.equal_to_all_fast is None
-
-
-def test_keys_of_a_newer_version_are_left_out(tmp_path: Path) -> None:
+def test_keys_of_a_newer_version_are_ignored(tmp_path: Path) -> None:
     with RunWriter(tmp_path, name="newer") as run:
         path = run.finish(RUN)
-    found = json.loads(path.read_text())
-    found["weather"] = "fine"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weather": "fine"}))
     assert read_run(run.folder) == RUN
-
-
-def test_the_record_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, name="whole") as run:
-        run.finish(RUN)
-    assert sorted(path.name for path in run.folder.iterdir()) == ["run.json", "steps.jsonl"]
-
-
-def test_a_run_that_has_not_ended_is_named(tmp_path: Path) -> None:
-    with (
-        RunWriter(tmp_path, name="open") as run,
-        pytest.raises(ValueError, match=r"has no run\.json"),
-    ):
-        read_run(run.folder)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +96,60 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_the_environment_names_versions_and_threads() -> None:
-    found = environment(device="cpu", threads=2)
-    assert found["threads"] == 2
-    assert found["versions"]["torch"]
-    assert found["versions"].keys() == {"hotrow", "torch", "numpy", "triton"}
+    facts = environment(device="cpu", threads=2)
+    assert facts["threads"] == 2
+    assert facts["versions"]["torch"]
+    assert facts["versions"].keys() == {"hotrow", "torch", "numpy", "triton"}
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Inside, no file grows beyond a size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_full_disk_loses_steps_and_raises_nothing(tmp_path: Path, size: int) -> None:
+    """Half a line is removed; when there is space again, steps are written again."""
+    warned: list[str] = []
+    with one_line_warnings(warned.append), RunWriter(tmp_path, name="full") as run:
+        warnings.simplefilter("default")
+        with limited_files(size):
+            for step in range(1, 9):
+                run.step(replace(STEP, step=step))
+        run.step(replace(STEP, step=9))
+    steps = [record.step for record in read_steps(run.folder)]
+    assert steps == [*range(1, len(steps)), 9]
+    assert (len(steps) > 1) == (size > 0)
+    first, last = warned
+    assert f"step {len(steps)} was not recorded in {run.folder / 'steps.jsonl'}: " in first
+    assert last.endswith(f"lacks {9 - len(steps)} steps")
+
+
+def test_late_steps_are_written_in_order_and_all_at_the_end(tmp_path: Path) -> None:
+    device = Device()
+    with RunWriter(tmp_path, name="late") as run:
+        for step in range(1, STEPS_BEHIND + 3):
+            run.step(device.record(step))
+        assert [record.step for record in read_steps(run.folder)] == [1, 2]
+    records = list(read_steps(run.folder))
+    assert [record.step for record in records] == list(range(1, STEPS_BEHIND + 3))
+    assert [record.loss for record in records] == [record.step / 10 for record in records]
+
+
+def test_a_device_that_fails_hides_no_earlier_error(tmp_path: Path) -> None:
+    def run(error: BaseException | None) -> None:
+        with RunWriter(tmp_path, name="failed") as writer:
+            writer.step(failing_step(1))
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyError, match="the first error"):
+        run(KeyError("the first error"))
+    with pytest.raises(RuntimeError, match="the device does not answer"):
+        run(None)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotrow.embedding.ahead import tensors_in
 from hotrow.engine.profile import save_profile
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import MODELS
 from hotrow.run.config import CLICK_MODELS, SEQUENCE_MODELS, RunConfig, load
 from hotrow.run.job import Job, all_fast, build, differences, same_bits

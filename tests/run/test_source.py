@@ -16,14 +16,14 @@ from clicks import taobao_lines, write
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
-from hotrow.embedding.ahead import tensors_in
 from hotrow.engine.profile import check_profile, hottest
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import TBSM
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import build
 from hotrow.run.source import open_samples
-from hotrow.study.trace import Trace
+from hotrow.study.lookups import OfRun
 from hotrow.systems.calibrate import AccessCounts
 
 
@@ -88,8 +88,8 @@ def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
         assert shop.max() <= 5
         assert other.max() <= 7
         assert shop.unique().numel() <= 5
-    assert sum(len(each) for each in samples.validation) > 0
-    assert sum(len(each) for each in samples.test) > 0
+    assert sum(len(each) for each in samples.split("validation").batches) > 0
+    assert sum(len(each) for each in samples.split("test").batches) > 0
 
 
 def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
@@ -254,9 +254,9 @@ def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
     assert not bool(((item == item[:, -1:]) | (item == rows["item"])).all())
     assert int(category.max()) == rows["category"]
     assert len(list(job.train())) == 4
-    trace = Trace(config.data, steps=5)
+    trace = OfRun(config.data, steps=5)
     assert trace.num_rows == sum(rows.values())
-    (ids,) = trace.batches(1)
+    ids = next(trace.batches(1)).rows
     lengths = next(job.samples.batches(1)).lengths
     assert len(ids) == 3 * int((lengths + 1).sum())
     assert int(ids.max()) < trace.num_rows
@@ -314,11 +314,11 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
         (["embedding.profile=true"], "generated data have no counts"),
         (
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
         (
             ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
     ],
 )
@@ -407,7 +407,7 @@ def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
 
 def test_the_hottest_rows_of_a_folder_are_those_it_has_counted(folder: Path) -> None:
     section = DataSection(kind="prepared", folder="out", batch_size=16)
-    trace, data = Trace(section), Prepared(folder)
+    trace, data = OfRun(section), Prepared(folder)
     every = np.concatenate([data.counts(table) for table in data.table_rows])
     assert trace.num_rows == len(every)
     assert every[trace.hottest(20).numpy()].tolist() == sorted(every, reverse=True)[:20]

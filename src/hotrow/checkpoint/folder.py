@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,11 +31,11 @@ class Lock:
     file system has no such locks, no process is refused.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, flock: Callable[[int, int], None] = fcntl.flock) -> None:
         handle = os.open(root, os.O_RDONLY)
         self.release = weakref.finalize(self, _unlock, handle, os.getpid())
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
             raise OSError(
@@ -126,7 +127,7 @@ def put_in_place(disk: Disk, path: Path) -> None:
     root = path.parent
     disk.folder.rename(path)
     make_durable(root)
-    Disk(root).write(LATEST, [path.name.encode()])
+    type(disk)(root).write(LATEST, [path.name.encode()])
 
 
 def go_back(root: Path, step: int) -> Path | None:

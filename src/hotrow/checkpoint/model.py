@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -47,14 +47,16 @@ def save_model(folder: str | Path, model: nn.Module) -> None:
     folder = Path(folder)
     if (folder / MODEL_FILE).exists():
         raise ValueError(f"{folder} holds a model already, and none is replaced: save to another")
-    with bytes_bar("saving the model") as advance:
-        total = bytes_of(model)
-        files = _Files(Disk(folder), lambda done: advance(done, total))
-        try:
-            _write(files, model)
-        except BaseException:
-            files.take_away()
-            raise
+    names: list[str] = []
+    try:
+        _write(Disk(folder), names, model)
+    except BaseException:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        for path in (folder / "rows", folder):
+            with suppress(OSError):  # not there, or with files of others in it
+                path.rmdir()
+        raise
 
 
 def load_model(folder: str | Path, model: nn.Module) -> None:
@@ -78,49 +80,36 @@ def bytes_of(model: nn.Module) -> int:
 # -- saving ----------------------------------------------------------------------------
 
 
-class _Files:
-    """The files of one model; tells how many bytes are written."""
+def _write(disk: Disk, names: list[str], model: nn.Module) -> None:
+    """Write all files, the manifest last; their names are added to `names`."""
+    total, done = bytes_of(model), 0
+    with bytes_bar("saving the model") as advance:
 
-    def __init__(self, disk: Disk, tell: Callable[[int], None]) -> None:
-        self._disk, self._tell, self._done = disk, tell, 0
-        self._names: list[str] = []
+        def counted(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+            nonlocal done
+            for part in parts:
+                yield part
+                done += len(part)
+                advance(done, total)
 
-    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
-        self._names.append(name)
-        return self._disk.write(name, self._counted(parts))
+        def write(name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
+            names.append(name)
+            return disk.write(name, counted(parts))
 
-    def _counted(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        for part in parts:
-            yield part
-            self._done += len(part)
-            self._tell(self._done)
-
-    def take_away(self) -> None:
-        folder = self._disk.folder
-        for name in self._names:
-            (folder / name).unlink(missing_ok=True)
-        for path in (folder / "rows", folder):
-            with suppress(OSError):  # not there, or with files of others in it
-                path.rmdir()
-
-
-def _write(files: _Files, model: nn.Module) -> None:
-    """Write all files, the manifest last."""
-    dense, tables = files.write(DENSE, packed(dense_state(model))), tables_of(model)
-    shards: dict[str, list[ModelShard]] = {key: [] for key in tables}
-    for piece in cut_tables(tables, with_state=False):
-        parts = table_parts(
-            WEIGHTS, (piece.span, piece.width), _weights(piece), metadata=piece.metadata
+        dense, tables = write(DENSE, packed(dense_state(model))), tables_of(model)
+        shards: dict[str, list[ModelShard]] = {key: [] for key in tables}
+        for piece in cut_tables(tables, with_state=False):
+            shape = (piece.span, piece.width)
+            parts = table_parts(WEIGHTS, shape, _weights(piece), metadata=piece.metadata)
+            shards[piece.key].append(
+                ModelShard(**vars(write(piece.file, parts)), first=piece.first, rows=piece.span)
+            )
+        records = tuple(
+            ModelTable(key, table.rows, table.dim, tuple(shards[key]))
+            for key, table in tables.items()
         )
-        file = files.write(piece.file, parts)
-        shards[piece.key].append(
-            ModelShard(file.file, file.bytes, file.sha256, piece.first, piece.span)
-        )
-    records = tuple(
-        ModelTable(key, table.rows, table.dim, tuple(shards[key])) for key, table in tables.items()
-    )
-    manifest = ModelManifest(dense, records, made_by=f"hotrow {__version__}")
-    files.write(MODEL_FILE, [to_json(manifest)])
+        manifest = ModelManifest(dense, records, made_by=f"hotrow {__version__}")
+        write(MODEL_FILE, [to_json(manifest)])
 
 
 def _weights(piece: ShardRows) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ One writer for checkpoints, models and exports; one reader for the shards of che
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ SHARD_BYTES = 256 << 20
 
 Bytes = Iterator[bytes | memoryview]
 Where = slice | Tensor  # rows of a table: all from one to another, or those of these numbers
+# Which rows have changed (None: all are written), how rows are read, and how many at once.
 RowSource = tuple[Tensor | None, Callable[[Where], Tensor], int]
 
 
@@ -101,44 +101,31 @@ def put(
     return record
 
 
-class RowWriter:
-    """Writes shards of a checkpoint, until `stop` is set.
+def write_shard(
+    disk: Disk, piece: ShardRows, source: RowSource, check: Callable[[], None]
+) -> Shard | None:
+    """Write a shard of a checkpoint; None: no row of it has changed.
 
-    `source` says of a shard which rows have changed (None: all are written), how rows are read,
-    and how many at once.
+    `check` is called before each part is written, and raises to stop.
     """
+    ids, read, most = source
+    if ids is not None and not len(ids):
+        return None
+    count = piece.span if ids is None else len(ids)
+    places: Iterable[Where] = (
+        spans(piece.first, piece.last, most) if ids is None else ids.split(most)
+    )
+    parts = table_parts(
+        ROWS, (count, piece.width), map(read, places), ids=ids, metadata=piece.metadata
+    )
+    file = put(disk, piece.file, _checked(parts, check), digest=BlockSums())
+    return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
 
-    def __init__(
-        self,
-        disk: Disk,
-        source: Callable[[ShardRows], RowSource],
-        stop: threading.Event,
-        *,
-        why_stopped: str,
-    ) -> None:
-        self._disk, self._source = disk, source
-        self._stop, self._why_stopped = stop, why_stopped
 
-    def write(self, piece: ShardRows) -> Shard | None:
-        """Return what was written; None: no row of it has changed."""
-        ids, read, most = self._source(piece)
-        if ids is not None and not len(ids):
-            return None
-        count = piece.span if ids is None else len(ids)
-        places: Iterable[Where] = (
-            spans(piece.first, piece.last, most) if ids is None else ids.split(most)
-        )
-        parts = table_parts(
-            ROWS, (count, piece.width), map(read, places), ids=ids, metadata=piece.metadata
-        )
-        file = put(self._disk, piece.file, self._watched(parts), digest=BlockSums())
-        return Shard(file.file, file.bytes, file.sha256, piece.first, piece.span, count)
-
-    def _watched(self, parts: Bytes) -> Bytes:
-        for part in parts:
-            if self._stop.is_set():
-                raise InterruptedError(self._why_stopped)
-            yield part
+def _checked(parts: Bytes, check: Callable[[], None]) -> Bytes:
+    for part in parts:
+        check()
+        yield part
 
 
 def table_records(

@@ -30,21 +30,21 @@ def main() -> None:
     make_app()()
 
 
-class _Command(TyperCommand):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _as_flag(super().get_help_option(ctx))
+class _PlainFlags:
+    """Shows flags without the `<bool>` that typer adds, as if they took a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class _Group(TyperGroup):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _as_flag(super().get_help_option(ctx))
+class _Command(_PlainFlags, TyperCommand): ...
 
 
-def _as_flag(option: Any) -> Any:
-    """typer shows flags with a `<bool>` behind them, as if they took one."""
-    if option is not None:
-        option.metavar = ""
-    return option
+class _Group(_PlainFlags, TyperGroup): ...
 
 
 def make_app() -> typer.Typer:
@@ -54,7 +54,7 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
-        # A bug shows Python's own traceback: one full of tensors is of no use.
+        # A bug shows Python's own traceback, without the values of tensors.
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -74,12 +74,7 @@ def _show_version(asked: bool) -> None:
 
 def _without_command(
     version: bool = typer.Option(
-        False,
-        "--version",
-        metavar="",
-        callback=_show_version,
-        is_eager=True,
-        help="Print the version.",
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     """Train recommendation models whose embedding tables exceed fast memory.
@@ -93,23 +88,23 @@ def _without_command(
 
 
 class _Steady:
-    """A stream that does not mind when its reader has gone, as `head` does, or its disk is full:
-    what a command leaves behind is worth more than what it says."""
+    """A stream that does not stop a command when its reader has gone or its disk is full: the files
+    of a command are worth more than its output."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.full: OSError | None = None  # what was said, and is not there
+        self.full: OSError | None = None  # why output was lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        return self._without_reader(self._stream.write, text)
+        return self._try(self._stream.write, text)
 
     def flush(self) -> None:
-        self._without_reader(self._stream.flush)
+        self._try(self._stream.flush)
 
-    def _without_reader(self, call: Callable[..., Any], *args: Any) -> Any:
+    def _try(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
             return call(*args)
         except OSError as error:
@@ -123,7 +118,7 @@ def _as_option(name: str, value: str) -> str:
 
 
 def _in_plain_words(command: Callable[..., None]) -> Callable[..., None]:
-    """Mistakes of users end in one sentence and exit code 2; anything else is a bug and shows."""
+    """Print errors of users as one sentence, with exit code 2; other errors are bugs and show."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **options: Any) -> None:

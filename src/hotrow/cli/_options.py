@@ -1,9 +1,10 @@
-"""Options that several commands have, declared once, and checks of what users give."""
+"""Options that several commands share, and checks of their values."""
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +21,9 @@ Settings = Annotated[
 ]
 JsonLinesFlag = Annotated[
     bool,
-    typer.Option("--json", metavar="", help="The same facts for machines, one object per line."),
+    typer.Option("--json", help="The same facts for machines, one object per line."),
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", metavar="", help="The same facts for machines.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="The same facts for machines.")]
 HtmlFile = Annotated[
     Path | None,
     typer.Option(
@@ -31,7 +32,7 @@ HtmlFile = Annotated[
     ),
 ]
 
-# Of commands that read a trained model.
+# Options of commands that read a trained model.
 TrainedRun = Annotated[str, typer.Argument(help="The run's folder, or its name in --runs.")]
 OtherData = Annotated[
     Path | None, typer.Option(help="Another prepared folder, with the tables that the model has.")
@@ -39,7 +40,7 @@ OtherData = Annotated[
 Split = Annotated[str, typer.Option(help="Samples to read: test, validation or train.")]
 Runs = Annotated[Path, typer.Option(help="Folder of runs.")]
 
-# Of commands that read a trace.
+# Options of commands that read a trace.
 Batches = Annotated[int, typer.Option(help="Batches that are counted.")]
 WarmUp = Annotated[int, typer.Option(help="Batches before those, not counted.")]
 DenseMs = Annotated[
@@ -51,8 +52,16 @@ DenseMs = Annotated[
 ]
 
 
+def refuse_settings(settings: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Refuse settings that a command finds or names otherwise; `refused` says what to do."""
+    for setting in settings:
+        name = setting.partition("=")[0].strip()
+        if name in refused:
+            raise ValueError(f"--set {setting}: {refused[name]}")
+
+
 def check_at_least(least: int, **given: int | None) -> None:
-    """Refuse numbers that are too small, by their options' names."""
+    """Refuse numbers that are too small; errors name the option."""
     for name, value in given.items():
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
@@ -64,7 +73,7 @@ def check_dense_ms(value: float | None) -> None:
 
 
 def read_slots(text: str, num_rows: int) -> list[int]:
-    """Read numbers of slots, or percent of all rows, with commas between."""
+    """Read numbers of slots, or percents of all rows, separated by commas."""
     return [_slots(part.strip(), num_rows) for part in text.split(",")]
 
 
@@ -72,7 +81,7 @@ def _slots(text: str, num_rows: int) -> int:
     try:
         is_share = text.endswith("%")
         count = int(float(text[:-1]) / 100 * num_rows) if is_share else int(text)
-    except (ValueError, OverflowError):  # inf% is a number, too
+    except (ValueError, OverflowError):  # inf% overflows
         raise ValueError(
             f"--slots: cannot read {text!r}; write numbers or percent, such as 1%,5%,100000"
         ) from None
@@ -82,7 +91,7 @@ def _slots(text: str, num_rows: int) -> int:
 
 
 def read_depths(text: str) -> list[int]:
-    """Read numbers of batches, with commas between."""
+    """Read numbers of batches, separated by commas."""
     depths = []
     for part in text.split(","):
         try:
@@ -96,7 +105,7 @@ def read_depths(text: str) -> list[int]:
 
 
 def check_html(page: Path | None) -> None:
-    """Check, before anything takes time, that a page can be drawn, and written there."""
+    """Check, before a long command starts, that a page can be drawn and written."""
     if page is not None and library() is None:
         raise ValueError(
             "--html needs plotly, which is not installed; pip install plotly, or leave --html out"
@@ -105,7 +114,7 @@ def check_html(page: Path | None) -> None:
 
 
 def check_file(option: str, path: Path | None, *, such_as: str) -> None:
-    """Check, before anything takes time, that a file can be written there."""
+    """Check, before a long command starts, that a file can be written."""
     if path is None:
         return
     if path.is_dir():
@@ -114,11 +123,11 @@ def check_file(option: str, path: Path | None, *, such_as: str) -> None:
 
 
 def check_folder(option: str, folder: Path | None, *, of: Path | None = None) -> None:
-    """Likewise, that files can be written into a folder, which is made."""
+    """Make a folder, and check that files can be written to it."""
     if folder is None:
         return
     path = of or folder
-    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
     if not parent.is_dir():
         raise ValueError(f"{option} {path}: {parent} is no folder; name another place")
     try:

@@ -1,4 +1,4 @@
-"""What commands print: documents, warnings, progress, and one JSON object per line."""
+"""Output of commands: documents, warnings, progress, and one JSON object per line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hotrow.support.files import Disk
 
 
 def show(document: Document, *, as_json: bool = False, html: Path | None = None) -> None:
-    """Print a document for people, or its facts for machines; write its page if one is wanted."""
+    """Print a document for people, or its facts for machines; write its page to `html`."""
     if html is not None:
         Disk(html.parent).write(html.name, [page_of(document).encode()])
     if as_json:
@@ -46,7 +46,7 @@ def warn_people(message: str) -> None:
 
 @contextmanager
 def one_line_warnings(warn: Callable[[str], None] = warn_people) -> Iterator[None]:
-    """Print warnings inside as sentences: a line of Python would help no user."""
+    """Print warnings inside as sentences, without the line of Python."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: warn(" ".join(str(message).split()))
         yield
@@ -66,7 +66,7 @@ class JsonLines:
             typer.echo(to_json({"event": event, **facts}))
 
     def progress_is_due(self, *, now: bool = False) -> bool:
-        """Return whether to write progress; `now`: whenever the last time was."""
+        """Return whether to write progress; `now`: in any case."""
         is_due = now or monotonic() - self._last >= 1
         if is_due:
             self._last = monotonic()
@@ -74,7 +74,7 @@ class JsonLines:
 
 
 def progress_bar(console: Console, *columns: ProgressColumn | str, **options: Any) -> Progress:
-    """Return a bar with its title, these columns, and the time that is left."""
+    """Return a bar with a title, these columns, and the remaining time."""
     time = TimeRemainingColumn(compact=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), *columns, time, console=console, **options
@@ -83,9 +83,9 @@ def progress_bar(console: Console, *columns: ProgressColumn | str, **options: An
 
 @contextmanager
 def counting(title: str, total: int, *columns: str, quiet: bool = False) -> Iterator[Any]:
-    """Show a bar on a terminal's stderr, and give what advances it: `advance(count=1)`."""
+    """Show a bar on stderr if that is a terminal; yields `advance(count=1)`."""
     console = Console(stderr=True)
-    # A bar that goes away would leave an empty line in a file.
+    # A transient bar would leave an empty line in a file.
     is_off = quiet or not console.is_terminal
     bar = progress_bar(console, MofNCompleteColumn(), *columns, transient=True, disable=is_off)
     task = bar.add_task(title, total=total)
@@ -94,7 +94,7 @@ def counting(title: str, total: int, *columns: str, quiet: bool = False) -> Iter
 
 
 def counted(batches: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
-    """Yield batches, and count their samples once they were used."""
+    """Yield batches, and count their samples after use."""
     for batch in batches:
         yield batch
         advance(len(batch))

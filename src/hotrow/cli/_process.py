@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +19,12 @@ FAILED_STRATEGY = 4  # of a comparison, at least one; the others are there
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C has ended
 
 _RANK_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # torchrun's and mpirun's
-_RUNNING = Path("/proc/loadavg")  # its fourth word: threads that run, over all there are
+_LOADAVG = Path("/proc/loadavg")  # its fourth word: running threads / all threads
 
 
-def refuse_ranks(command: str) -> None:
-    """Refuse to be one of several ranks, each of which would train the whole run."""
+def refuse_ranks(command: str, distributed: Any = torch.distributed) -> None:
+    """Raise if this process is one of several ranks: each would train the whole run."""
     counts = [os.environ.get(name, "") for name in _RANK_COUNTS]
-    distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         counts.append(str(distributed.get_world_size()))
     ranks = max([1, *(int(count) for count in counts if count.isdecimal())])
@@ -36,33 +36,36 @@ def refuse_ranks(command: str) -> None:
         )
 
 
-def use_threads(run: RunSection, warn: Callable[[str], None]) -> None:
-    """Set the run's number of threads. Warn of torch's own choice where other programs need the
-    cores: its threads wait for each other, and each waits for a core."""
+def use_threads(
+    run: RunSection,
+    warn: Callable[[str], None],
+    *,
+    cores: int | None = None,
+    busy: float | None = None,
+) -> None:
+    """Set the run's number of threads. If the run leaves it to torch, warn when other programs keep
+    the cores busy: torch's threads wait for each other, and each waits for a core."""
     if run.threads is not None:
         torch.set_num_threads(run.threads)
         return
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    busy = min(_busy_cores(), cores)
+    threads, cores = torch.get_num_threads(), cores or os.cpu_count() or 1
+    busy = min(busy_cores() if busy is None else busy, cores)
     if run.device == "cpu" and threads > 1 and cores - busy < threads / 2:
+        which, rest = f"{busy:.1f} of {cores} cores", "the rest"
+        if busy == cores:
+            which, rest = "both cores" if cores == 2 else f"all {cores} cores", "them"
         warn(
-            f"other programs keep {_of_cores(busy, cores)} busy, and {threads} threads that share "
-            f"{'them' if busy == cores else 'the rest'} can be many times slower than one; "
-            "--set run.threads=1 avoids that"
+            f"other programs keep {which} busy, and {threads} threads that share {rest} can be "
+            "many times slower than one; --set run.threads=1 avoids that"
         )
 
 
-def _busy_cores() -> float:
-    """By others, lately and now: a load of a minute may be of a run that has ended."""
-    lately = os.getloadavg()[0]
+def busy_cores(loadavg: Path = _LOADAVG, load: float | None = None) -> float:
+    """Return how many cores other programs use: in the last minute and now, whichever is less. The
+    load of the last minute may be that of a run that has ended."""
+    load = os.getloadavg()[0] if load is None else load
     try:
-        running = _RUNNING.read_text().split()[3].partition("/")[0]
-        return min(lately, int(running) - 1)  # this program runs, too
-    except (OSError, ValueError, IndexError):  # elsewhere than on Linux
-        return lately
-
-
-def _of_cores(busy: float, cores: int) -> str:
-    if busy < cores:
-        return f"{busy:.1f} of {cores} cores"
-    return "both cores" if cores == 2 else f"all {cores} cores"
+        running = loadavg.read_text().split()[3].partition("/")[0]
+        return min(load, int(running) - 1)  # without this program
+    except (OSError, ValueError, IndexError):  # not Linux
+        return load

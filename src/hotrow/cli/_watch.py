@@ -1,4 +1,4 @@
-"""What people see of a run while it is trained, and what machines read instead."""
+"""What people see of a run while it trains, and what machines read instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hotrow.support.units import show_bytes
 
 
 class _View(Progress):
-    """A bar, and below it a line of as many facts as there is room for, the first ones first."""
+    """A bar, and below it as many facts as fit on a line, the first ones first."""
 
     facts: Sequence[str] = ()
 
@@ -58,7 +58,6 @@ class Screen:
         self._memory, self._all_rows = embedding.memory(), embedding.bytes_total
         if self._quiet:
             return
-        # Whatever the run's file says of generated tables.
         whose = f" of {escape(config.data.folder)}" if config.data.folder is not None else ""
         self._console.print(
             f"[bold]{folder}[/]: {config.model.kind}, "
@@ -84,7 +83,7 @@ class Screen:
         )
         task = bar.add_task(title, total=steps, speed="")
         taken = sum(self._memory.values())
-        # Last: the first to go, since it stays the same, and was printed before.
+        # Last, so that it is dropped first: it was printed before and does not change.
         memory = [f"memory {show_bytes(taken)}"] if title == "training" else []
 
         def advance(tally: Tally) -> None:
@@ -97,7 +96,7 @@ class Screen:
             yield advance
 
     def _show_memory(self, memory: Mapping[str, int]) -> None:
-        # Without slots nothing is taken before the first batch.
+        # Without slots no memory is taken before the first batch.
         if any(memory.values()) and not self._quiet:
             rows = [
                 [part, show_bytes(size), f"{size / self._all_rows:.2%}"]
@@ -116,9 +115,9 @@ class Screen:
 
     def end(self, result: Result) -> None:
         record, folder, saved = result.record, result.folder, result.saved
-        if record.memory != self._memory:  # a GPU's plans are as large as batches turn out to be
+        if record.memory != self._memory:  # the plans of a GPU grow with the batches
             self._show_memory(record.memory)
-        show_parts([facts_table(_summary(record))], self._console)
+        show_parts([facts_table(summary_facts(record))], self._console)
         goes_on = f"; hotrow train {folder} --resume goes on from it"
         where = "" if saved is None else f"checkpoint of step {saved.step:,} in {saved.folder}"
         where += goes_on if where and record.outcome != "finished" else ""
@@ -136,7 +135,7 @@ class Screen:
 
 
 class RunLines(JsonLines):
-    """The same as JSON objects."""
+    """Writes the same as JSON objects."""
 
     def start(self, job: Job, folder: Path) -> None:
         embedding = job.embedding
@@ -154,7 +153,7 @@ class RunLines(JsonLines):
 
     @contextmanager
     def progress(self, title: str, *, steps: int) -> Iterator[Advance]:
-        self._last = -math.inf  # the first step of each stage is written
+        self._last = -math.inf  # write the first step of each stage
 
         def advance(tally: Tally) -> None:
             if self.progress_is_due(now=tally.steps == steps):
@@ -202,7 +201,7 @@ def progress_facts(tally: Tally) -> list[str]:
     return [*loss, *auc, *moved, *waited]
 
 
-def _summary(record: RunRecord) -> dict[str, str]:
+def summary_facts(record: RunRecord) -> dict[str, str]:
     summary, limit = record.summary, record.limit
     contract = find_named(record.settings["embedding"]["strategy"]).contract
     equality = {
@@ -211,7 +210,7 @@ def _summary(record: RunRecord) -> dict[str, str]:
         + many(summary.steps, "loss", "losses"),
         False: "NO" if contract == "exact" else f"not to the bit, and promised is: {contract}",
     }
-    # A run that was stopped has seen no test sample.
+    # A run that was stopped was not tested.
     split = "validation" if record.outcome == "interrupted" else "test"
     facts = {
         "outcome": f"{record.outcome} after {many(summary.steps, 'step')}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import TaskProgressColumn
 
-from hotrow.cli._options import JsonLinesFlag, RunFile, Settings
+from hotrow.cli._options import JsonLinesFlag, RunFile, Settings, check_folder, refuse_settings
 from hotrow.cli._output import JsonLines, one_line_warnings, progress_bar, warn_people
 from hotrow.cli._process import (
     DIVERGED,
@@ -23,20 +23,20 @@ from hotrow.cli._process import (
     refuse_ranks,
     use_threads,
 )
-from hotrow.report.advice import advise
-from hotrow.report.comparison import comparison_document
+from hotrow.report.comparison import advise, comparison_document
 from hotrow.report.page import page_of
 from hotrow.report.terminal import show_parts
 from hotrow.run.config import load
 from hotrow.run.files import COMPARISON_PAGE, new_folder, to_dict, to_json, write_comparison
-from hotrow.run.stopping import StopAfterStep
+from hotrow.run.session import StopAfterStep
 from hotrow.study.compare import USUAL, Comparison, Turn, choose
 from hotrow.study.systems import SYSTEMS
-from hotrow.support.records import ComparisonRecord, Figures
+from hotrow.support.records import ComparisonRecord
 
 Advance = Callable[[Turn], None]
 
-_SHORT = "training.steps=64"  # of the built-in job, so that all of them take about a minute
+_SHORT = "training.steps=64"  # of the built-in job, so that all strategies take about a minute
+_REFUSED = {"embedding.strategy": "name what is compared by --strategies instead"}
 
 
 def compare(
@@ -108,14 +108,14 @@ def compare(
       within the tolerance printed beside; all-fast is trained once for that if it is not asked for
 
     **hybrid-plain** is what published systems were compared with: nn.EmbeddingBag with sparse
-    gradients on the CPU. It is no strategy of a collection, and takes sgd, adagrad and adam.
+    gradients on the CPU. It is not a strategy of a collection, and takes sgd, adagrad and adam.
 
     A strategy that fails is reported, and the others go on. Exit codes: 0; 1 an exact strategy is
     not equal to all-fast, or one did not repeat its bits; 3 a loss is NaN; 4 a strategy failed;
     130 Ctrl-C, which ends after the step under way with what there is.
     """
     refuse_ranks("compare")
-    _refuse_unused(settings or ())
+    refuse_settings(settings or (), _REFUSED)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
     config = load(file, overrides=[*([_SHORT] if file is None else []), *(settings or ())])
@@ -125,46 +125,32 @@ def compare(
     with one_line_warnings(show.warn):
         use_threads(config.run, show.warn)
         comparison = Comparison(config, entries, warm_up=warm_up)
-        folder = _folder(out, config.run.name)
+        check_folder("--out", out)
+        folder = out or new_folder(Path("comparisons"), config.run.name, option="--out")
         with StopAfterStep() as stop:
             record = _run(comparison, show, stop, folder)
     show.end(record, folder)
-    _exit(record, stop)
-
-
-def _refuse_unused(settings: Sequence[str]) -> None:
-    for setting in settings:
-        if setting.partition("=")[0].strip() == "embedding.strategy":
-            raise ValueError(f"--set {setting}: name what is compared by --strategies instead")
-
-
-def _folder(out: Path | None, name: str) -> Path:
-    if out is None:
-        return new_folder(Path("comparisons"), name, option="--out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {out} ({error.strerror})") from error
-    return out
+    if code := INTERRUPTED if stop.asked else _exit_code(record):
+        raise typer.Exit(code)
 
 
 def _run(
     comparison: Comparison, show: _Screen | _Lines, stop: StopAfterStep, folder: Path
 ) -> ComparisonRecord:
-    """Whatever ends it, the files in the folder say how far it came."""
+    """Train; however it ends, the files in the folder hold the results so far."""
     outcome, turns = "interrupted", comparison.run(folder)
     try:
         with show.progress(comparison) as advance:
             for turn in turns:
                 advance(turn)
-                if _is_over(turn):
+                if turn.is_over:
                     _write(comparison, "under way", folder)
                 if stop.asked:
                     break
             else:
                 outcome = "finished"
     finally:
-        turns.close()  # before anything else: it holds a system
+        turns.close()  # first, to free the system that it holds
         record = _write(comparison, outcome, folder)
     return record
 
@@ -176,21 +162,14 @@ def _write(comparison: Comparison, outcome: str, folder: Path) -> ComparisonReco
     return record
 
 
-def _exit(record: ComparisonRecord, stop: StopAfterStep) -> None:
-    found = record.strategies
-    if stop.asked:
-        raise typer.Exit(INTERRUPTED)
-    if any(_breaks_its_word(each) for each in found):
-        raise typer.Exit(UNEQUAL)
-    if any(each.outcome == "failed" and not each.is_optional for each in found):
-        raise typer.Exit(FAILED_STRATEGY)
-    if any(each.outcome == "diverged" for each in found):
-        raise typer.Exit(DIVERGED)
-
-
-def _breaks_its_word(figures: Figures) -> bool:
-    """Rounding may be carried far; bits that are promised, and a repetition's, are the same."""
-    return (figures.contract == "exact" and figures.equal == "no") or figures.repeatable is False
+def _exit_code(record: ComparisonRecord) -> int:
+    strategies = record.strategies
+    is_unequal = any(each.contract == "exact" and each.equal == "no" for each in strategies)
+    if is_unequal or any(each.repeatable is False for each in strategies):
+        return UNEQUAL
+    if any(each.outcome == "failed" and not each.is_optional for each in strategies):
+        return FAILED_STRATEGY
+    return DIVERGED if any(each.outcome == "diverged" for each in strategies) else 0
 
 
 class _Screen:
@@ -213,14 +192,14 @@ class _Screen:
 
         def advance(turn: Turn) -> None:
             nonlocal done, last
-            if _is_over(turn):
+            if turn.is_over:
                 done += comparison.steps
                 if not self._quiet:
                     console.print(_line(turn))
-            # Not with every step: on a GPU that takes as long as a step does.
+            # Not with every step: drawing takes as long as a step on a GPU.
             if turn.stage != "training" or monotonic() - last > 0.1:
                 last = monotonic()
-                at = done if _is_over(turn) or turn.stage == "reading" else done + turn.steps
+                at = done if turn.is_over or turn.stage == "reading" else done + turn.steps
                 bar.update(task, description=_where(turn), completed=at)
 
         with bar:
@@ -250,17 +229,13 @@ class _Lines(JsonLines):
         )
 
         def advance(turn: Turn) -> None:
-            if self.progress_is_due(now=_is_over(turn)):
-                self.write("repetition" if _is_over(turn) else "progress", **asdict(turn))
+            if self.progress_is_due(now=turn.is_over):
+                self.write("repetition" if turn.is_over else "progress", **asdict(turn))
 
         yield advance
 
     def end(self, record: ComparisonRecord, folder: Path) -> None:
         typer.echo(to_json({"event": "table", "folder": str(folder), **to_dict(record)}))
-
-
-def _is_over(turn: Turn) -> bool:
-    return turn.stage in ("finished", "failed")
 
 
 def _where(turn: Turn) -> str:
@@ -270,7 +245,7 @@ def _where(turn: Turn) -> str:
 
 
 def _line(turn: Turn) -> str:
-    """Return what stays on the screen of a turn that is over."""
+    """Return the line that stays on the screen after a turn."""
     what = f"{turn.strategy}, {turn.repetition} of {turn.repetitions}"
     if turn.stage == "failed":
         return f"{what}: [red]failed[/]"

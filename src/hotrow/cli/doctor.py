@@ -1,19 +1,18 @@
-"""`hotrow doctor`: what this machine has, and what hotrow will use of it. Changes nothing."""
+"""`hotrow doctor`: what this machine has, and what hotrow will use. Changes nothing."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-import shutil
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotrow import kernels
 from hotrow.cli._options import JsonFlag
 from hotrow.cli._output import show
 from hotrow.embedding.arguments import OLDEST_CAPABILITY
@@ -22,12 +21,12 @@ from hotrow.run.files import environment, package_version
 from hotrow.store.writer import why_not
 from hotrow.support.units import show_bytes
 
-PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "msgspec", "rich", "typer")
-CGROUP_LIMITS = (
+_PACKAGES = ("torch", "numpy", "triton", "torchmetrics", "msgspec", "rich", "typer")
+_CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def doctor(as_json: JsonFlag = False) -> None:
@@ -47,91 +46,83 @@ def doctor(as_json: JsonFlag = False) -> None:
     show(Document("", sections, [facts]), as_json=as_json)
 
 
-def examine() -> dict[str, dict[str, Any]]:
-    """All facts, by heading."""
+def examine(
+    *,
+    cuda: Any = torch.cuda,
+    driver: Path = _DRIVER,
+    why_no_writer: Callable[[], str | None] = why_not,
+) -> dict[str, dict[str, Any]]:
+    """Return all facts, by heading."""
     about = environment(device="cpu", threads=torch.get_num_threads())
+    devices = []
+    if cuda.is_available():
+        devices = [_cuda_device(cuda, number) for number in range(cuda.device_count())]
+    reasons, no_writer = _reasons_against_cuda(devices), why_no_writer()
+    page_lock_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_no_limit = page_lock_limit == resource.RLIM_INFINITY
     return {
         "versions": {
             "hotrow": about["versions"]["hotrow"],
             "python": about["python"],
-            **{name: package_version(name) for name in PACKAGES},
+            **{name: package_version(name) for name in _PACKAGES},
         },
         "machine": {
             "platform": about["platform"],
             "cores": len(os.sched_getaffinity(0)),
             "torch_threads": about["threads"],
-            "cuda_devices": _cuda_devices(),
-            "driver": _driver(),
+            "cuda_devices": devices,
+            "driver": _driver_version(driver),
             "memory_bytes": _memory("MemTotal"),
             "memory_available_bytes": _memory("MemAvailable"),
             "memory_limit_bytes": _cgroup_limit(),
-            "page_lock_limit_bytes": _page_lock_limit(),
+            "page_lock_limit_bytes": None if has_no_limit else page_lock_limit,
         },
-        "used": _used(),
-        "on_cuda": _on_cuda(),
+        "used": {
+            "device": "cpu",
+            "kernels": "reference",
+            "fast_memory": "a bounded share of RAM",
+            "slow_memory": "RAM",
+            "deterministic_algorithms": True,
+        },
+        "on_cuda": {
+            "usable": not reasons,
+            "why_not": reasons,
+            "kernels": "triton",
+            "fast_memory": "the GPU's",
+            "slow_memory": "page-locked RAM",
+            "leaving_rows": (
+                "in bulk, by threads of C"
+                if no_writer is None
+                else f"by the GPU alone ({no_writer})"
+            ),
+            "deterministic_algorithms": True,
+        },
     }
 
 
-def _used() -> dict[str, Any]:
-    device = torch.device("cpu")
-    return {
-        "device": str(device),
-        "kernels": getattr(kernels.for_device(device), "__name__", "").rpartition(".")[2],
-        "fast_memory": "a bounded share of RAM",
-        "slow_memory": "RAM",
-        "deterministic_algorithms": True,
-    }
-
-
-def _on_cuda() -> dict[str, Any]:
-    """What would be used with `run.device = "cuda"`, and why it cannot be."""
-    reasons = _reasons_against_cuda()
-    return {
-        "usable": not reasons,
-        "why_not": reasons,
-        "kernels": "triton",
-        "fast_memory": "the GPU's",
-        "slow_memory": "page-locked RAM",
-        "leaving_rows": _leaving_rows(),
-        "deterministic_algorithms": True,
-    }
-
-
-def _leaving_rows() -> str:
-    reason = why_not()
-    return "in bulk, by threads of C" if reason is None else f"by the GPU alone ({reason})"
-
-
-def _reasons_against_cuda() -> list[str]:
-    found = []
-    devices = _cuda_devices()
+def _reasons_against_cuda(devices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why `run.device = "cuda"` cannot be used; empty: it can."""
+    reasons = []
+    capabilities = [
+        tuple(int(part) for part in device["compute_capability"].split(".")) for device in devices
+    ]
     if not devices:
-        found.append(f"torch {torch.__version__} sees no CUDA device")
-    elif all(_capability(each) < OLDEST_CAPABILITY for each in devices):
+        reasons.append(f"torch {torch.__version__} sees no CUDA device")
+    elif max(capabilities) < OLDEST_CAPABILITY:
         least = ".".join(map(str, OLDEST_CAPABILITY))
-        found.append(f"no device has compute capability {least}, which the kernels need")
+        reasons.append(f"no device has compute capability {least}, which the kernels need")
     try:
         import_module("triton")
     except ImportError as error:
-        found.append(f"triton cannot be imported ({error})")
-    return found
+        reasons.append(f"triton cannot be imported ({error})")
+    return reasons
 
 
-def _capability(device: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(part) for part in device["compute_capability"].split("."))
-
-
-def _cuda_devices() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    return [_cuda_device(number) for number in range(torch.cuda.device_count())]
-
-
-def _cuda_device(number: int) -> dict[str, Any]:
-    about = torch.cuda.get_device_properties(number)
+def _cuda_device(cuda: Any, number: int) -> dict[str, Any]:
+    about = cuda.get_device_properties(number)
     try:
-        free, _ = torch.cuda.mem_get_info(number)
-    except RuntimeError:  # another process has it for itself
+        free, _ = cuda.mem_get_info(number)
+    except RuntimeError:  # another process uses it exclusively
         free = None
     return {
         "device": f"cuda:{number}",
@@ -142,21 +133,18 @@ def _cuda_device(number: int) -> dict[str, Any]:
     }
 
 
-def _driver() -> str | None:
-    """The version of NVIDIA's driver; None: there is none, or it does not say."""
+def _driver_version(driver: Path) -> str | None:
+    """Return the version of NVIDIA's driver; None: there is none, or it does not say."""
     try:
-        text = DRIVER.read_text(encoding="ascii", errors="replace")
+        text = driver.read_text(encoding="ascii", errors="replace")
     except OSError:
         text = _ask_nvidia_smi()
-    found = re.search(r"\b\d{3,}(\.\d+)+\b", text)
-    return found[0] if found else None
+    match = re.search(r"\b\d{3,}(\.\d+)+\b", text)
+    return match[0] if match else None
 
 
 def _ask_nvidia_smi() -> str:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -172,22 +160,16 @@ def _memory(key: str) -> int | None:
 
 
 def _cgroup_limit() -> int | None:
-    """What a container may use; None: as much as there is."""
-    for path in CGROUP_LIMITS:
+    """Return the memory limit of the container; None: no limit."""
+    for path in _CGROUP_LIMITS:
         try:
             text = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
-        # Version 1 says "no limit" with a number near 2**63.
+        # Version 1 writes "no limit" as a number near 2**63.
         if text.isdigit() and int(text) < 1 << 60:
             return int(text)
     return None
-
-
-def _page_lock_limit() -> int | None:
-    """Bytes a process may lock; None: no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 _NONE = {
@@ -200,7 +182,7 @@ _NONE = {
 }
 
 
-def _named(facts: dict[str, Any]) -> dict[str, str]:
+def _named(facts: Mapping[str, Any]) -> dict[str, str]:
     return {
         key.removesuffix("_bytes").replace("_", " "): _words(key, value)
         for key, value in facts.items()
@@ -220,7 +202,7 @@ def _words(key: str, value: Any) -> str:
     return "; ".join(value) if isinstance(value, list) else str(value)
 
 
-def _device_words(device: dict[str, Any]) -> str:
+def _device_words(device: Mapping[str, Any]) -> str:
     free = device["memory_free_bytes"]
     return (
         f"{device['device']}: {device['name']}, {show_bytes(device['memory_bytes'])} "

@@ -1,4 +1,4 @@
-"""`hotrow evaluate`: how good a trained model is, on what its training has not seen."""
+"""`hotrow evaluate`: the quality of a trained model on samples that it was not trained on."""
 
 from __future__ import annotations
 

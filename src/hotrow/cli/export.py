@@ -1,4 +1,4 @@
-"""`hotrow export`: tables, or a whole model, for those who have no hotrow."""
+"""`hotrow export`: tables, or a whole model, for use without hotrow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import typer
 
 from hotrow.checkpoint.tables import export_tables
 from hotrow.cli._options import Runs
-from hotrow.run.files import RUN_FILE, STEPS_FILE
-from hotrow.run.open_run import find_run, settings_of_record
-from hotrow.run.resume import settings_of
+from hotrow.run.open_run import find_run, settings_in
 from hotrow.run.serving import export_for_serving
 
 
@@ -30,9 +28,9 @@ def export(
 ) -> None:
     """Write tables, or a model that loads without hotrow.
 
-    Of a run that has finished its model is taken, of others the newest checkpoint, or else the
-    model. Rows pass in pieces, so that tables of any size are written with little memory. Weights
-    that are no numbers are refused.
+    A run that has finished gives its model, any other run its newest checkpoint, or else its model.
+    Rows are written in pieces, so that tables of any size need little memory. Weights that are NaN
+    or infinite are refused.
 
     **Tables** (`--to`): a file for each (npz: one for all), and `dense.safetensors`, everything
     else. `hotrow.checkpoint.tables.import_tables` reads them back into a model.
@@ -58,16 +56,5 @@ def export(
         export_tables(source, out, to=to or "")
         typer.echo(f"tables written to {out}")
         return
-    run = _run_of(source, runs)
-    has_ended = (run / RUN_FILE).is_file()
-    config = settings_of_record(run) if has_ended else settings_of(run, ())
-    export_for_serving(config, source, serve)
+    export_for_serving(settings_in(source, runs), source, serve)
     typer.echo(f"model written to {serve}; `import serve; serve.load()` there needs no hotrow")
-
-
-def _run_of(source: Path, runs: Path) -> Path:
-    """The run to which a checkpoint or model belongs, whose settings say how it is built."""
-    for folder in (source, *source.absolute().parents[:2]):
-        if (folder / STEPS_FILE).is_file():
-            return folder
-    return find_run(source, runs)

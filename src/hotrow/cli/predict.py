@@ -1,4 +1,4 @@
-"""`hotrow predict`: what a trained model says of every sample, as a Parquet file."""
+"""`hotrow predict`: the scores of a trained model for every sample, as a Parquet file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import typer
 from hotrow.cli._options import JsonFlag, OtherData, Runs, Settings, Split, TrainedRun
 from hotrow.cli._output import JsonLines, counted, counting, one_line_warnings, show, warn_people
 from hotrow.report.document import Document, Text
-from hotrow.run.open_run import open_trained
-from hotrow.run.predictions import check_arrow, write_scores
+from hotrow.run.open_run import open_trained, write_scores
 from hotrow.support.messages import many
 
 
@@ -20,9 +19,7 @@ def predict(
     out: Annotated[Path, typer.Option("--out", "-o", help="The Parquet file to write.")],
     split: Split = "test",
     data: OtherData = None,
-    force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Replace the file if it is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     settings: Settings = None,
     as_json: JsonFlag = False,
     runs: Runs = Path("runs"),
@@ -30,8 +27,7 @@ def predict(
     """Score every sample of a split with the model that a run has trained.
 
     The file has three columns: `row`, the sample's number in its split, from 0 on; `score`, the
-    probability of a click; and `label`. It is there when it is whole. pyarrow writes it:
-    `pip install pyarrow`.
+    probability of a click; and `label`. It is there when it is whole.
 
     **Examples**
 
@@ -45,7 +41,6 @@ def predict(
 
     All of the split is scored, whatever `data.eval_batches` says.
     """
-    check_arrow()
     _check_place(out, force=force)
     with one_line_warnings(JsonLines().warn if as_json else warn_people):
         job = open_trained(run, runs=runs, data=data, overrides=settings or ())

@@ -1,4 +1,4 @@
-"""`hotrow prepare`: logs of clicks into a folder that training reads. Shows how it goes."""
+"""`hotrow prepare`: logs of clicks into a folder that training reads, with progress."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def prepare(
     ] = None,
     use_hash: Annotated[
         bool,
-        typer.Option(
-            "--hash", metavar="", help="No vocabulary: every value is hashed into --max-rows rows."
-        ),
+        typer.Option("--hash", help="No vocabulary: hash every value into --max-rows rows."),
     ] = False,
     split: Annotated[
         str | None,
@@ -64,7 +62,7 @@ def prepare(
     ] = None,
     restart: Annotated[
         bool,
-        typer.Option("--restart", metavar="", help="Throw away what is in --out and begin anew."),
+        typer.Option("--restart", help="Delete what is in --out and begin again."),
     ] = False,
     as_json: JsonLinesFlag = False,
 ) -> None:
@@ -112,7 +110,7 @@ def prepare(
 
     - `hotrow prepare csv clicks.csv --columns columns.toml --out prepared/mine`
 
-    pyarrow reads .gz, .zst and Parquet: `pip install pyarrow`. Plain text needs none.
+    pyarrow reads .gz, .zst and Parquet.
     """
     settings = Settings(
         min_frequency=min_frequency,
@@ -137,7 +135,7 @@ def prepare(
 
 
 class _Bar(Watch):
-    """A bar for each stage, and a table at the end."""
+    """Shows a bar for each stage, and a table at the end."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -167,7 +165,7 @@ class _Bar(Watch):
 
     def end(self, manifest: Manifest, out: Path) -> None:
         if self._task is None:
-            return  # there was nothing to do, which was said
+            return  # there was nothing to do, as a message said
         cells = [
             [
                 table.name,
@@ -183,9 +181,9 @@ class _Bar(Watch):
             self._console.print(f"[yellow]{many(bad, 'bad row')} left out[/], the first of them:")
             for example in manifest.source["bad_examples"]:
                 self._console.print(f"  {escape(example)}", soft_wrap=True)
-        rows = sum(each.rows for each in manifest.tables)
+        rows = sum(table.rows for table in manifest.tables)
         samples = ", ".join(f"{manifest.samples(name):,} {name}" for name in manifest.splits)
-        size = show_bytes(sum(each.bytes for each in manifest.files))
+        size = show_bytes(sum(file.bytes for file in manifest.files))
         self._console.print(
             f"{many(rows, 'row')} in {many(len(manifest.tables), 'table')}; {samples}; {size}"
         )
@@ -193,7 +191,7 @@ class _Bar(Watch):
 
 
 class _Lines(JsonLines, Watch):
-    """The same as JSON objects."""
+    """Writes the same as JSON objects."""
 
     def stage(self, title: str, total: int) -> None:
         self._stage = {"stage": title, "total": total}
@@ -216,8 +214,8 @@ class _Lines(JsonLines, Watch):
             "end",
             folder=str(out),
             samples={name: manifest.samples(name) for name in manifest.splits},
-            tables={each.name: each.rows for each in manifest.tables},
-            bytes=sum(each.bytes for each in manifest.files),
+            tables={table.name: table.rows for table in manifest.tables},
+            bytes=sum(file.bytes for file in manifest.files),
             bad_rows=manifest.source["bad_rows"],
             bad_examples=manifest.source["bad_examples"],
         )

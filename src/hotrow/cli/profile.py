@@ -1,4 +1,4 @@
-"""`hotrow profile`: how skewed data are, what batches need, and how long that stays so."""
+"""`hotrow profile`: skew, working sets and drift of data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.markup import escape
 from hotrow.cli._options import (
     HtmlFile,
     JsonFlag,
+    Settings,
     check_at_least,
     check_folder,
     check_html,
@@ -88,28 +89,22 @@ def profile(
         str, typer.Option(help="The most that counting uses. What does not fit is sampled.")
     ] = "2GiB",
     seed: Annotated[int, typer.Option(help="Of the rows that are sampled.")] = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change a run's settings; repeatable."
-        ),
-    ] = None,
+    settings: Settings = None,
     html: HtmlFile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tell how skewed data are, what batches need, and how long that stays so.
+    """Measure how skewed data are, what batches need, and how long that stays so.
 
-    Per table and in all: rows, accesses, rows read at least once; what share of the accesses the
-    hottest rows have, and the Zipf law nearest to it (± the most that the two are apart); lookups
-    per sample and different rows per batch; the rows of several batches together; how much of a
-    period's accesses the hot rows of the period before still have (drift); which samples read hot
-    rows alone; and the rows that slots of several numbers would fetch if the least recent rows
-    leave (lru), if the hottest stay, having been there from the start (static), and at the very
-    least (Belady's bound).
+    Per table and in all: rows, accesses, rows read at least once; the share of accesses that the
+    hottest rows have, and the nearest Zipf law (± the largest distance); lookups per sample and
+    different rows per batch; different rows of several batches together; the share of a period's
+    accesses that the hot rows of the period before have (drift); the share of samples that read hot
+    rows only; and the rows fetched with several numbers of slots if the least recent rows leave
+    (lru), if the hottest stay, loaded before the start (static), and at least (Belady's bound).
 
     Everything is counted exactly while all rows fit into --memory, at 48 bytes a row. Else rows are
-    sampled by a hash of their ids, and estimates are shown with their error (±), as far as
-    smaller samples were apart. Data are read twice.
+    sampled by a hash of their ids, and estimates are shown with their error (±), from the spread of
+    smaller samples. Data are read twice.
 
     **Examples**
 
@@ -128,7 +123,7 @@ def profile(
     check_at_least(1, periods=periods, period=period, batches=batches, batch_size=batch_size)
     console = Console(stderr=True)
     opening = console.status(f"opening {escape(str(data))}")
-    # A Parquet file is read to number its values, which takes an unknown time.
+    # Numbering the values of a Parquet file takes an unknown time.
     with opening if console.is_terminal else nullcontext():
         lookups = _opened(
             data, columns, categories, time, period, split, batch_size, batches, settings or ()
@@ -144,7 +139,7 @@ def profile(
     check_folder("--out", out)
     total = 2 * lookups.num_batches
     with counting("counting", total, "batches", quiet=as_json) as advance:
-        found = profile_lookups(
+        profiled = profile_lookups(
             lookups,
             memory_bytes=memory_bytes,
             slots=wanted,
@@ -154,10 +149,10 @@ def profile(
             seed=seed,
             advance=advance,
         )
-    facts = _facts(found.profile)
+    facts = _facts(profiled.profile)
     if out is not None:
-        save_profile(out, found.counts, facts=facts)
-    counted_bytes = BYTES_PER_ROW * found.profile.followed_rows
+        save_profile(out, profiled.counts, facts=facts)
+    counted_bytes = BYTES_PER_ROW * profiled.profile.followed_rows
     show(profile_document(facts, counted_bytes=counted_bytes), as_json=as_json, html=html)
     if out is not None and not as_json:
         typer.echo(f"counts written to {out}")
@@ -223,21 +218,19 @@ def _bytes(text: str) -> int:
 
 def _percent(text: str) -> float:
     try:
-        found = float(text.strip().removesuffix("%")) / 100
+        part = float(text.strip().removesuffix("%")) / 100
     except ValueError:
-        found = -1.0
-    if not 0 < found <= 1:
+        part = -1.0
+    if not 0 < part <= 1:
         raise ValueError(f"--hot must be a share of the rows, such as 1%, not {text!r}")
-    return found
+    return part
 
 
-def _facts(found: DataProfile) -> dict[str, Any]:
-    facts = to_dict(found)
-    for table, each in zip(
-        (facts["total"], *facts["tables"]), (found.total, *found.tables), strict=True
-    ):
-        table["top"] = {f"{part:.1%}": to_dict(each.coverage.top(part)) for part in TOP}
-    for curve, one in zip(facts["curves"], found.curves, strict=True):
-        curve["rows_per_batch"] = plain(one.per_batch)
-        curve["miss_ratio"] = plain(one.ratio)
+def _facts(profile: DataProfile) -> dict[str, Any]:
+    facts, tables = to_dict(profile), (profile.total, *profile.tables)
+    for written, table in zip((facts["total"], *facts["tables"]), tables, strict=True):
+        written["top"] = {f"{part:.1%}": to_dict(table.coverage.top(part)) for part in TOP}
+    for written, curve in zip(facts["curves"], profile.curves, strict=True):
+        written["rows_per_batch"] = plain(curve.per_batch)
+        written["miss_ratio"] = plain(curve.ratio)
     return facts

@@ -1,4 +1,4 @@
-"""`hotrow report`: what runs have left behind, as one page."""
+"""`hotrow report`: the records of runs as one page."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def report(
 
 
 def _runs_of(folder: Path) -> list[Path]:
-    """A run, or all of those in a folder."""
+    """Return a run, or all runs in a folder."""
     is_run = (folder / RUN_FILE).is_file() or (folder / STEPS_FILE).is_file()
     return [folder] if is_run else runs_in(folder) or [folder]
 
@@ -131,7 +131,7 @@ def _view(folder: Path, name: str) -> RunView:
 
 
 def _so_far(name: str, start: StartRecord | None, curve: Curve) -> RunRecord:
-    """A run that has left its steps, and what it began with."""
+    """Return the record of a run that has not ended, from its start and its steps."""
     start = start or StartRecord("", {}, {}, {})
     total, nan = curve.total, float("nan")
     summary = Summary(

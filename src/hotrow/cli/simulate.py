@@ -13,6 +13,7 @@ from hotrow.cli._options import (
     DenseMs,
     HtmlFile,
     JsonLinesFlag,
+    Settings,
     WarmUp,
     check_at_least,
     check_dense_ms,
@@ -21,12 +22,12 @@ from hotrow.cli._options import (
     read_slots,
 )
 from hotrow.cli._output import counting, show
-from hotrow.report.simulated import simulation_document
+from hotrow.report.predicted import simulation_document
 from hotrow.run.config import load
 from hotrow.sizing.machines import THIS, machines
+from hotrow.study.lookups import OfRun
 from hotrow.study.simulation import CACHING, ORDERS, Simulation, find_simulated
 from hotrow.study.sizing import machine_of
-from hotrow.study.trace import Trace
 
 _INSTEAD = {"budget": "--slots", "strategy": "--strategy", "depth": "--depths"}
 
@@ -35,12 +36,7 @@ def simulate(
     file: Annotated[
         Path | None, typer.Argument(help="TOML file of a run; its [data] makes the trace.")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Change the data's settings; repeatable."
-        ),
-    ] = None,
+    settings: Settings = None,
     slots: Annotated[
         str, typer.Option(help="Slots: numbers or percent of all rows, with commas between.")
     ] = "1%,5%,10%",
@@ -85,19 +81,18 @@ def simulate(
 ) -> None:
     """Print hit rates and traffic of every strategy with slots, without a single row.
 
-    The planner sees ids only, so it can be run over a trace by itself: seconds instead of hours,
-    and no memory for tables. Of a run's file only `[data]` matters, `run.threads`, how wide rows
-    are with their optimizer's state, and whether the model reads sequences; with `--machine`, also
-    what the model has to compute.
+    The planner sees ids only, so it can run over a trace by itself: seconds instead of hours, and
+    no memory for tables. Of a run's file, `[data]`, `run.threads`, the width of rows with their
+    optimizer's state and whether the model reads sequences matter; with `--machine`, also what the
+    model computes.
 
-    The hit rate is the share of lookups that cause no fetch; several lookups of one row in a batch
-    cause one at most, so `uncached` has hits, too, and rows that are pinned before any lookup asks
-    for them cause none. Batches whose rows do not fit the slots together
-    are chunked: their rows pass through one part after another, and none stays; no step is
-    predicted where there are such batches. `belady` is the least that anyone could fetch who knows
-    all batches; only rows that `--pin ranks` puts there before the first one may save more.
+    The hit rate is the share of lookups that cause no fetch. Several lookups of one row in a batch
+    cause at most one, so `uncached` has hits, too. Rows that are pinned before any lookup are not
+    counted. Batches whose rows do not fit the slots together are chunked: their rows pass in parts,
+    and none stays; no step is predicted for them. `belady` is the least that is possible if all
+    batches are known; only rows that `--pin ranks` pins before the first one may save more.
 
-    Moved are the bytes of a batch's rows that come and of those that leave, which are written back.
+    Moved are the bytes of a batch's rows that are fetched, and of those that are written back.
 
     **Examples**
 
@@ -121,7 +116,7 @@ def simulate(
     # Steps this short gain little from a second thread, and lose much when a core is busy.
     torch.set_num_threads(config.run.threads or 1)
     torch.manual_seed(config.run.seed)  # of rows that leave at random
-    trace = Trace(config.data, steps=config.model.num_steps)
+    trace = OfRun(config.data, steps=config.model.num_steps, repeats=False)
     sizes = sorted(set(read_slots(slots, trace.num_rows)))
     chosen = [find_simulated(name.strip()) for name in strategies.split(",")]
     if pin not in ("ranks", "learned"):
@@ -142,14 +137,13 @@ def simulate(
     )
     total = simulation.total_batches
     with counting("planning", total, "batches", quiet=as_json) as advance:
-        simulation.run(pins_ranks=pin == "ranks", on_batch=advance)
+        facts, conditions = simulation.run(pins_ranks=pin == "ranks", on_batch=advance)
     name = config.run.name if file is None else str(file)
-    facts, conditions = simulation.facts, simulation.conditions
     show(simulation_document(facts, name=name, conditions=conditions), as_json=as_json, html=html)
 
 
 def _refuse_unused(setting: str, *, is_timed: bool) -> None:
-    """Settings of a file may be there for training; one given by hand is meant."""
+    """Refuse a setting without effect. Those of a file may be there for training."""
     section, _, key = setting.partition("=")[0].strip().partition(".")
     is_wide = key.startswith("optimizer.") or key in ("kind", "embedding_dim")
     if (section, is_wide) == ("embedding", True) or (section == "model" and (is_timed or is_wide)):

@@ -1,4 +1,4 @@
-"""`hotrow size`: how much fast memory a run needs, before anybody buys it."""
+"""`hotrow size`: how much fast memory a run needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from hotrow.cli._options import (
     check_file,
     check_html,
     read_depths,
+    refuse_settings,
 )
 from hotrow.cli._output import counting, show
 from hotrow.cli._process import refuse_ranks
-from hotrow.report.sized import advice, size_document
+from hotrow.report.predicted import advice, size_document
 from hotrow.run.config import load, read_settings
 from hotrow.sizing.machines import THIS, machines
 from hotrow.study.sizing import DEPTHS, Sizing, machine_of
@@ -34,7 +35,10 @@ from hotrow.support import toml
 from hotrow.support.files import Disk
 from hotrow.support.records import SizeRecord
 
-_REFUSED = ("budget", "strategy", "depth", "fill")
+_REFUSED = {
+    f"embedding.{key}": "that is what `hotrow size` finds; leave it out"
+    for key in ("budget", "strategy", "depth", "fill")
+}
 
 
 def size(
@@ -65,11 +69,11 @@ def size(
 ) -> None:
     """Find the smallest budget with 95 % of the speed that every row in fast memory would have.
 
-    One pass over the run's batches tells what lru and static would fetch with any number of slots,
-    and the fewest rows that anyone could; lookahead is planned for some of them. A cost model makes
-    step times of that, from what the machine can do: docs/size.md says how, and how near it is to
-    what was measured. No table is made, but where all-fast is timed: on this machine, for a few
-    steps, with generated tables of 1 GiB at the most.
+    One pass over the run's batches counts the rows that lru and static would fetch with any number
+    of slots, and the fewest possible; lookahead is planned for some numbers. A cost model predicts
+    step times from that and from what the machine can do; docs/size.md describes it and compares it
+    with measurements. No table is made, except where all-fast is timed: on this machine, for a few
+    steps, with generated tables of at most 1 GiB.
 
     **Examples**
 
@@ -87,13 +91,13 @@ def size(
 
     - budget, of rows: all bytes of fast memory, and the rows that have a slot in it
 
-    - pinned: of the slots, the most that rows get which were hottest so far
+    - pinned: the largest share of the slots that is for the hottest rows
 
     - ahead, fill: batches known before they are trained, and how a GPU moves rows (embedding.depth,
       embedding.fill)
 
-    - ms/step, speed (of all-fast's), samples/s: predicted, with the interval that four in five
-      were in where predictions could be compared with a measurement
+    - ms/step, speed (of all-fast's), samples/s: predicted, with the interval that held four of
+      five measurements that were compared with predictions
 
     - waits for: what decides how long a step is
 
@@ -106,8 +110,7 @@ def size(
     check_dense_ms(dense_ms)
     check_at_least(1, batches=batches)
     check_at_least(0, warm_up=warm_up)
-    for setting in settings or ():
-        _refuse_found(setting)
+    refuse_settings(settings or (), _REFUSED)
     known = read_depths(depths)
     check_html(html)
     config = load(file, overrides=settings or ())
@@ -135,16 +138,10 @@ def size(
         typer.echo(f"settings written to {out}")
 
 
-def _refuse_found(setting: str) -> None:
-    section, _, key = setting.partition("=")[0].strip().partition(".")
-    if section == "embedding" and key in _REFUSED:
-        raise ValueError(f"--set {setting}: that is what `hotrow size` finds; leave it out")
-
-
 def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> dict[str, Any]:
-    """The run's own, with those that were found."""
-    found, best = read_settings(file, given), record.chosen
-    section = found.setdefault("embedding", {})
+    """Return the run's settings with those that were found."""
+    settings, best = read_settings(file, given), record.chosen
+    section = settings.setdefault("embedding", {})
     section["strategy"] = best.strategy
     section.pop("budget", None)
     if best.strategy != "all-fast":
@@ -152,10 +149,10 @@ def _settings(record: SizeRecord, file: Path | None, given: Sequence[str]) -> di
         section["depth"] = best.depth if best.strategy == "lookahead" else "auto"
         section["fill"] = best.fill or "auto"
     if record.machine["device"] == "cuda" and record.machine["name"] != THIS:
-        run = found.setdefault("run", {})
+        run = settings.setdefault("run", {})
         if not str(run.get("device", "")).startswith("cuda"):
             run["device"] = "cuda"
-    return found
+    return settings
 
 
 def _head(record: SizeRecord) -> str:

@@ -14,8 +14,7 @@ from hotrow.cli._process import DIVERGED, INTERRUPTED, UNEQUAL, refuse_ranks, us
 from hotrow.cli._watch import RunLines, Screen
 from hotrow.run.config import RunConfig, is_data, load
 from hotrow.run.resume import find_run_to_resume, settings_of
-from hotrow.run.session import Observer, train_run
-from hotrow.run.stopping import StopAfterStep
+from hotrow.run.session import Observer, StopAfterStep, train_run
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tracing import parse_traced
 
@@ -26,11 +25,11 @@ def train(
     as_json: JsonLinesFlag = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", metavar="", help="Nothing but warnings and the summary."),
+        typer.Option("--quiet", help="Print warnings and the summary only."),
     ] = False,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="steps=N", help="Also write a Chrome trace of so many steps."),
+        typer.Option(metavar="steps=N", help="Also write a Chrome trace of N steps."),
     ] = None,
     runs: Annotated[Path, typer.Option(help="Folder in which the run's folder is made.")] = Path(
         "runs"
@@ -39,7 +38,6 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            metavar="",
             help="Go on from a run's last checkpoint; FILE may also be the run's folder.",
         ),
     ] = False,
@@ -141,10 +139,10 @@ def train(
 def _what_to_train(
     file: Path | None, settings: Sequence[str], runs: Path, *, resume: bool
 ) -> tuple[RunConfig, Path | None]:
-    """Return the run's settings, and the folder in which it goes on; None: it begins."""
+    """Return the settings of the run, and the folder to resume; None: a new run."""
     if file is not None and not file.is_file():
-        folder = next((each for each in (file, runs / file) if each.is_dir()), None)
-        if folder is not None and not is_data(folder):  # of data, load says what to do
+        folder = next((path for path in (file, runs / file) if path.is_dir()), None)
+        if folder is not None and not is_data(folder):  # for data, `load` says what to do
             if resume:
                 return settings_of(folder, settings), folder
             raise ValueError(f"{folder} is the folder of a run; with --resume it goes on")

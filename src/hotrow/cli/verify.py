@@ -1,4 +1,4 @@
-"""`hotrow verify`: whether what is on the disk is what was written there."""
+"""`hotrow verify`: compare files on the disk with what was written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from hotrow.checkpoint import Checkpoint, SavedModel
-from hotrow.checkpoint.exported import is_export, verify_export
 from hotrow.checkpoint.folder import IN_RUN, named_in, named_latest
 from hotrow.checkpoint.manifest import CHECKPOINT_FILE, NAME
+from hotrow.checkpoint.tables import is_export, verify_export
+from hotrow.checkpoint.tensors import row_not_finite
 from hotrow.cli._options import JsonFlag, Runs
 from hotrow.cli._process import USER_ERROR
 from hotrow.data.prepared import Prepared
@@ -36,18 +37,18 @@ def verify(
     """Read every byte of a folder and compare it with what was written.
 
     - a checkpoint, with the one it builds upon: checksums, shapes, row numbers, and whether all
-      weights and states are numbers
+      weights and states are finite
 
-    - a model: checksums and shapes, and whether all weights are numbers
+    - a model: checksums and shapes, and whether all weights are finite
 
     - prepared data: checksums
 
-    - an export: checksums and shapes. One of an earlier version has no checksums: its values are
-      read, and what could not be checked is said
+    - an export: checksums and shapes. An earlier version wrote no checksums: then the values are
+      read, and the output says what could not be checked
 
     - a run, or a folder of runs, of checkpoints or of prepared data: all that is in it
 
-    What is wrong is named, the rest is looked at all the same, and the exit code is 2.
+    Every error is printed, the rest is still checked, and the exit code is 2.
 
     **Examples**
 
@@ -59,15 +60,15 @@ def verify(
 
     - `hotrow export first --to parquet --out tables`, and after a copy `hotrow verify tables`
     """
-    found = list(_parts(path)) or list(_parts(runs / path)) or _parts_below(path)
-    if not found and not path.is_dir():
+    folders = list(_parts(path)) or list(_parts(runs / path)) or _parts_below(path)
+    if not folders and not path.is_dir():
         raise ValueError(f"there is no folder {path}")
-    if not found and (path / WORK).is_dir():
-        read_manifest(path)  # says how to go on with what was not finished
-    if not found:
+    if not folders and (path / WORK).is_dir():
+        read_manifest(path)  # says how to resume a preparation that was not finished
+    if not folders:
         raise ValueError(f"{path} holds no checkpoint, no model, no export and no prepared data")
     is_wrong = False
-    for folder in found:
+    for folder in folders:
         try:
             what = _verify(folder)
         except (ValueError, OSError) as error:
@@ -92,11 +93,9 @@ class _Verified:
 
 
 def _parts(path: Path) -> Iterator[Path]:
-    """What is in a folder that can be verified."""
-    if (path / CHECKPOINT_FILE).is_file() or (path / MANIFEST).is_file():
-        yield path
-        return
-    if path.is_dir() and is_export(path):
+    """Yield what can be verified in a folder."""
+    files = (path / CHECKPOINT_FILE, path / MANIFEST)
+    if any(file.is_file() for file in files) or (path.is_dir() and is_export(path)):
         yield path
         return
     for root in (path, path / IN_RUN):
@@ -109,35 +108,24 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _parts_below(path: Path) -> list[Path]:
-    inner = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
-    return [part for each in inner for part in _parts(each)]
+    inner = sorted(path.glob("*/"))
+    return [part for folder in inner for part in _parts(folder)]
 
 
 def _verify(folder: Path) -> _Verified:
-    """Says what it is, if nothing is wrong with it."""
+    """Return what a folder is; a ValueError says what is wrong with it."""
     if (folder / CHECKPOINT_FILE).is_file() or NAME.fullmatch(folder.name):
         Checkpoint(folder).verify()
         return _counted("checkpoint", folder)
     if not (folder / MANIFEST).is_file() and is_export(folder):
         return _Verified(**asdict(verify_export(folder)))
-    found = read_json(folder / MANIFEST)
-    if isinstance(found, dict) and "tables" in found and "splits" not in found:
+    manifest = read_json(folder / MANIFEST)
+    if isinstance(manifest, dict) and "tables" in manifest and "splits" not in manifest:
         model = SavedModel(folder)
         model.verify()
-        _refuse_what_is_no_number(model)
+        _check_finite(model)
         return _counted("model", folder)
-    data = Prepared(folder)
-    _verify_data(data)
-    return _Verified("prepared data", len(data.manifest.files), data.num_bytes)
-
-
-def _counted(kind: str, folder: Path) -> _Verified:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return _Verified(kind, len(sizes), sum(sizes))
-
-
-def _verify_data(data: Prepared) -> None:
-    done = 0
+    data, done = Prepared(folder), 0
 
     def note(size: int) -> None:
         nonlocal done
@@ -146,17 +134,20 @@ def _verify_data(data: Prepared) -> None:
 
     with bytes_bar("checking the data") as advance:
         data.verify(note)
+    return _Verified("prepared data", len(data.manifest.files), data.num_bytes)
 
 
-def _refuse_what_is_no_number(model: SavedModel) -> None:
-    for key, each in model.dense.items():
-        if each.is_floating_point() and not bool(each.isfinite().all()):
-            raise ValueError(f"{model.folder}: {key} holds values that are no numbers")
+def _counted(kind: str, folder: Path) -> _Verified:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return _Verified(kind, len(sizes), sum(sizes))
+
+
+def _check_finite(model: SavedModel) -> None:
+    for key, tensor in model.dense.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{model.folder}: {key} holds NaN or infinite values")
     for table in model.tables:
         for first, rows in model.weights(table.key):
-            bad = (~rows.isfinite().all(1)).nonzero()
-            if len(bad):
-                raise ValueError(
-                    f"{model.folder}: row {first + int(bad[0]):,} of {table.key} holds values "
-                    "that are no numbers"
-                )
+            if (row := row_not_finite(rows)) is not None:
+                where = f"{model.folder}: row {first + row:,} of {table.key}"
+                raise ValueError(f"{where} holds NaN or infinite values")

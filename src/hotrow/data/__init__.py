@@ -1,19 +1,16 @@
 """Sources of batches. Imported by trainers and benchmarks, never by the core."""
 
-from hotrow.data.counted import Counted
-from hotrow.data.loader import Loader
-from hotrow.data.parquet import ParquetSource
-from hotrow.data.sequence_loader import SequenceLoader
-from hotrow.data.sequences import SequenceBatch
-from hotrow.data.sources import PreparedSource
+from hotrow.data.batches import ClickBatch, SequenceBatch
+from hotrow.data.loader import Loader, SequenceLoader
+from hotrow.data.popularity import Counted
+from hotrow.data.sources import ParquetSource, PreparedSource
 from hotrow.data.synthetic import (
     KAGGLE_ROWS,
     TERABYTE_ROWS,
-    ClickBatch,
     SyntheticClicks,
     SyntheticConfig,
+    SyntheticSequences,
 )
-from hotrow.data.synthetic_sequences import SyntheticSequences
 
 __all__ = [
     "KAGGLE_ROWS",

@@ -1,11 +1,11 @@
-"""Batches out of files: read, shuffled and put together by threads, ahead of training.
+"""Batches from files: threads read and shuffle samples and build batches, ahead of training.
 
     loader = Loader("prepared/criteo", batch_size=8192, seed=0)
     for batch in hotrow.ahead(loader, model, ids=lambda batch: batch.sparse):
         ...
 
-A batch is known by its number alone (see hotrow.inputs.shuffle), so a run that was stopped after n
-batches goes on with `loader.batches(start=n)`, and gets what it would have got.
+A batch depends on its number alone (see hotrow.inputs.shuffle), so a run that was stopped after n
+batches goes on with `loader.batches(start=n)` and gets the same batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data.prepared import Prepared
+from hotrow.data.batches import ClickBatch, SequenceBatch, positions
+from hotrow.data.prepared import Prepared, Schema
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.sources import PreparedSource, Samples, Source, SubsetSource
-from hotrow.data.synthetic import ClickBatch
+from hotrow.data.sources import PreparedSource, Samples, Source, SubsetSource, lists_in
 from hotrow.inputs.batch import KeyedJaggedTensor
 from hotrow.inputs.shuffle import Order, Stretch
 from hotrow.support.messages import few, many
@@ -35,14 +35,16 @@ from hotrow.support.numbers import whole
 
 MIXED = 1 << 18  # samples that are shuffled together
 _MOST_WORKERS = 4
+_PREFIX = "history_"
 
-Batch = TypeVar("Batch", covariant=True)  # it is only given
+Batch = TypeVar("Batch", covariant=True)
 Result = TypeVar("Result")
+Histories = Mapping[str, str | None]  # by feature: the feature that lists its past, if it has one
 
 
 class BatchReader(Generic[Batch]):
-    """Samples of a source, in order and cut into batches; what a batch looks like is told by
-    those below."""
+    """Reads the samples of a source in order, and cuts them into batches; subclasses say what a
+    batch looks like."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class BatchReader(Generic[Batch]):
         for name in self.features:
             if name not in source.features:
                 raise ValueError(f"the data has no feature {name!r}; it has {few(source.features)}")
-        self._single = [each for each in self.features if each in source.single]
-        self._columns = [source.single.index(each) for each in self._single]
+        self._single = [name for name in self.features if name in source.single]
+        self._columns = [source.single.index(name) for name in self._single]
         self._mixed, self._seed = mixed, seed
         self._order = Order(source.sizes, mixed=mixed, seed=seed)
         self.samples = self._end = self._order.samples
@@ -99,10 +101,10 @@ class BatchReader(Generic[Batch]):
 
     @abstractmethod
     def _batch(self, columns: Columns) -> Batch:
-        """A batch of these samples; several threads ask at once."""
+        """Return a batch of these samples; several threads call this at once."""
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[Batch, None, None]:
-        """From batch number `start` of all epochs on, to the one before `stop`."""
+        """Return the batches of all epochs from number `start` to the one before `stop`."""
         start = whole("start", start)
         stop = len(self) if stop is None else min(whole("stop", stop), len(self))
         if not 0 <= start <= len(self):
@@ -113,23 +115,23 @@ class BatchReader(Generic[Batch]):
         number = start
         with Cores(self.workers) as cores:
             waiting: list[Columns] = []
-            for _, found in cores.in_order(self._made, self._stretches(start, stop)):
-                for each in found:
+            for _, made in cores.in_order(self._made, self._stretches(start, stop)):
+                for batch in made:
                     if number >= stop:
                         return
-                    if isinstance(each, Columns):
-                        waiting.append(each)
-                        if not each.ends:
+                    if isinstance(batch, Columns):
+                        waiting.append(batch)
+                        if not batch.ends:
                             continue
-                        each, waiting = self._batch(self._joined(waiting)), []
-                    yield each
+                        batch, waiting = self._batch(self._joined(waiting)), []
+                    yield batch
                     number += 1
 
     def each(
         self, work: Callable[[Batch], Result], *, size: int = 1 << 16
     ) -> Iterator[tuple[int, int, Result]]:
-        """What `work` makes of all samples, as they lie, in batches of about `size`: after the
-        number of a batch's first sample, and how many it has. It runs in the reader's threads."""
+        """Yield (first sample, number of samples, result of `work`) for batches of about `size`, in
+        the order of the source. `work` runs in the reader's threads."""
 
         def done(stretch: Stretch) -> Result:
             low, high = stretch.first, stretch.first + stretch.samples
@@ -142,9 +144,8 @@ class BatchReader(Generic[Batch]):
                 yield stretch.first, stretch.samples, result
 
     def among(self, numbers: NDArray[np.int64]) -> Self | None:
-        """Return a reader of the samples of these ascending numbers alone, with a short last batch;
-        None if there are none. Where this one leaves some out of an epoch, that one leaves out as
-        many as there are among the last ones of all."""
+        """Return a reader of the samples of these ascending numbers, with a short last batch; None
+        if there are none. Numbers that this reader leaves out of an epoch are left out."""
         reader = copy(self)
         reader.samples = reader._end = int(np.searchsorted(numbers, self._end))
         if not reader.samples:
@@ -154,23 +155,23 @@ class BatchReader(Generic[Batch]):
         return reader
 
     def identity(self) -> str | None:
-        """Return what names the samples and what is read of them; None: the source has no name."""
-        mine = getattr(self.source, "identity", None)
-        return None if mine is None else f"{mine} {type(self).__name__} {','.join(self.features)}"
+        """Return a name for the samples and what is read of them; None: the source has no name."""
+        name = getattr(self.source, "identity", None)
+        return None if name is None else f"{name} {type(self).__name__} {','.join(self.features)}"
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[Stretch, int]]:
-        """With the place in its epoch of the first sample that is wanted."""
-        epoch, batch = divmod(start, self.batches_per_epoch)
+        """Yield stretches, and the place in its epoch of the first sample that is wanted."""
+        first, batch = divmod(start, self.batches_per_epoch)
         last, batches = divmod(stop, self.batches_per_epoch)
-        for each in range(epoch, self.epochs):
-            begin = batch * self.batch_size if each == epoch else 0
-            for stretch in self._order.stretches(each, begin):
-                if each > last or (each == last and stretch.first >= batches * self.batch_size):
+        for epoch in range(first, self.epochs):
+            begin = batch * self.batch_size if epoch == first else 0
+            for stretch in self._order.stretches(epoch, begin):
+                if epoch > last or (epoch == last and stretch.first >= batches * self.batch_size):
                     return
                 yield stretch, begin
 
     def _made(self, item: tuple[Stretch, int]) -> list[Batch | Columns]:
-        """Batches that lie in a stretch, and the parts of those that reach beyond it."""
+        """Return the batches of a stretch, and the parts of those that reach beyond it."""
         (stretch, begin), end = item, self._end
         low, high = max(begin, stretch.first), min(end, stretch.first + stretch.samples)
         if low >= high:
@@ -187,7 +188,7 @@ class BatchReader(Generic[Batch]):
         return made
 
     def _picked(self, samples: Samples, stretch: Stretch, low: int, high: int) -> Columns:
-        """The samples at these places of the epoch, in its order."""
+        """Return the samples at these places of the epoch, in its order."""
         order = stretch.order()
         here = slice(low - stretch.first, high - stretch.first)
         places = np.arange(here.start, here.stop) if order is None else order[here]
@@ -195,26 +196,23 @@ class BatchReader(Generic[Batch]):
         for name, lists in samples.jagged.items():
             if name not in self.features:
                 continue
-            first, lengths = lists.offsets[places], np.diff(lists.offsets)[places]
-            offsets = self._new(len(places) + 1, torch.int64)
-            ends = offsets.numpy()
-            ends[0] = 0
-            np.cumsum(lengths, out=ends[1:])
-            inside = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
-            jagged[name] = offsets, self._taken(lists.values, np.repeat(first, lengths) + inside)
+            ends, inside = lists_in(lists.offsets, places)
+            offsets = self._new(len(ends), torch.int64)
+            offsets.numpy()[:] = ends
+            jagged[name] = offsets, self._taken(lists.values, inside)
         label = self._new(len(places), torch.float32)
         label.numpy()[:] = samples.label[places]
-        found = samples.ids
-        if self._columns != list(range(found.shape[1])):
-            found = found[:, self._columns]
-        ids, dense = self._taken(found, places), self._taken(samples.dense, places)
+        columns = samples.ids
+        if self._columns != list(range(columns.shape[1])):
+            columns = columns[:, self._columns]
+        ids, dense = self._taken(columns, places), self._taken(samples.dense, places)
         return Columns(ids, dense, label, jagged)
 
     def _taken(self, array: NDArray[Any], places: NDArray[np.int64]) -> Tensor:
-        """numpy throughout: torch would start threads of its own in each of ours."""
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype  # mapped arrays cannot be written
+        """Copy with numpy: torch would start threads of its own in each of ours."""
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype  # mapped arrays are read-only
         out = self._new((len(places), *array.shape[1:]), dtype)
-        # Rows as items of their own: numpy copies those faster. ("raise" makes a copy of all.)
+        # numpy copies faster if a row is one item. Mode "raise" would copy everything first.
         items = _as_items(array)
         into = _as_items(out.numpy()) if items is not array else out.numpy()
         np.take(items, places, axis=0, out=into, mode="clip")
@@ -228,20 +226,20 @@ class BatchReader(Generic[Batch]):
             return parts[0]
         jagged = {}
         for name in parts[0].jagged:
-            lengths = self._cat([each.jagged[name][0].diff() for each in parts])
+            lengths = self._cat([part.jagged[name][0].diff() for part in parts])
             offsets = self._new(len(lengths) + 1, torch.int64)
             offsets[0] = 0
             torch.cumsum(lengths, 0, out=offsets[1:])
-            jagged[name] = offsets, self._cat([each.jagged[name][1] for each in parts])
+            jagged[name] = offsets, self._cat([part.jagged[name][1] for part in parts])
         ids, dense, label = (
-            self._cat([getattr(each, name) for each in parts]) for name in ("ids", "dense", "label")
+            self._cat([getattr(part, name) for part in parts]) for name in ("ids", "dense", "label")
         )
         return Columns(ids, dense, label, jagged)
 
     def _cat(self, tensors: Sequence[Tensor]) -> Tensor:
         count = sum(map(len, tensors))
         out = self._new((count, *tensors[0].shape[1:]), tensors[0].dtype)
-        np.concatenate([each.numpy() for each in tensors], out=out.numpy())
+        np.concatenate([tensor.numpy() for tensor in tensors], out=out.numpy())
         return out
 
 
@@ -252,8 +250,8 @@ class Columns:
     ids: Tensor
     dense: Tensor
     label: Tensor
-    jagged: dict[str, tuple[Tensor, Tensor]]  # offsets, which may begin above 0, and their values
-    ends: bool = True  # a batch ends with its last sample
+    jagged: dict[str, tuple[Tensor, Tensor]]  # offsets, which may begin above 0, and values
+    ends: bool = True  # whether a batch ends with its last sample
 
     def part(self, first: int, last: int, *, ends: bool) -> Columns:
         here = slice(first, last)
@@ -265,15 +263,16 @@ class Columns:
 
 
 class Loader(BatchReader[ClickBatch]):
-    """Batches of a source, epoch after epoch; none holds samples of two epochs.
+    """Batches of a source, epoch after epoch; no batch holds samples of two epochs.
 
-    With a `seed` every epoch has another order, without one samples come as they lie. `drop_last`
-    leaves out what does not fill a batch at the end of an epoch: a step for one more size costs
-    more than it teaches. `len()` counts the batches of all epochs. `features` chooses some, in
-    their order. `sparse` is [B, F] where every sample has one id of each feature, and jagged
-    otherwise. Memory: about (2 x workers + 1) x `mixed` samples. A batch may be changed in place;
-    it lies in the memory of its stretch, which stays as long as any batch of it does, so whoever
-    keeps a few of many keeps `batch.clone()`.
+    With a `seed` every epoch has another order; without one samples come in the order of the
+    source. `drop_last` leaves out a short batch at the end of an epoch: a step of another size
+    costs more than it teaches. `len()` counts the batches of all epochs. `features` chooses some
+    features and their order. `sparse` is [B, F] if every sample has one id of each feature, and
+    jagged otherwise. Memory: about (2 x workers + 1) x `mixed` samples.
+
+    A batch may be changed in place. It shares the memory of its stretch, which stays as long as
+    any of its batches; to keep a few of many batches, keep `batch.clone()`.
     """
 
     def _batch(self, columns: Columns) -> ClickBatch:
@@ -289,9 +288,9 @@ class Loader(BatchReader[ClickBatch]):
         for number, name in enumerate(self.features):
             here = ends[number * size + 1 : (number + 1) * size + 1]
             if name in columns.jagged:
-                mine, found = columns.jagged[name]
-                here[:] = mine.numpy()[1:] - int(mine[0]) + end
-                values.append(found)
+                of_feature, ids = columns.jagged[name]
+                here[:] = of_feature.numpy()[1:] - int(of_feature[0]) + end
+                values.append(ids)
             else:
                 here[:] = np.arange(end + 1, end + size + 1)
                 values.append(columns.ids[:, self._single.index(name)])
@@ -299,8 +298,110 @@ class Loader(BatchReader[ClickBatch]):
         return KeyedJaggedTensor(self.features, self._cat(values), offsets=offsets)
 
 
+def histories_of(schema: Schema) -> dict[str, str | None]:
+    """Return the features of a step and the lists of their past; empty if there are no sequences.
+
+    The past of a feature `item` is a list `history_item` that reads the same table, as `hotrow
+    prepare taobao` makes it.
+    """
+    tables = {feature.name: feature.table for feature in schema.jagged}
+    histories: dict[str, str | None] = {}
+    for feature in schema.single:
+        past = _PREFIX + feature.name
+        histories[feature.name] = past if tables.get(past) == feature.table else None
+    return histories if any(histories.values()) else {}
+
+
+def check_histories(schema: Schema, histories: Histories) -> None:
+    """Refuse lists that are not histories: no step would read them."""
+    if others := sorted({feature.name for feature in schema.jagged} - set(histories.values())):
+        raise ValueError(
+            f"lists are read as histories here, and {others[0]!r} is none: it would be named "
+            f"{_PREFIX}x and read the table of a feature x"
+        )
+
+
+class SequenceLoader(BatchReader[SequenceBatch]):
+    """Batches of sequences, with the order, the threads and the options of a `Loader`.
+
+    A sample has one id of each feature, its target's, and for some features a list of the ids
+    before, oldest first. `histories` has the features of a step. One without a history is the same
+    at all steps, as a user is. The histories of a sample are equally long. The last `steps` of a
+    longer one count; a shorter one begins with the ids in `padding`. The numbers of a step are its
+    position, from 0 to 1 as in the TBSM reference, and then those of the sample at the target, 0
+    at the steps before.
+    """
+
+    def __init__(
+        self,
+        source: Source | Prepared | str | Path,
+        split: str = "train",
+        *,
+        steps: int,
+        histories: Histories,
+        padding: Mapping[str, int],
+        **options: Any,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        lists = [past for past in histories.values() if past is not None]
+        if not lists:
+            raise ValueError("histories must name the list of one feature at least")
+        super().__init__(source, split, features=[*histories, *lists], **options)
+        self._steps, self._histories, self._lists = steps, dict(histories), lists
+        self._padding = dict(padding)
+        self._positions = positions(steps)
+
+    def identity(self) -> str | None:
+        name = super().identity()
+        return None if name is None else f"{name} {self._steps} {sorted(self._padding.items())}"
+
+    def _batch(self, columns: Columns) -> SequenceBatch:
+        size, steps = len(columns.label), self._steps
+        lengths = self._new(size, torch.int64)
+        np.minimum(self._equal_lengths(columns), steps, out=lengths.numpy())
+        is_past = np.arange(steps) >= steps - lengths.numpy()[:, None]
+        values = self._new((len(self._histories), size, steps + 1), columns.ids.dtype)
+        for (name, past), ids in zip(self._histories.items(), values.numpy(), strict=True):
+            target = columns.ids.numpy()[:, self._single.index(name)]
+            ids[:, steps] = target
+            ids[:, :steps] = self._padding[name]
+            if past is None:
+                np.copyto(ids[:, :steps], target[:, None], where=is_past)
+            else:
+                ids[:, :steps][is_past] = self._last(columns, past)
+        offsets = self._new(values.numel() // (steps + 1) + 1, torch.int64)
+        offsets.numpy()[:] = np.arange(0, values.numel() + 1, steps + 1)
+        sparse = KeyedJaggedTensor(list(self._histories), values.view(-1), offsets=offsets)
+        dense = self._new((size, steps + 1, 1 + columns.dense.shape[1]), torch.float32)
+        numbers = dense.numpy()
+        numbers[:, :, 0] = self._positions
+        numbers[:, :steps, 1:] = 0
+        numbers[:, steps, 1:] = columns.dense.numpy()
+        return SequenceBatch(dense, sparse, lengths, columns.label)
+
+    def _equal_lengths(self, columns: Columns) -> NDArray[np.int64]:
+        first, *others = (np.diff(columns.jagged[name][0].numpy()) for name in self._lists)
+        for name, lengths in zip(self._lists[1:], others, strict=True):
+            if len(bad := np.flatnonzero(lengths != first)):
+                raise ValueError(
+                    f"a sample has {first[bad[0]]:,} ids in {self._lists[0]} and "
+                    f"{lengths[bad[0]]:,} in {name}; a step has one of each"
+                )
+        return first
+
+    def _last(self, columns: Columns, name: str) -> NDArray[Any]:
+        """Return the last `steps` values of each list."""
+        offsets, values = (tensor.numpy() for tensor in columns.jagged[name])
+        lengths, ends = np.diff(offsets), offsets[1:] - offsets[0]
+        if not len(lengths) or lengths.max() <= self._steps:
+            return values
+        firsts = np.repeat(ends - np.minimum(lengths, self._steps), lengths)
+        return values[np.arange(len(values)) >= firsts]
+
+
 def _as_items(rows: NDArray[Any]) -> NDArray[Any]:
-    """A row as one item of so many bytes."""
+    """Return rows as one item each, if they lie side by side."""
     size = rows.itemsize * math.prod(rows.shape[1:])
     if rows.ndim == 1 or not size or not rows.flags.c_contiguous:
         return rows

@@ -1,4 +1,4 @@
-"""Where a loader finds samples: blocks of them, as arrays."""
+"""Where a loader finds samples: prepared folders and Parquet files, in blocks, as arrays."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared import Jagged, Prepared
+from hotrow.data.prepared.arrow import (
+    floats,
+    is_lists,
+    is_number,
+    is_whole,
+    lists_of,
+    open_parquet,
+    place_of,
+    pyarrow,
+    value_type,
+)
 from hotrow.data.prepared.format import to_json
 from hotrow.support.messages import few
 
@@ -33,127 +44,120 @@ class Samples:
 
 
 class Source(Protocol):
-    """Blocks of samples that are read as a whole, by several threads at once."""
+    """Blocks of samples. A block is read as a whole; several threads read at once."""
 
     features: tuple[str, ...]  # in the order of a batch's columns
-    single: tuple[str, ...]  # those with one id in each sample: the columns of `ids`
+    single: tuple[str, ...]  # features with one id per sample: the columns of `ids`
     sizes: NDArray[np.int64]  # samples of each block
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
-        """All samples of these blocks, in this order."""
+        """Return all samples of these blocks, in this order."""
 
 
 def numbers_of(data: Prepared, dense: Sequence[str] | None) -> tuple[str, ...]:
-    """Those that are named, or all; one that the data lacks is refused."""
+    """Return the columns of numbers that are named, or all; unknown names are refused."""
     known = data.schema.dense
     for name in dense or ():
         if name not in known:
-            raise ValueError(f"the data has no number {name!r}; it has {few(known) or 'none'}")
+            raise ValueError(
+                f"the data has no column of numbers {name!r}; it has {few(known) or 'none'}"
+            )
     return known if dense is None else tuple(dense)
 
 
 class PreparedSource:
-    """A split of what `hotrow prepare` has made; of its numbers those named in `dense`, or all."""
+    """A split of prepared data, with the numbers named in `dense`, or all. `block` samples stay
+    together while blocks are shuffled."""
 
     def __init__(
-        self, data: Prepared | str | Path, split: str, *, dense: Sequence[str] | None = None
+        self,
+        data: Prepared | str | Path,
+        split: str,
+        *,
+        dense: Sequence[str] | None = None,
+        block: int = BLOCK,
     ) -> None:
         self.data = data if isinstance(data, Prepared) else Prepared(data)
         known = self.data.schema.dense
         self.dense = numbers_of(self.data, dense)
         self._numbers = [known.index(name) for name in self.dense]
         self._has_all = self.dense == known
-        self.features = tuple(each.name for each in self.data.schema.features)
-        self.single = tuple(each.name for each in self.data.schema.single)
-        self.split, self._shards = split, self.data.shards(split)
+        self.features = tuple(feature.name for feature in self.data.schema.features)
+        self.single = tuple(feature.name for feature in self.data.schema.single)
+        self._lists = [feature.name for feature in self.data.schema.jagged]
+        self.split, self._shards, self._block = split, self.data.shards(split), block
         samples = np.array([shard.samples for shard in self._shards], dtype=np.int64)
         self._firsts = np.cumsum(samples) - samples
-        of_shards = -(-samples // BLOCK)
+        of_shards = -(-samples // block)
         self._first_block = np.cumsum(of_shards) - of_shards
-        self.sizes = np.full(int(of_shards.sum()), BLOCK, dtype=np.int64)
+        self.sizes = np.full(int(of_shards.sum()), block, dtype=np.int64)
         last = (np.cumsum(of_shards) - 1)[samples > 0]
-        self.sizes[last] = (samples - (of_shards - 1) * BLOCK)[samples > 0]
+        self.sizes[last] = (samples - (of_shards - 1) * block)[samples > 0]
 
     @property
     def identity(self) -> str:
-        """Changes with any byte of the samples, or their order."""
+        """A name that changes with any byte of the samples, or their order."""
         manifest = to_json(self.data.manifest)  # it has every file's checksum
         return hashlib.sha256(f"{self.split} of {manifest}".encode()).hexdigest()
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
-        ids, dense, label = self._room(int(self.sizes[blocks].sum()))
-        at = 0
-        for number, mine in self._by_shard(blocks):
-            shard = self._shards[number]
-            size = int(self.sizes[mine].sum())
-            here, places = slice(at, at + size), mine - self._first_block[number]
-            _copy_blocks(shard.ids, places, ids[here])
-            _copy_blocks(shard.label, places, label[here])
-            self._check_labels(number, label[here])
-            if self._has_all:
-                _copy_blocks(shard.dense, places, dense[here])
-            else:
-                every = np.empty((size, shard.dense.shape[1]), np.float32)
-                _copy_blocks(shard.dense, places, every)
-                dense[here] = every[:, self._numbers]
-            at = here.stop
-        return Samples(ids, dense, label, self._lists(blocks))
+        of_shards = [
+            (number, blocks[here] - self._first_block[number], int(self.sizes[blocks[here]].sum()))
+            for number, here in _by_shard(self._first_block, blocks)
+        ]
+        lists: dict[str, list[Jagged]] = {name: [] for name in self._lists}
+        for number, first, last in self._runs(blocks) if lists else ():
+            for name, parts in lists.items():
+                jagged = self._shards[number].jagged[name]
+                self._check_lists(name, number, jagged, slice(first, last))
+                offsets = jagged.offsets[first : last + 1]
+                values = jagged.values[offsets[0] : offsets[-1]]
+                parts.append(Jagged(offsets - offsets[0], values))
+        return self._samples(of_shards, self._block, lists)
 
     def take(self, numbers: NDArray[np.int64]) -> Samples:
-        """The samples of these numbers, in this order."""
-        ids, dense, label = self._room(len(numbers))
-        lists: dict[str, list[Jagged]] = {each.name: [] for each in self.data.schema.jagged}
-        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
-        for low, high in pairwise(np.flatnonzero(np.diff(shards, prepend=-1, append=-1))):
-            shard, here = self._shards[shards[low]], slice(low, high)
-            places = numbers[here] - self._firsts[shards[low]]
-            found = shard.dense[places]
-            dense[here] = found if self._has_all else found[:, self._numbers]
-            ids[here], label[here] = shard.ids[places], shard.label[places]
-            self._check_labels(int(shards[low]), label[here])
+        """Return the samples of these numbers, in this order."""
+        of_shards = []
+        lists: dict[str, list[Jagged]] = {name: [] for name in self._lists}
+        for number, here in _by_shard(self._firsts, numbers):
+            places = numbers[here] - self._firsts[number]
+            of_shards.append((number, places, len(places)))
             for name, parts in lists.items():
-                mine = shard.jagged[name]
-                self._check_lists(name, int(shards[low]), mine, places)
-                parts.append(_lists_at(mine, places))
-        return Samples(ids, dense, label, {name: joined(parts) for name, parts in lists.items()})
+                jagged = self._shards[number].jagged[name]
+                self._check_lists(name, number, jagged, places)
+                parts.append(_lists_at(jagged, places))
+        return self._samples(of_shards, 1, lists)
 
-    def _room(self, count: int) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8]]:
+    def _samples(
+        self,
+        of_shards: list[tuple[int, NDArray[np.int64], int]],
+        block: int,
+        lists: dict[str, list[Jagged]],
+    ) -> Samples:
+        """Copy blocks of `block` samples from shards: (shard, places of blocks, samples) each."""
+        count = sum(size for _, _, size in of_shards)
         ids = np.empty((count, len(self.single)), self.data.schema.id_dtype)
-        return ids, np.empty((count, len(self.dense)), np.float32), np.empty(count, np.uint8)
-
-    def _by_shard(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Blocks one after the other that lie in one shard."""
-        shards = np.searchsorted(self._first_block, blocks, side="right") - 1
-        edges = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(blocks)]
-        for first, last in pairwise(edges):
-            if first < last:
-                yield int(shards[first]), blocks[first:last]
-
-    def _lists(self, blocks: NDArray[np.int64]) -> dict[str, Jagged]:
-        lists: dict[str, list[Jagged]] = {each.name: [] for each in self.data.schema.jagged}
-        if lists:
-            for number, first, last in self._runs(blocks):
-                for name, found in lists.items():
-                    mine = self._shards[number].jagged[name]
-                    self._check_lists(name, number, mine, slice(first, last))
-                    offsets = mine.offsets[first : last + 1]
-                    values = mine.values[offsets[0] : offsets[-1]]
-                    found.append(Jagged(offsets - offsets[0], values))
-        return {name: joined(parts) for name, parts in lists.items()}
+        dense = np.empty((count, len(self.data.schema.dense)), np.float32)
+        label, at = np.empty(count, np.uint8), 0
+        for number, places, size in of_shards:
+            shard, here = self._shards[number], slice(at, at + size)
+            for column, out in ((shard.ids, ids), (shard.dense, dense), (shard.label, label)):
+                _copy_blocks(column, places, out[here], block)
+            if label[here].max(initial=0) > 1:
+                raise self._damaged("the labels", number)
+            at = here.stop
+        dense = dense if self._has_all else dense[:, self._numbers]
+        return Samples(ids, dense, label, {name: joined(parts) for name, parts in lists.items()})
 
     def _check_lists(
         self, name: str, number: int, lists: Jagged, places: NDArray[np.int64] | slice
     ) -> None:
-        """Opening reads no shard, so that one may have changed; its offsets would lead anywhere."""
+        """Refuse offsets out of range: opening reads no shard, so one may have changed since."""
         firsts, ends = lists.offsets[:-1][places], lists.offsets[1:][places]
         if len(ends) and (
             (ends < firsts).any() or firsts.min() < 0 or ends.max() > len(lists.values)
         ):
             raise self._damaged(f"the lists of {name!r}", number)
-
-    def _check_labels(self, number: int, label: NDArray[np.uint8]) -> None:
-        if label.max(initial=0) > 1:
-            raise self._damaged("the labels", number)
 
     def _damaged(self, what: str, number: int) -> ValueError:
         return ValueError(
@@ -162,10 +166,10 @@ class PreparedSource:
         )
 
     def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """(shard, first, last) of blocks, with neighbours joined: unshuffled ones are many."""
+        """Yield (shard, first, last) of blocks, with neighbours joined."""
         run: tuple[int, int, int] | None = None
         shards = np.searchsorted(self._first_block, blocks, side="right") - 1
-        starts = (blocks - self._first_block[shards]) * BLOCK
+        starts = (blocks - self._first_block[shards]) * self._block
         ends = starts + self.sizes[blocks]
         for number, first, last in zip(*(x.tolist() for x in (shards, starts, ends)), strict=True):
             if run and run[0] == number and run[2] == first:
@@ -179,7 +183,7 @@ class PreparedSource:
 
 
 class SubsetSource:
-    """The samples of these numbers, ascending, in the blocks of the source that holds them."""
+    """The samples of these ascending numbers, in the blocks of another source."""
 
     def __init__(self, source: Source, numbers: NDArray[np.int64]) -> None:
         self.features, self.single = source.features, source.single
@@ -187,7 +191,7 @@ class SubsetSource:
         edges = np.cumsum([0, *source.sizes])
         self._cuts = np.searchsorted(numbers, edges)
         sizes = np.diff(self._cuts)
-        self._blocks = np.flatnonzero(sizes)  # the source's; an empty one is none of ours
+        self._blocks = np.flatnonzero(sizes)  # of the source; empty ones are left out
         self._firsts, self.sizes = edges[self._blocks], sizes[self._blocks]
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
@@ -195,23 +199,32 @@ class SubsetSource:
         cuts = zip(self._cuts[theirs], self._cuts[theirs + 1], strict=True)
         numbers = np.concatenate([self._numbers[low:high] for low, high in cuts])
         if hasattr(self._source, "take"):
-            found: Samples = self._source.take(numbers)
-            return found
-        # Where each block lies in what is read, less where it lies among all.
+            samples: Samples = self._source.take(numbers)
+            return samples
+        # Where each block lies in what is read, minus where it lies among all samples.
         starts = np.cumsum([0, *self._source.sizes[theirs]])[:-1] - self._firsts[blocks]
         places = numbers + np.repeat(starts, self.sizes[blocks])
         return chosen(self._source.read(theirs), places)
 
 
-def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """Blocks of a shard's column, at ascending places, in one call: between calls threads wait for
-    each other, and with many small ones they do little else."""
-    full = len(column) // BLOCK
+def _by_shard(firsts: NDArray[np.int64], numbers: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
+    """Yield shards, given their first numbers, and which consecutive `numbers` lie in each."""
+    shards = np.searchsorted(firsts, numbers, side="right") - 1
+    for low, high in pairwise(np.flatnonzero(np.diff(shards, prepend=-1, append=-1)).tolist()):
+        yield int(shards[low]), slice(low, high)
+
+
+def _copy_blocks(
+    column: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any], block: int
+) -> None:
+    """Copy blocks of a shard's column, at ascending places, in one call: between calls threads wait
+    for each other, and with many small calls they do little else."""
+    full = len(column) // block
     whole = places[: np.searchsorted(places, full)]
-    middle = len(whole) * BLOCK
+    middle = len(whole) * block
     if len(whole) and out[:1].nbytes:
-        item = f"V{BLOCK * out[:1].nbytes}"
-        blocks = column[: full * BLOCK].reshape(full, -1).view(item).reshape(full)
+        item = f"V{block * out[:1].nbytes}"
+        blocks = column[: full * block].reshape(full, -1).view(item).reshape(full)
         np.take(
             blocks,
             whole,
@@ -219,11 +232,11 @@ def _copy_blocks(column: NDArray[Any], places: NDArray[np.int64], out: NDArray[A
             mode="clip",
         )
     if len(whole) < len(places):  # the last one, which is short
-        out[middle:] = column[full * BLOCK :]
+        out[middle:] = column[full * block :]
 
 
 def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
-    """Some of them, in this order."""
+    """Return the samples at these places, in this order."""
     return Samples(
         samples.ids[places],
         samples.dense[places],
@@ -233,18 +246,178 @@ def chosen(samples: Samples, places: NDArray[np.int64]) -> Samples:
 
 
 def _lists_at(lists: Jagged, places: NDArray[np.int64]) -> Jagged:
-    firsts = lists.offsets[places]
-    lengths = lists.offsets[places + 1] - firsts
-    offsets = np.zeros(len(places) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - firsts, lengths)
+    offsets, inside = lists_in(lists.offsets, places)
     return Jagged(offsets, lists.values[inside])
 
 
-def joined(parts: Sequence[Jagged]) -> Jagged:
-    if len(parts) == 1:
-        return parts[0]
-    lengths = np.concatenate([np.diff(each.offsets) for each in parts])
+def lists_in(
+    offsets: NDArray[np.int64], places: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offsets of the lists at these places, and where their values lie."""
+    firsts = offsets[places]
+    lengths = offsets[places + 1] - firsts
+    ends = _offsets(lengths)
+    return ends, np.arange(ends[-1]) - np.repeat(ends[:-1] - firsts, lengths)
+
+
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    return Jagged(offsets, np.concatenate([each.values for each in parts]))
+    return offsets
+
+
+def joined(parts: Sequence[Jagged]) -> Jagged:
+    """Return the lists of several parts as one."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Jagged(_offsets(lengths), np.concatenate([part.values for part in parts]))
+
+
+class ParquetSource:
+    """Parquet files whose columns are ids already: whole numbers below their table's rows, or lists
+    of them; a missing list is empty. A block is a row group, so groups of a few ten thousand rows
+    shuffle best."""
+
+    def __init__(
+        self,
+        files: Sequence[str | Path] | str | Path,
+        *,
+        label: str,
+        features: Sequence[str],
+        dense: Sequence[str] = (),
+    ) -> None:
+        self._files = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+        self.features, self._dense, self._label = tuple(features), tuple(dense), label
+        self._groups: list[tuple[Path, int]] = []
+        sizes = []
+        self._columns = [label, *dense, *features]
+        if not self.features:
+            raise ValueError("features must name one column at least")
+        for name in self._columns:
+            if self._columns.count(name) > 1:
+                raise ValueError(f"column {name!r} is named twice")
+        kinds: dict[str, str] = {}
+        for file in self._files:
+            opened = open_parquet(file, mapped=True)
+            kinds |= self._kinds(file, opened.schema_arrow, kinds)
+            for group in range(opened.metadata.num_row_groups):
+                self._groups.append((file, group))
+                sizes.append(opened.metadata.row_group(group).num_rows)
+        if not sum(sizes):
+            raise ValueError(f"{few(map(str, self._files)) or 'no file'}: there are no rows")
+        self.single = tuple(name for name in features if kinds[name] == "single")
+        self.sizes = np.array(sizes, dtype=np.int64)
+
+    @property
+    def identity(self) -> str:
+        """A name that changes with the size or the time of a file."""
+        files = [(str(path.resolve()), path.stat()) for path in self._files]
+        facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return hashlib.sha256(repr((facts, self._columns)).encode()).hexdigest()
+
+    def read(self, blocks: NDArray[np.int64]) -> Samples:
+        parts = [self._read(*self._groups[block]) for block in blocks.tolist()]
+        lists = [name for name in self.features if name not in self.single]
+        return Samples(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.dense for part in parts]),
+            np.concatenate([part.label for part in parts]),
+            {name: joined([part.jagged[name] for part in parts]) for name in lists},
+        )
+
+    def _kinds(self, file: Path, schema: Any, before: dict[str, str]) -> dict[str, str]:
+        kinds = {}
+        for name in self._columns:
+            kind = schema.field(place_of(name, schema.names, file)).type
+            if name not in self.features:
+                if not is_number(kind):
+                    what = "the label is 0 or 1" if name == self._label else "it is to be a number"
+                    raise ValueError(
+                        f"{file}: column {name!r} has values of type {kind}, and {what}; cast it "
+                        "where the file is written"
+                    )
+                continue
+            if not is_whole(value_type(kind)):
+                raise ValueError(
+                    f"{file}: column {name!r} has values of type {kind}, and ids are whole numbers;"
+                    " cast it to int64 where the file is written, or to text, of which `hotrow "
+                    "prepare parquet` makes ids"
+                )
+            kinds[name] = "jagged" if is_lists(kind) else "single"
+            if before.get(name, kinds[name]) != kinds[name]:
+                raise ValueError(
+                    f"{file}: column {name!r} is {kinds[name]}, and {before[name]} in the files"
+                    " before it"
+                )
+        return kinds
+
+    def _read(self, file: Path, group: int) -> Samples:
+        where = f"{file}, row group {group}"
+        opened = open_parquet(file, mapped=True)
+        try:
+            table = opened.read_row_group(group, columns=self._columns, use_threads=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where} cannot be read: {error}") from error
+        columns = {
+            name: _Column(where, name, table.column(name).combine_chunks())
+            for name in self._columns
+        }
+        label = columns[self._label].numbers()
+        if not np.isin(label, (0, 1)).all():
+            raise columns[self._label].wrong(~np.isin(label, (0, 1)), "a label is 0 or 1")
+        ids = np.empty((len(label), len(self.single)), np.int64)
+        for place, name in enumerate(self.single):
+            ids[:, place] = columns[name].ids()
+        dense = np.empty((len(label), len(self._dense)), np.float32)
+        for place, name in enumerate(self._dense):
+            dense[:, place] = columns[name].numbers()
+        jagged = {name: columns[name].lists() for name in self.features if name not in self.single}
+        return Samples(ids, dense, label.astype(np.uint8), jagged)
+
+
+class _Column:
+    """One column of a row group; errors say where it is."""
+
+    def __init__(self, where: str, name: str, array: Any) -> None:
+        self._where, self._name, self._array = where, name, array
+
+    def wrong(self, which: NDArray[np.bool_], expected: str) -> ValueError:
+        odd = self._array[int(np.argmax(which))].as_py()
+        return ValueError(f"{self._where}: column {self._name!r} has {odd}, and {expected}")
+
+    def ids(self) -> NDArray[np.int64]:
+        arrow, values = pyarrow(), self._values()
+        if arrow.types.is_boolean(values.type):
+            values = values.cast(arrow.int8())
+        try:
+            ids: NDArray[np.int64] = values.cast(arrow.int64()).to_numpy(zero_copy_only=False)
+        except ValueError as error:  # larger than any row's number
+            kind = self._array.type
+            raise ValueError(
+                f"{self._where}: column {self._name!r} of {kind} has ids beyond 2**63 - 1, which "
+                f"no table has ({error}); `hotrow prepare parquet` makes ids of any values"
+            ) from None
+        if len(ids) and ids.min() < 0:
+            raise self.wrong(ids < 0, "ids are rows of a table, from 0 on")
+        return ids
+
+    def numbers(self) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):  # refused below
+            numbers = floats(self._values()).astype(np.float32)
+        if not np.isfinite(numbers).all():
+            raise self.wrong(~np.isfinite(numbers), "numbers are finite ones of 32 bits")
+        return numbers
+
+    def lists(self) -> Jagged:
+        values, lengths = lists_of(self._array)
+        return Jagged(_offsets(lengths), _Column(self._where, self._name, values).ids())
+
+    def _values(self) -> Any:
+        if count := self._array.null_count:
+            raise ValueError(
+                f"{self._where}: column {self._name!r} of {self._array.type} has {count:,} empty "
+                "values; fill them where the file is written (`hotrow prepare parquet` takes those "
+                "of ids and numbers as they are)"
+            )
+        return self._array

@@ -1,31 +1,31 @@
-"""Generated clicks with known truth. Knows nothing about rows, slots or strategies.
+"""Generated clicks and sequences with known truth. Knows nothing about slots or strategies.
 
 Batch k depends on the configuration and k alone, so any worker can make any batch at any time.
 
     uniform --Zipf--> rank --drift--> position --Scatter--> id --PlantedModel--> label
 
-With counts of real tables `Counted` takes the place of Zipf and Scatter. What is real then is how
-often each row is read, in each column by itself; which rows come together, what follows what within
-minutes, and the clicks stay generated.
+With counts of real tables `Counted` replaces Zipf and Scatter. Then each column by itself reads
+each row as often as the real one; which rows come together, the order, and the clicks stay
+generated.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.data.counted import Counted
-from hotrow.data.planted import Columns, Dense, PlantedModel, click_probability
-from hotrow.data.scatter import Scatter
-from hotrow.data.zipf import Zipf
+from hotrow.data.batches import ClickBatch, SequenceBatch, positions
+from hotrow.data.popularity import Counted, Scatter, Zipf
 from hotrow.inputs.batch import KeyedJaggedTensor
-from hotrow.support.hashing import key_of
+from hotrow.support.hashing import hashed, key_of
 from hotrow.support.messages import few
 from hotrow.support.numbers import plain_fields
 
@@ -44,7 +44,16 @@ TERABYTE_ROWS = (
 
 CALIBRATION_SAMPLES = 8192
 
+Dense = NDArray[np.float32]  # [B, num_dense]
+Columns = list[NDArray[np.int64]]  # one [B, lookups] per table
+
+# Shares of the score's variance. Single ids carry most of it, as in click logs; pairs give a
+# model's interaction something to find, and dense features its bottom part.
+ID_SHARE, PAIR_SHARE, DENSE_SHARE = 0.6, 0.2, 0.2
+LIKENESS_SHARE = 0.5  # of targets with a history: what both have in common
+
 Number = TypeVar("Number", int, float)
+Batch = TypeVar("Batch", ClickBatch, SequenceBatch)
 
 
 @dataclass(frozen=True)
@@ -113,41 +122,115 @@ def _at_least(limit: int, **values: float) -> None:
 
 
 @dataclass(frozen=True)
-class ClickBatch:
-    """Samples as a model reads them."""
+class PlantedModel:
+    """Log-odds of a click from each id, from pairs of columns, and from dense features.
 
-    dense: Tensor  # [B, num_dense] float32
-    sparse: Tensor | KeyedJaggedTensor  # [B, F] int64 where every feature has one lookup
-    label: Tensor  # [B] float32
+    What an id contributes is a hash of (seed, table, id): a table of any size takes no memory.
+    """
 
-    def __len__(self) -> int:
-        return len(self.label)
+    keys: tuple[int, ...]  # one per table
+    slope: Dense  # [num_dense], length 1
+    scale: float = 1.0
+    offset: float = 0.0
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ClickBatch:
-        return ClickBatch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            label=self.label.to(device, non_blocking=non_blocking),
+    @classmethod
+    def from_seed(cls, seed: int, *, num_tables: int, num_dense: int) -> PlantedModel:
+        slope = np.random.default_rng(key_of(seed, "slope", 0)).standard_normal(num_dense)
+        slope /= max(float(np.linalg.norm(slope)), 1e-12)
+        keys = tuple(key_of(seed, "effect", table) for table in range(num_tables))
+        return cls(keys, slope.astype(np.float32))
+
+    def logits(self, dense: Dense, columns: Columns) -> NDArray[np.float64]:
+        """Return the log-odds of a click, [B]."""
+        hidden = [_hidden(ids, key=key) for ids, key in zip(columns, self.keys, strict=True)]
+        score = math.sqrt(DENSE_SHARE) * (dense @ self.slope).astype(np.float64)
+        for effect, _ in hidden:
+            score += math.sqrt(ID_SHARE / len(hidden)) * effect
+        for (_, left), (_, right) in zip(hidden[::2], hidden[1::2], strict=False):
+            score += math.sqrt(PAIR_SHARE / (len(hidden) // 2)) * (left * right)
+        return self.scale * score + self.offset
+
+
+@dataclass(frozen=True)
+class PlantedHistories:
+    """Log-odds that a target follows its history: from the target alone, as for a click, and from
+    how alike both are. Each id has a factor, a hash; for each table the target's factor is
+    multiplied by the mean of the past ones."""
+
+    target: PlantedModel
+    keys: tuple[int, ...]  # one per table that changes from step to step
+    tables: tuple[int, ...]  # which those are
+    scale: float = 1.0
+    offset: float = 0.0
+
+    @classmethod
+    def from_seed(
+        cls, seed: int, *, num_tables: int, num_dense: int, changing: tuple[int, ...]
+    ) -> PlantedHistories:
+        target = PlantedModel.from_seed(seed, num_tables=num_tables, num_dense=num_dense)
+        return cls(target, tuple(key_of(seed, "likeness", table) for table in changing), changing)
+
+    def logits(
+        self, dense: Dense, columns: Columns, lengths: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return log-odds, [B]. Columns are [B, steps + 1] with the target last; `lengths` says how
+        many real steps come before it."""
+        score = math.sqrt(1 - LIKENESS_SHARE) * self.target.logits(
+            dense, [ids[:, -1:] for ids in columns]
         )
-
-    def pin_memory(self) -> ClickBatch:
-        """The batch in page-locked memory; the name is the one DataLoader looks for."""
-        return ClickBatch(
-            self.dense.pin_memory(), self.sparse.pin_memory(), self.label.pin_memory()
-        )
-
-    def clone(self) -> ClickBatch:
-        """The batch in memory of its own: what a loader gives is a part of a larger block."""
-        return ClickBatch(self.dense.clone(), self.sparse.clone(), self.label.clone())
+        steps = columns[0].shape[1] - 1
+        is_past = np.arange(steps) >= steps - lengths[:, None]
+        for key, table in zip(self.keys, self.tables, strict=True):
+            ids = columns[table]
+            factors = _factors(ids, key=key)
+            past = (factors[:, :-1] * is_past).sum(1) / np.sqrt(np.maximum(lengths, 1))
+            score += math.sqrt(LIKENESS_SHARE / len(self.keys)) * (past * factors[:, -1])
+        return self.scale * score + self.offset
 
 
-class Drawn:
-    """Ids and numbers of samples, batch by batch: what generated data of any kind is made of."""
+Truth = TypeVar("Truth", PlantedModel, PlantedHistories)
+
+
+def _factors(ids: NDArray[np.int64], *, key: int) -> NDArray[np.float32]:
+    """Return a factor for each id, with variance 1 over random ids."""
+    signed = hashed(ids, key=key).view(np.int64).astype(np.float32)
+    return signed * np.float32(math.sqrt(3) / 2**63)
+
+
+def _hidden(ids: NDArray[np.int64], *, key: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the effect and the pair factor of each bag, [B], with variance 1 over random ids."""
+    halves = hashed(ids, key=key).view(np.int32).reshape(*ids.shape, 2).astype(np.float32)
+    per_bag = halves.sum(axis=1) * np.float32(math.sqrt(3 / ids.shape[1]) / 2**31)
+    return per_bag[:, 0], per_bag[:, 1]
+
+
+def calibrated(truth: Truth, sample: Sequence[Any], *, signal: float, click_rate: float) -> Truth:
+    """Return the same truth with this spread of log-odds and this share of clicks on a sample."""
+    plain = replace(truth, scale=1.0, offset=0.0).logits(*sample)
+    spread = float(plain.std())
+    scale = signal / spread if spread > 0 else 0.0
+    low, high = -50.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float(click_probability(plain * scale + middle).mean()) < click_rate:
+            low = middle
+        else:
+            high = middle
+    return replace(truth, scale=scale, offset=(low + high) / 2)
+
+
+def click_probability(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the logistic function, in a form that cannot overflow."""
+    return 0.5 * (1 + np.tanh(0.5 * logits))
+
+
+class Generated(Generic[Batch]):
+    """Batches of generated data, by their numbers, and the truth behind them."""
 
     def __init__(
         self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
     ) -> None:
-        """`counts`: of some tables, by their names, in place of `skew`."""
+        """`counts` replace `skew` for some tables, by name."""
         self.config = config
         given = counts or {}
         for name in given:
@@ -170,18 +253,42 @@ class Drawn:
             self._popularity.append(counted)
             self._row_of.append(counted.rows)
 
+    @abstractmethod
+    def batch(self, index: int) -> Batch:
+        """Return batch number `index`, the same whenever and wherever it is made."""
+
+    @abstractmethod
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the true log-odds of a batch, [B] float64: no score can rank it better."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.batch(index)
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Return batches start, start + 1 ... stop - 1."""
+        return map(self.batch, range(start, stop))
+
+    def best_auc(self, indices: Iterable[int]) -> float:
+        """Return the AUC of the truth on these batches; no trained model can expect to beat it."""
+        batches = [self.batch(index) for index in indices]
+        scores = torch.cat([self.logits(batch) for batch in batches])
+        labels = torch.cat([batch.label for batch in batches])
+        from torchmetrics.functional.classification import binary_auroc  # slow to import
+
+        return float(binary_auroc(scores, labels.long()))
+
     def hottest(self, table: int, count: int, *, index: int = 0) -> Tensor:
-        """The `count` ids of a table that batch `index` reads most often, hottest first."""
+        """Return the `count` ids of a table that batch `index` reads most, hottest first."""
         ranks = np.arange(min(count, self._popularity[table].num_ranks))
         return torch.from_numpy(self._ids(ranks, table=table, index=index))
 
     def expected_counts(self, table: int, count: int) -> Tensor:
-        """Lookups in one batch of the ids that `hottest` gives, in its order, [count] float64."""
+        """Return the lookups in one batch of each id of `hottest`, [count] float64."""
         lookups = self.config.batch_size * self.config.lookups_per_table[table]
         return torch.from_numpy(lookups * self._popularity[table].probabilities(count))
 
     def expected_share(self, table: int, count: int) -> float:
-        """Share of a table's lookups that read the `count` ids of `hottest`."""
+        """Return the share of a table's lookups that read the `count` ids of `hottest`."""
         return self._popularity[table].share(count)
 
     def _features(
@@ -194,7 +301,7 @@ class Drawn:
         columns = []
         for table, lookups in enumerate(config.lookups_per_table):
             uniform = rng.random((size, lookups))
-            # A cluster is one band of popularity in every column: popular rows throughout, or rare
+            # A cluster is one band of popularity in every column: only popular rows, or only rare
             # ones. Bands are equally likely, so each column by itself keeps its distribution.
             banded = (cluster + uniform) / config.num_clusters
             uniform = np.where(is_correlated, banded, uniform).reshape(-1)
@@ -203,14 +310,14 @@ class Drawn:
         return dense, columns
 
     def _ids(self, ranks: NDArray[np.int64], *, table: int, index: int) -> NDArray[np.int64]:
-        # Rows age: what is new enters at the top, and everything else moves down.
+        # Rows age: new ones enter at the top, and all others move down.
         num_ranks = self._popularity[table].num_ranks
         positions = ranks - int(index * self.config.drift * num_ranks) % num_ranks
         positions[positions < 0] += num_ranks
         return self._row_of[table](positions)
 
 
-class SyntheticClicks(Drawn):
+class SyntheticClicks(Generated[ClickBatch]):
     """Batches of generated clicks, and the truth behind them.
 
     A map-style dataset of whole batches:
@@ -220,12 +327,18 @@ class SyntheticClicks(Drawn):
     def __init__(
         self, config: SyntheticConfig, *, counts: Mapping[str, Counted] | None = None
     ) -> None:
-        """`counts`: of some tables, by their names, in place of `skew`."""
+        """`counts` replace `skew` for some tables, by name."""
         super().__init__(config, counts=counts)
-        self._planted = self._calibrated_model()
+        rng = np.random.default_rng((config.seed, 0))
+        sample = self._features(rng, size=CALIBRATION_SAMPLES, index=0)
+        planted = PlantedModel.from_seed(
+            config.seed, num_tables=len(config.rows), num_dense=config.num_dense
+        )
+        self._planted = calibrated(
+            planted, sample, signal=config.signal, click_rate=config.click_rate
+        )
 
     def batch(self, index: int) -> ClickBatch:
-        """Batch number `index`, the same whenever and wherever it is made."""
         rng = np.random.default_rng((self.config.seed, 1, index))
         dense, columns = self._features(rng, size=self.config.batch_size, index=index)
         probability = click_probability(self._planted.logits(dense, columns))
@@ -236,33 +349,8 @@ class SyntheticClicks(Drawn):
             label=torch.from_numpy(is_click.astype(np.float32)),
         )
 
-    __getitem__ = batch
-
-    def batches(self, start: int, stop: int) -> Iterator[ClickBatch]:
-        """Batches start, start + 1 ... stop - 1."""
-        return map(self.batch, range(start, stop))
-
     def logits(self, batch: ClickBatch) -> Tensor:
-        """What the planted model says of a batch, [B] float64: no score can rank it better."""
         return torch.from_numpy(self._planted.logits(batch.dense.numpy(), _columns(batch)))
-
-    def best_auc(self, indices: Iterable[int]) -> float:
-        """AUC of the planted model on these batches, which no trained model can expect to beat."""
-        batches = [self.batch(index) for index in indices]
-        scores = torch.cat([self.logits(batch) for batch in batches])
-        labels = torch.cat([batch.label for batch in batches])
-        from torchmetrics.functional.classification import binary_auroc  # slow to import
-
-        return float(binary_auroc(scores, labels.long()))
-
-    def _calibrated_model(self) -> PlantedModel:
-        config = self.config
-        rng = np.random.default_rng((config.seed, 0))
-        dense, columns = self._features(rng, size=CALIBRATION_SAMPLES, index=0)
-        model = PlantedModel.from_seed(
-            config.seed, num_tables=len(config.rows), num_dense=config.num_dense
-        )
-        return model.calibrated(dense, columns, signal=config.signal, click_rate=config.click_rate)
 
     def _sparse(self, columns: Columns) -> Tensor | KeyedJaggedTensor:
         if all(column.shape[1] == 1 for column in columns):
@@ -281,3 +369,91 @@ def _columns(batch: ClickBatch) -> Columns:
     ends = batch.sparse.offsets()[:: len(batch)]
     values = torch.split(batch.sparse.values(), ends.diff().tolist())
     return [column.view(len(batch), -1).numpy() for column in values]
+
+
+class SyntheticSequences(Generated[SequenceBatch]):
+    """Batches of generated sequences, and the truth behind them.
+
+    Each step is drawn by itself, like the ids of a click; `constant` tables have one id for all
+    steps of a sample. A history has 1 to `steps` steps, all lengths being as likely. Whether a
+    target follows depends on the target, and on what it has in common with the history.
+
+    The padding id is the number of a table's rows. The numbers of a step are its position and
+    `num_dense` more, which are 0 except for the target.
+    """
+
+    def __init__(
+        self,
+        config: SyntheticConfig,
+        *,
+        steps: int,
+        constant: Sequence[str] = (),
+        counts: Mapping[str, Counted] | None = None,
+    ) -> None:
+        """`constant` names the tables whose id is the same at all steps."""
+        names = config.table_names
+        for name in constant:
+            if name not in names:
+                raise ValueError(f"constant names {name!r}; the tables are {few(names)}")
+        if set(names) <= set(constant):
+            raise ValueError("all tables are constant, so that no step differs from another")
+        if any(count != 1 for count in config.lookups_per_table):
+            raise ValueError(
+                f"lookups must be 1 where steps are generated, each with one id of a table; got "
+                f"{config.lookups}"
+            )
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        is_constant = [name in constant for name in names]
+        lookups = tuple(1 if constant else steps + 1 for constant in is_constant)
+        super().__init__(replace(config, lookups=lookups), counts=counts)
+        self.steps = steps
+        rng = np.random.default_rng((config.seed, 0))
+        planted = PlantedHistories.from_seed(
+            config.seed,
+            num_tables=len(names),
+            num_dense=config.num_dense,
+            changing=tuple(int(table) for table in np.flatnonzero(~np.array(is_constant))),
+        )
+        sample = self._drawn(rng, size=CALIBRATION_SAMPLES, index=0)
+        self._planted = calibrated(
+            planted, sample, signal=config.signal, click_rate=config.click_rate
+        )
+
+    def batch(self, index: int) -> SequenceBatch:
+        config, steps = self.config, self.steps
+        rng = np.random.default_rng((config.seed, 1, index))
+        dense, columns, lengths = self._drawn(rng, size=config.batch_size, index=index)
+        logits = self._planted.logits(dense, columns, lengths)
+        label = rng.random(config.batch_size) < click_probability(logits)
+        is_padding = np.arange(steps + 1) < steps - lengths[:, None]
+        numbers = np.zeros((config.batch_size, steps + 1, 1 + config.num_dense), np.float32)
+        numbers[:, :, 0] = positions(steps)
+        numbers[:, steps, 1:] = dense
+        named = zip(config.table_names, config.rows, columns, strict=True)
+        return SequenceBatch.from_ids(
+            torch.from_numpy(numbers),
+            {name: torch.from_numpy(np.where(is_padding, rows, ids)) for name, rows, ids in named},
+            torch.from_numpy(label.astype(np.float32)),
+            torch.from_numpy(lengths),
+        )
+
+    def logits(self, batch: SequenceBatch) -> Tensor:
+        ids = batch.sparse.values().view(len(self.config.rows), len(batch), -1)
+        dense = batch.dense[:, self.steps, 1:].numpy()
+        return torch.from_numpy(
+            self._planted.logits(dense, list(ids.numpy()), batch.lengths.numpy())
+        )
+
+    def expected_counts(self, table: int, count: int) -> Tensor:
+        """Return the steps in one batch, without padding, that read the ids of `hottest`."""
+        steps = self.config.batch_size * (1 + (1 + self.steps) / 2)
+        return torch.from_numpy(steps * self._popularity[table].probabilities(count))
+
+    def _drawn(
+        self, rng: np.random.Generator, *, size: int, index: int
+    ) -> tuple[Dense, Columns, NDArray[np.int64]]:
+        dense, columns = self._features(rng, size=size, index=index)
+        lengths = rng.integers(1, self.steps + 1, size)
+        wide = (size, self.steps + 1)
+        return dense, [np.broadcast_to(ids, wide) for ids in columns], lengths

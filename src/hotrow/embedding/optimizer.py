@@ -40,11 +40,12 @@ class RowOptimizer(torch.optim.Optimizer):
         # Row state was loaded since the last update; weights were, and their state was not.
         self._has_state = self._lacks_state = False
         self._last_scalars: dict[tuple[str, ...], tuple[Any, Any, list[tuple[float, ...]]]] = {}
-        # The collection; a strong reference would keep its memory for longer than it is used.
+        # The rows of the collection; a strong reference would keep their memory for too long.
         self._owner: Callable[[], Any] = lambda: None
 
-    def belongs_to(self, collection: Any) -> None:
-        self._owner = weakref.ref(collection)
+    def belongs_to(self, rows: Any) -> None:
+        """Keep a weak reference to the rows' `RowAccess`."""
+        self._owner = weakref.ref(rows)
 
     @property
     def rows(self) -> Any:
@@ -54,21 +55,21 @@ class RowOptimizer(torch.optim.Optimizer):
         return owner
 
     def scalars(self, names: Sequence[str]) -> Scalars:
-        """What the rule needs for an update of some tables, [T] float64 each."""
+        """Return what the rule needs for an update of some tables, [T] float64 each."""
         values = torch.tensor(self.table_scalars(tuple(names)), dtype=torch.float64)
         return dict(zip(self._scalar_names, values.unbind(1), strict=True))
 
     def table_scalars(self, names: tuple[str, ...]) -> list[tuple[float, ...]]:
-        """`scalars` as rows of numbers, one row per table; the same list while nothing changes.
+        """Return `scalars` as rows of numbers, one row per table; the same list until a change.
 
-        Asked several times a step, and new in each with Adam or a schedule.
+        Called several times a step. Adam or a schedule change the numbers in each step.
         """
         key: list[Any] = [group[name] for group in self.param_groups for name in self._settings]
         if self._may_change:
             key = list(map(_fixed, key))
         steps = tuple(self.steps) if self.rule.uses_step else None
-        found, found_steps, rows = self._last_scalars.get(names, (None, None, []))
-        if found == key and found_steps == steps:
+        last_key, last_steps, rows = self._last_scalars.get(names, (None, None, []))
+        if last_key == key and last_steps == steps:
             return rows
         if not self._may_change and any(isinstance(value, Tensor | list) for value in key):
             self._may_change = True
@@ -92,7 +93,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> list[int]:
-        """The updates of each table so far. Counted by the host: no device has to be asked."""
+        """The updates of each table so far, counted by the host without asking a device."""
         if self._uncounted:
             self._steps = [step + self._uncounted for step in self._steps]
             self._uncounted = 0
@@ -101,7 +102,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def count_step(self, tables: Collection[str] | None = None) -> None:
         """Count one more update of these tables; None: of all."""
         if self._lacks_state:
-            self._tell_of_state()
+            self._warn_of_state()
         self._has_state = False
         if tables is None or len(tables) == len(self.names):
             self._uncounted += 1
@@ -112,7 +113,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._opt_called = True  # what torch's schedulers look for before they move
 
     def capture_step(self, tables: tuple[str, ...]) -> None:
-        """An update of these tables is being captured; every replay counts it."""
+        """Note that an update of these tables is being captured; every replay counts it."""
         self.in_graph = tables
         self.counts_apart |= self.rule.uses_step and len(tables) < len(self.names)
 
@@ -123,7 +124,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         self._has_state, self._lacks_state = True, False
 
-    def _tell_of_state(self) -> None:
+    def _warn_of_state(self) -> None:
         self._lacks_state = False
         warn(
             f"weights were loaded by load_state_dict, but not the {type(self.rule).__name__} state "
@@ -133,20 +134,20 @@ class RowOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing: the rows were updated in `backward()`."""
+        """Do nothing: the rows were updated in `backward()`."""
         return None if closure is None else closure()
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings, steps, and a copy of all row state; large tables stream theirs by `rows()`."""
-        told = self.settings_dict()
+        """Return settings, steps, and a copy of all row state; `rows()` streams large tables."""
+        settings = self.settings_dict()
         state = {
             name: {"step": step, **self.rows.copy_state(name)}
-            for name, step in told["steps"].items()
+            for name, step in settings["steps"].items()
         }
-        return {"state": state, "param_groups": told["param_groups"]}
+        return {"state": state, "param_groups": settings["param_groups"]}
 
     def settings_dict(self) -> dict[str, Any]:
-        """All that `state_dict` has but the state of rows."""
+        """Return what `state_dict` returns, without the state of rows."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups
@@ -154,24 +155,24 @@ class RowOptimizer(torch.optim.Optimizer):
         steps = dict(zip(self.names, self.steps, strict=True))
         return {"rule": type(self.rule).__name__, "steps": steps, "param_groups": groups}
 
-    def load_settings_dict(self, found: dict[str, Any]) -> None:
-        """Settings and steps; what was learned about rows comes with them."""
-        named = {group["name"]: group for group in found["param_groups"]}
+    def load_settings_dict(self, settings: dict[str, Any]) -> None:
+        """Load settings and steps; the caller also loads the state of rows."""
+        named = {group["name"]: group for group in settings["param_groups"]}
         for place, group in enumerate(self.param_groups):
-            mine = named[group["name"]]
-            for key in (*self._settings, "initial_lr"):  # the last is torch's schedulers'
-                if key in mine:
-                    group[key] = mine[key]
-            self.steps[place] = int(found["steps"][group["name"]])
+            saved = named[group["name"]]
+            for key in (*self._settings, "initial_lr"):  # the last one belongs to schedulers
+                if key in saved:
+                    group[key] = saved[key]
+            self.steps[place] = int(settings["steps"][group["name"]])
         self._state_loaded()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         named = {group.get("name"): group for group in state_dict.get("param_groups", [])}
         for name in self.names:
-            found = state_dict.get("state", {}).get(name)
-            if name not in named or found is None or "step" not in found:
+            state = state_dict.get("state", {}).get(name)
+            if name not in named or state is None or "step" not in state:
                 raise ValueError(f"the optimizer's state has no table {name!r}, or no step for it")
-            self.rows.check_state(name, found)
+            self.rows.check_state(name, state)
         for place, group in enumerate(self.param_groups):
             name = group["name"]
             group.update({k: v for k, v in named[name].items() if k in group and k != "params"})
@@ -181,7 +182,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def _fixed(value: Any) -> Any:
-    """A setting that nobody changes in place, as torch's schedules change tensors."""
+    """Return a copy of a setting: torch's schedules change tensors in place."""
     if isinstance(value, Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value

@@ -110,12 +110,12 @@ class Pipeline:
         If it is `held` until it is looked up, its ids are compared then with what they are now.
         """
         rows = self._rows
-        first = rows.groups[0]  # all groups have the same kind of engine
+        first = rows.groups[0].planning  # all groups have the same kind of engine
         batch = parse(features, self._features, first.input_device(device))
         tensors = compared(features)
         if held:
             batch = replace(batch, given=tensors)
-        works = tuple(group.work(batch) for group in rows.groups)
+        works = tuple(group.planning.work(group, batch) for group in rows.groups)
         if raw_weights(features) is not None:
             for work in works:
                 weights_of(features, work.lookups, work.group.layout)  # raises if they do not fit
@@ -132,7 +132,7 @@ class Pipeline:
             with rows.lanes.on("plan"):
                 values = self._staged(planned.batch.values)
                 for work in planned.works:
-                    work.group.expect(work, values)
+                    work.group.planning.expect(work, values)
 
     def upload(self, planned: PlannedBatch, features: Any) -> PlannedBatch:
         """Return the same batch with `features`, its ids on the device."""
@@ -145,7 +145,9 @@ class Pipeline:
     def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
         """Return the samples of a planned batch from `first` on; `features` are their ids."""
         part = parse(features, self._features, self._rows.device)
-        works = tuple(work.group.part(work, planned.batch, part, first) for work in planned.works)
+        works = tuple(
+            work.group.planning.part(work, planned.batch, part, first) for work in planned.works
+        )
         tensors = compared(features)
         return PlannedBatch(features, tensors, versions_of(tensors), part, works)
 
@@ -154,7 +156,7 @@ class Pipeline:
         self.planned.append(planned)
         if number is not None:
             for work in planned.works:
-                work.group.note_number(work, number)
+                work.group.planning.note_number(work, number)
 
     def done_with(self, planned: PlannedBatch) -> None:
         """Forget a batch that `forward` will not see again."""
@@ -164,7 +166,9 @@ class Pipeline:
     def forget_planned(self) -> None:
         """Forget all batches. A new list: another thread may be reading the old one."""
         # On a device, the plans of remembered batches keep their buffers.
-        self.planned = deque(maxlen=max(g.remembered_batches for g in self._rows.groups))
+        self.planned = deque(
+            maxlen=max(group.planning.remembered_batches for group in self._rows.groups)
+        )
 
     def find_or_plan(self, features: Any) -> PlannedBatch:
         """Return the plan of a batch that is about to be trained."""
@@ -184,7 +188,7 @@ class Pipeline:
         if planned is None or not planned.is_as_read:
             return None
         for work in planned.works:
-            work.group.compare(work)
+            work.group.planning.compare(work)
         return planned
 
     def _plan_now(self, features: Any) -> PlannedBatch:
@@ -297,7 +301,7 @@ class Pipeline:
         refuse_replicas()
         self._thread.iterate()
         for group in self._rows.every_group:
-            group.take_changed()  # of a pass that ended with an error
+            group.planning.take_changed()  # of a pass that ended with an error
         self.iterator = weakref.ref(iterator)
 
     def take_next(self) -> None:
@@ -359,7 +363,7 @@ class Pipeline:
         """Raise if a device has found ids, so far, that differ from the planned ones."""
         if waits:
             self._rows.lanes.mark("train").wait()
-        numbers = [group.take_changed() for group in self._rows.every_group]
+        numbers = [group.planning.take_changed() for group in self._rows.every_group]
         number = min((n for n in numbers if n is not None), default=None)
         if number is not None:
             raise RuntimeError(
@@ -417,11 +421,13 @@ class Pipeline:
 
     def useful_depth(self) -> int:
         """Return how many batches ahead are worth knowing, within the budget's bytes for ids."""
-        depths = [depth for group in self._rows.groups if (depth := group.depth()) is not None]
+        depths = [
+            depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
+        ]
         if not depths:
             return 0
         limits = [depth.limit for depth in depths if depth.limit is not None]
         bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
         if bytes_per_batch:
             limits.append(self._rows.window_bytes // bytes_per_batch)
-        return max(0, min([max(depth.useful for depth in depths), *limits]))
+        return int(max(0, min([max(depth.useful for depth in depths), *limits])))

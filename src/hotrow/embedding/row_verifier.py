@@ -1,11 +1,15 @@
-"""Rows that nobody has written must have the bits that they had: a sample of them, looked at now
-and then. Knows what engines promise about their rows; not when it is asked."""
+"""Checks, on a sample, that rows which were not written keep their bits.
+
+Knows what engines promise about their rows. Members of a group that this module uses: `layout`,
+`store`, `planner.last_use`, `pad.row_of_slot`, `slots`, `device`, `everything`, `why_no_snapshot`;
+`settle`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +32,12 @@ class CorruptRows(RuntimeError):
 
     def __init__(self, message: str, since: int) -> None:
         super().__init__(message)
-        self.since = since  # the step after which all was found right
+        self.since = since  # the last step after which all rows were right
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Some slots, and what they held."""
+    """A sample of slots, and what they held."""
 
     group: RowGroup
     slots: Tensor
@@ -50,48 +54,50 @@ class _Sample:
     slots: tuple[_Slots, ...]
 
 
-class Shadow:
-    """Of collections, from when this is made.
+class RowVerifier:
+    """Verifies the rows of collections, from when it is made.
 
-    In slow memory a row may change when somebody has said that he writes it (`Store.will_write`).
-    In a slot, unpinned, it may change when the slot has got another row, when a batch was planned
-    that uses it, or when the row was replaced the direct way. Rows that static-hybrid, or all-fast
-    on a GPU, keep in the device's memory may change at any time: of them nothing is promised.
+    A row in slow memory may change when a write was announced (`Store.will_write`). A row in an
+    unpinned slot may change when the slot gets another row, when a batch that uses it is planned,
+    or when the row is replaced the direct way. Rows that static-hybrid, or all-fast on a GPU, keep
+    in device memory may change at any time: they are not compared.
     """
 
     def __init__(
         self, collections: Iterable[EmbeddingBagCollection], *, step: int = 0, sample: int = SAMPLE
     ) -> None:
         self._collections, self._sample, self._since = list(collections), sample, step
-        self._draw = torch.Generator().manual_seed(0)  # nobody else's numbers change
+        self._draw = torch.Generator().manual_seed(0)  # leaves the global generator alone
         self._come_to_rest()
-        self._samples = [each for c in self._collections for each in self._take(c)]
+        self._samples = [sample for c in self._collections for sample in self._take(c)]
 
     def verify(self, step: int) -> int:
-        """Compare, and take another sample. A CorruptRows says what is wrong; otherwise the number
-        of rows that nobody had written, and that were compared."""
+        """Compare the sample and take another one; return how many unwritten rows were compared.
+
+        Raises CorruptRows if bits or maps are wrong.
+        """
         self._come_to_rest()
-        for each in self._collections:
+        for collection in self._collections:
             try:
-                each.check()
+                collection.check()
             except AssertionError as error:
                 raise self._corrupt(f"the maps of slots are wrong ({error})", step) from error
-        compared = sum(self._compare(each, step) for each in self._samples)
+        compared = sum(self._compare(sample, step) for sample in self._samples)
         self._since = step
-        self._samples = [each for c in self._collections for each in self._take(c)]
+        self._samples = [sample for c in self._collections for sample in self._take(c)]
         return compared
 
     def end(self) -> None:
-        for each in self._samples:
-            each.group.store.touched = None
+        for sample in self._samples:
+            sample.group.store.touched = None
 
     def _come_to_rest(self) -> None:
-        """No write that was announced is still to be done."""
-        for each in self._collections:
-            for group in each.every_group:
+        """Wait until all announced writes are done."""
+        for collection in self._collections:
+            for group in collection.every_group:
                 group.settle()
-            if each.device.type == "cuda":
-                synchronize(each.device)
+            if collection.device.type == "cuda":
+                synchronize(collection.device)
 
     # -- samples -----------------------------------------------------------------------
 
@@ -110,11 +116,11 @@ class Shadow:
             if num_rows <= self._sample:
                 ids = torch.arange(num_rows)
         slots = tuple(
-            self._slots_of(each)
-            for each in groups
-            if isinstance(each, RowGroup) and each.flight.rows_move
+            self._slots_of(group)
+            for group in groups
+            if isinstance(group, RowGroup) and group.flight.rows_move
         )
-        every = torch.cat([ids, *(each.ids for each in slots)]).unique()
+        every = torch.cat([ids, *(sample.ids for sample in slots)]).unique()
         store.touched = TouchedRows(every, group.device)
         return _Sample(group, ids, store.rows[ids.to(store.rows.device)].cpu(), slots)
 
@@ -136,31 +142,31 @@ class Shadow:
         if touched is None:  # all rows were replaced
             return 0
         rows = store.rows[sample.ids.to(store.rows.device)].cpu()
-        still = ~touched.among(sample.ids)
-        self._refuse(group, sample.ids, still, sample.rows, rows, "slow memory", step)
-        compared = int(still.sum())
-        for each in sample.slots:
-            planner: Any = each.group.planner
-            slots = each.slots.to(each.group.device)
-            still = ~touched.among(each.ids)
-            still &= each.group.memory.pad.row_of_slot[slots].cpu() == each.ids
-            still &= planner.last_use[slots].cpu() == each.last_use
-            rows = each.group.slots[slots].cpu()
-            self._refuse(each.group, each.ids, still, each.rows, rows, "its slot", step)
-            compared += int(still.sum())
+        unwritten = ~touched.among(sample.ids)
+        self._refuse(group, sample.ids, unwritten, sample.rows, rows, "slow memory", step)
+        compared = int(unwritten.sum())
+        for held in sample.slots:
+            group, planner = held.group, cast(Any, held.group.planner)
+            slots = held.slots.to(group.device)
+            unwritten = ~touched.among(held.ids)
+            unwritten &= group.memory.pad.row_of_slot[slots].cpu() == held.ids
+            unwritten &= planner.last_use[slots].cpu() == held.last_use
+            rows = group.slots[slots].cpu()
+            self._refuse(group, held.ids, unwritten, held.rows, rows, "its slot", step)
+            compared += int(unwritten.sum())
         return compared
 
     def _refuse(
-        self, group: Group, ids: Tensor, still: Tensor, before: Tensor, now: Tensor, where: str,
-        step: int,
+        self, group: Group, ids: Tensor, unwritten: Tensor, before: Tensor, now: Tensor,
+        where: str, step: int,
     ) -> None:  # fmt: skip
-        differs = (before.view(torch.int32) != now.view(torch.int32)).any(1) & still
+        differs = (before.view(torch.int32) != now.view(torch.int32)).any(1) & unwritten
         if not differs.any():
             return
-        named = few((group.layout.describe(each) for each in ids[differs].tolist()), most=3)
+        named = few((group.layout.describe(row) for row in ids[differs].tolist()), most=3)
         raise self._corrupt(
-            f"{int(differs.sum()):,} of {int(still.sum()):,} rows have other bits in {where}, and "
-            f"nobody has written them: {named}",
+            f"{int(differs.sum()):,} of {int(unwritten.sum()):,} rows have other bits in {where}, "
+            f"but were not written: {named}",
             step,
         )
 

@@ -1,6 +1,9 @@
 """One step per `backward()`: how gradients reach the rows.
 
 Knows when gradients arrive and which rows they are for; where rows are is the groups' business.
+Members of a group that this module uses: `layout`, `device`, `aside`; `timed`, `lookup`,
+`weight_grads`, `grads_by_row`, `update_at_once`, `update`, `trained`. Of a work: `group`,
+`lookups`, `whole`, `place`.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hotrow import kernels
 from hotrow.embedding import dense_steps
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.embedding.row_groups import Group, RowGroups
 from hotrow.engine.split_batch import Place
 from hotrow.engine.work import Work
 from hotrow.inputs.batch import Lookups
+from hotrow.kernels import reference
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.messages import warn
 from hotrow.support.streams import capturing
@@ -32,8 +35,8 @@ _MOST_CHECKS = 64  # a loop may train rows alone, beside a dense part that is tr
 
 
 class Lookup(torch.autograd.Function):
-    """Bags to vectors, given as `by_feature` does. The way back learns which features have a
-    gradient, and hands the gradients to the collection's pending step."""
+    """Looks bags up and returns vectors as `by_feature` does. The backward pass finds which
+    features have a gradient, and passes the gradients to the collection's pending step."""
 
     @staticmethod
     def forward(
@@ -75,7 +78,7 @@ def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
     """Split the vectors of bags: all features side by side, or None, then those of each feature.
 
     All share memory, but autograd takes none for a view, so that each can be changed in place.
-    The caller must hand out either the first one or the others, and never both.
+    The caller must return either the first one or the others, never both.
     """
     sizes, dim = x.bags_per_feature, vectors.shape[1]
     if len(sizes) == 1:
@@ -89,21 +92,21 @@ def by_feature(vectors: Tensor, x: Lookups) -> tuple[Tensor | None, ...]:
 def _of_bags(
     whole: Tensor | None, parts: Sequence[Tensor | None], x: Lookups
 ) -> tuple[Tensor | None, tuple[bool, ...] | None]:
-    """Join the gradients of what `by_feature` gave: [bags, dim], and which features have one.
+    """Join the gradients of what `by_feature` returned: [bags, dim], and which features have one.
 
-    A gradient of all features side by side uses them all, which is None.
+    None stands for all features, as with a gradient of all of them side by side.
     """
     sizes = x.bags_per_feature
-    given = next((each for each in parts if each is not None), None)
+    given = next((part for part in parts if part is not None), None)
     if given is None:
         if whole is None:
             return None, None
         return whole.reshape(x.num_bags, whole.shape[1] // len(sizes)).contiguous(), None
-    used = tuple(each is not None for each in parts)
+    used = tuple(part is not None for part in parts)
     if not all(used):
         zero = given.new_zeros(())
         pairs = zip(parts, sizes, strict=True)
-        parts = [zero.expand(n, given.shape[1]) if each is None else each for each, n in pairs]
+        parts = [zero.expand(n, given.shape[1]) if part is None else part for part, n in pairs]
     grads = given
     if len(sizes) > 1:
         every: Any = parts
@@ -134,7 +137,7 @@ class _RowGrads:
     open_pass: int | None  # the backward pass that has yet to end well; None: it has
 
     def summed(self) -> tuple[Tensor, Tensor]:
-        """By row."""
+        """Return the sums by row."""
         if self.of_rows is None:
             assert self.of_bags is not None
             self.of_rows = self.work.group.grads_by_row(self.work, self.x, self.of_bags)
@@ -143,7 +146,7 @@ class _RowGrads:
 
 
 class _Promise:
-    """Called when a backward pass ends well; gone, without a call, when the pass fails."""
+    """A callback of autograd: called when a backward pass succeeds, and freed when it fails."""
 
     def __init__(self, step: PendingStep, number: int) -> None:
         self._step, self._number = step, number
@@ -171,7 +174,7 @@ class PendingStep:
         self.grad_scale: Any = None
         self._accumulating = 0
         self._waiting: list[_RowGrads] = []
-        # The engine alone holds the promises: those that have died belong to failed passes.
+        # Autograd's engine alone holds the promises: those that are freed belong to failed passes.
         self._open: dict[int, weakref.ref[_Promise]] = {}
         self._calls = 0
         # Steps of dense optimizers when the newest gradients came, and at the newest update.
@@ -190,7 +193,7 @@ class PendingStep:
         return self.is_accumulating or bool(self._waiting)
 
     def begin_call(self) -> _Call:
-        """A lookup runs; inside a backward pass it is a recomputation."""
+        """Note a lookup; inside a backward pass it is a recomputation."""
         self._calls += 1
         inside = torch._C._current_graph_task_id()
         if inside != -1:
@@ -200,7 +203,7 @@ class PendingStep:
         return _Call(self._calls, inside, self._thread.open_call())
 
     def end_call(self, call: _Call) -> None:
-        """Gradients of a lookup have come."""
+        """Note that gradients of a lookup have come."""
         if call.open is not None:
             self._thread.close_call(call.open)
 
@@ -208,11 +211,11 @@ class PendingStep:
         current = torch._C._current_graph_task_id() if call.inside == -1 else call.inside
         self._note_repetition()
         self._promise(current)
-        mine = _RowGrads(call, work, x, grads, None, current)
+        row_grads = _RowGrads(call, work, x, grads, None, current)
         # Parts of a batch are joined first, bag by bag.
         if work.whole is None and (self._accumulating or not self.at_once):
-            mine.summed()  # it may wait for long, and bags' gradients are larger
-        self._waiting.append(mine)
+            row_grads.summed()  # they may wait for long, and bags' gradients are larger
+        self._waiting.append(row_grads)
         if grads.is_cuda:
             self._stream = torch.cuda.current_stream(grads.device)
 
@@ -220,7 +223,7 @@ class PendingStep:
         """Warn once where torch would add gradients up, but rows make a step of each pass.
 
         That is so if a dense optimizer has gradients in this pass, and no optimizer has stepped
-        since the pass before. With a GradScaler nothing is said, because it skips steps.
+        since the pass before. With a GradScaler there is no warning, because it skips steps.
         """
         steps = dense_steps.count()
         if self._updated_at == steps and self._checks_left and not self._has_scaler:
@@ -245,18 +248,18 @@ class PendingStep:
     def _forget_failed(self) -> None:
         failed = {number for number, promise in self._open.items() if promise() is None}
         if failed:
-            self._waiting = [each for each in self._waiting if each.open_pass not in failed]
+            self._waiting = [x for x in self._waiting if x.open_pass not in failed]
             self._open = {n: promise for n, promise in self._open.items() if n not in failed}
 
     def end_of_pass(self, number: int) -> None:
         del self._open[number]
-        for each in self._waiting:
-            if each.open_pass == number:
-                each.open_pass = None
+        for row_grads in self._waiting:
+            if row_grads.open_pass == number:
+                row_grads.open_pass = None
         self._forget_failed()
         if not self._accumulating and not self._open:  # a pass inside a pass is part of it
-            # Of a model without dense weights on the device, torch calls back from whichever of its
-            # threads was last, and on that thread's own stream: a graph would lack the update.
+            # If a model has no dense weights on the device, torch calls back from its last thread,
+            # on the stream of that thread: a graph would lack the update.
             with torch.cuda.stream(self._stream):
                 self.finish()
 
@@ -277,32 +280,32 @@ class PendingStep:
             self.finish()
 
     def writing(self) -> AbstractContextManager[object]:
-        """Inside, no other thread reads or changes rows. Who captures a step has the lock, and
-        autograd may run in a thread of its own."""
+        """Inside, no other thread reads or changes rows. The thread that captures a step has the
+        lock already, and autograd may run in another thread."""
         return nullcontext() if capturing() else self._lock.writing()
 
-    @torch.no_grad()  # what waits may have graphs: per-sample weights that are learned, for one
+    @torch.no_grad()  # waiting gradients may have graphs, as of learned per-sample weights
     def finish(self) -> None:
         """Update every row that has a gradient, once."""
         with self.writing():
             self._finish()
 
     def _finish(self) -> None:
-        waiting = sorted(self._waiting, key=lambda each: each.call.number)
+        waiting = sorted(self._waiting, key=lambda x: x.call.number)
         self._waiting.clear()
         if not waiting:
             return
-        if any(not each.work.group.active for each in waiting):
+        if any(not x.work.group.active for x in waiting):
             raise RuntimeError(
                 "gradients came of a lookup from before train_on_host() or train_in_slots(), and "
                 "no row was changed: call backward() before these"
             )
-        if any(each.work.whole is not None for each in waiting):
+        if any(x.work.whole is not None for x in waiting):
             waiting = _whole(waiting)
         by_group = [
-            (group, mine)
+            (group, row_grads)
             for group in self._rows.groups
-            if (mine := [each for each in waiting if each.work.group is group])
+            if (row_grads := [x for x in waiting if x.work.group is group])
         ]
         tables = self._tables_in(by_group)
         if self.at_once:
@@ -311,16 +314,16 @@ class PendingStep:
                     self._optimizer.capture_step(tables)
                 else:
                     self._count_step(tables)
-                for group, mine in by_group:
-                    only = mine[0]
+                for group, row_grads in by_group:
+                    only = row_grads[0]
                     if (
-                        len(mine) > 1
+                        len(row_grads) > 1
                         or only.of_bags is None
                         or not group.update_planned(only.work, only.x, only.of_bags)
                     ):
-                        _update(group, *_join(group, mine))
+                        _update(group, *_join(group, row_grads))
             return
-        updates = [(group, *_join(group, mine)) for group, mine in by_group]
+        updates = [(group, *_join(group, row_grads)) for group, row_grads in by_group]
         if self.grad_scale is not None:
             scale = getattr(self.grad_scale, "get_scale", lambda: self.grad_scale)()
             updates = [(group, ids, grads / scale, work) for group, ids, grads, work in updates]
@@ -339,21 +342,21 @@ class PendingStep:
         """Return the tables whose vectors have a gradient: this step is theirs alone."""
         names = self._optimizer.names
         if len(by_group) == len(self._rows.groups) and all(
-            each.x.used is None for _, mine in by_group for each in mine
+            row_grads.x.used is None for _, waiting in by_group for row_grads in waiting
         ):
             return tuple(names)
-        found = {
+        used = {
             group.layout.tables[feature.table].name
-            for group, mine in by_group
-            for each in mine
+            for group, waiting in by_group
+            for row_grads in waiting
             for place, feature in enumerate(group.layout.features)
-            if each.x.used is None or each.x.used[place]
+            if row_grads.x.used is None or row_grads.x.used[place]
         }
-        return tuple(name for name in names if name in found)
+        return tuple(name for name in names if name in used)
 
     @property
     def at_once(self) -> bool:
-        """Whether nobody looks at the sums between backward and update."""
+        """Whether sums go from backward to the update unseen: nothing scales or checks them."""
         return self.grad_scale is None and self._on_nonfinite == "propagate"
 
     @property
@@ -361,8 +364,8 @@ class PendingStep:
         return hasattr(self.grad_scale, "get_scale")
 
     def _skip(self, updates: Sequence[tuple[Group, Tensor, Tensor, Work | None]]) -> bool:
-        """Whether a gradient is not finite and the update is to be left out."""
-        # A GradScaler counts on it.
+        """Whether a gradient is not finite and the update is to be skipped."""
+        # A GradScaler relies on it.
         if self._on_nonfinite == "propagate" and not self._has_scaler:
             return False
         for group, ids, grads, _ in updates:
@@ -390,54 +393,53 @@ def _update(group: Group, ids: Tensor, grads: Tensor, work: Work | None) -> None
 
 
 def _join(group: Group, waiting: list[_RowGrads]) -> tuple[Tensor, Tensor, Work | None]:
-    """Unique ids of one group, their summed gradients, and the batch if there is only one."""
+    """Return unique ids of a group, their summed gradients, and the batch if there is only one."""
     if len(waiting) == 1:
         only = waiting[0]
         return *only.summed(), only.work
-    ops = kernels.for_device(group.device)
     every, grads = zip(*(each.summed() for each in waiting), strict=True)
-    ids = ops.sort_ids(torch.cat(every), group.layout.num_rows)
-    return ids.ids, ops.sum_pairs(torch.cat(grads), ids), None
+    ids = reference.sort_ids(torch.cat(every), group.layout.num_rows)
+    return ids.ids, reference.sum_pairs(torch.cat(grads), ids), None
 
 
 # -- parts -------------------------------------------------------------------------------
 
 
 def _whole(waiting: list[_RowGrads]) -> list[_RowGrads]:
-    """The same, but parts of one batch as that batch."""
-    found: list[_RowGrads] = []
+    """Join the parts of each batch that was trained in parts."""
+    whole: list[_RowGrads] = []
     parts: dict[int, dict[int, list[_RowGrads]]] = {}  # by batch, then by the part's first sample
-    for each in waiting:
-        if each.work.place is None:
-            found.append(each)
+    for row_grads in waiting:
+        if row_grads.work.place is None:
+            whole.append(row_grads)
         else:
-            of_batch = parts.setdefault(id(each.work.whole), {})
-            of_batch.setdefault(each.work.place.first, []).append(each)
+            of_batch = parts.setdefault(id(row_grads.work.whole), {})
+            of_batch.setdefault(row_grads.work.place.first, []).append(row_grads)
     for of_batch in parts.values():
-        # Whoever looked a part up twice looked up the others twice, in the same order.
+        # If a part was looked up twice, so were the others, in the same order.
         for calls in zip_longest(*(of_batch[first] for first in sorted(of_batch))):
-            found.append(_side_by_side([each for each in calls if each is not None]))
-    return sorted(found, key=lambda each: each.call.number)
+            whole.append(_side_by_side([part for part in calls if part is not None]))
+    return sorted(whole, key=lambda x: x.call.number)
 
 
 def _side_by_side(parts: list[_RowGrads]) -> _RowGrads:
-    """Gradients of a batch's bags from those of its parts; 0 for a part that has none."""
+    """Return gradients of a batch's bags from those of its parts; 0 for a part without any."""
     whole = parts[0].work.whole
     assert whole is not None
-    x, weights, grads = whole.lookups, None, [each.of_bags for each in parts]
-    if any(each.x.weights is not None for each in parts):
-        given = [each.x.weights for each in parts]
-        weights = _placed(given, [_place(each).lookups for each in parts], x.num_lookups)
-    every = _placed(grads, [_place(each).bags for each in parts], x.num_bags)
+    x, weights, grads = whole.lookups, None, [part.of_bags for part in parts]
+    if any(part.x.weights is not None for part in parts):
+        given = [part.x.weights for part in parts]
+        weights = _placed(given, [_place(part).lookups for part in parts], x.num_lookups)
+    every = _placed(grads, [_place(part).bags for part in parts], x.num_bags)
     x = replace(x, weights=weights, used=_used_by_any(parts))
     return _RowGrads(parts[0].call, whole, x, every, None, None)
 
 
 def _used_by_any(parts: list[_RowGrads]) -> tuple[bool, ...] | None:
     """Return which features have a gradient in some part of a batch; None: all."""
-    found = [each.x.used for each in parts if each.x.used is not None]
-    used = tuple(map(any, zip(*found, strict=True)))
-    return None if len(found) < len(parts) or all(used) else used
+    by_part = [part.x.used for part in parts if part.x.used is not None]
+    used = tuple(map(any, zip(*by_part, strict=True)))
+    return None if len(by_part) < len(parts) or all(used) else used
 
 
 def _place(grads: _RowGrads) -> Place:
@@ -446,13 +448,12 @@ def _place(grads: _RowGrads) -> Place:
 
 
 def _placed(values: Sequence[Tensor | None], places: Sequence[slice | Tensor], size: int) -> Tensor:
-    found = [(each, at) for each, at in zip(values, places, strict=True) if each is not None]
-    first = found[0][0]
-    if sum(len(each) for each, _ in found) == size and all(
-        isinstance(at, slice) for _, at in found
-    ):
-        return first if len(found) == 1 else torch.cat([each for each, _ in found])
+    parts = [(part, at) for part, at in zip(values, places, strict=True) if part is not None]
+    first = parts[0][0]
+    is_complete = sum(len(part) for part, _ in parts) == size
+    if is_complete and all(isinstance(at, slice) for _, at in parts):
+        return first if len(parts) == 1 else torch.cat([part for part, _ in parts])
     every = first.new_zeros(size, *first.shape[1:])
-    for each, at in found:
-        every[at] = each.to(every.dtype)
+    for part, at in parts:
+        every[at] = part.to(every.dtype)
     return every

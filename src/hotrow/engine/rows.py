@@ -22,16 +22,15 @@ from hotrow.engine.direct import DirectPath, HostDirectPath, ReadPart
 from hotrow.engine.flight import AtRest, Flight
 from hotrow.engine.memory import AllRows, SlotMemory
 from hotrow.engine.mover import CopyMover, NoMoves
-from hotrow.engine.planning import AllRowsPlanning, Depth, Outcome, SlotPlanning
+from hotrow.engine.planning import AllRowsPlanning, Outcome, SlotPlanning
 from hotrow.engine.rules import PlannerRules
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
 from hotrow.engine.work import Work
-from hotrow.inputs.batch import Batch, Lookups
+from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.store.ram import Store
 from hotrow.support.interrupts import uninterrupted
-from hotrow.support.streams import Mark
 
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
@@ -85,51 +84,7 @@ class RowGroup:
         """Rows that fit fast memory."""
         return len(self.slots) - 1
 
-    # -- batches -----------------------------------------------------------------------
-
-    def input_device(self, device: torch.device | None) -> torch.device | None:
-        """Return where ids have to be, of a batch that is on `device`, or anywhere if None."""
-        where: torch.device | None = self.planning.input_device(device)
-        return where
-
-    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return copies of ids, by which a change is found; none where a device compares ids."""
-        copies: tuple[Tensor, ...] = self.planning.copies_to_compare(tensors)
-        return copies
-
-    @property
-    def remembered_batches(self) -> int:
-        """How many batches a lookup may ask for again."""
-        return int(self.planning.remembered_batches)
-
-    def compare(self, work: Work) -> None:
-        """Launch a comparison of a batch's ids with the planned ones, where a device does that."""
-        self.planning.compare(work)
-
-    def note_number(self, work: Work, number: int) -> None:
-        """A batch is yielded that has this number in its pass."""
-        self.planning.note_number(work, number)
-
-    def take_changed(self) -> int | None:
-        """Return the number of a batch whose ids a device has found changed, once; None: none."""
-        number: int | None = self.planning.take_changed()
-        return number
-
     # -- planning ----------------------------------------------------------------------
-
-    def work(self, batch: Batch) -> Work:
-        """Return a batch as this engine knows it."""
-        work: Work = self.planning.work(self, batch)
-        return work
-
-    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
-        """Return some samples of a planned batch, from `first` on."""
-        made: Work = self.planning.part(work, batch, part, first)
-        return made
-
-    def expect(self, work: Work, values: Tensor) -> None:
-        """A batch is known that will be planned later; `values` are its indices."""
-        self.planning.expect(work, values)
 
     def plan(self, work: Work) -> None:
         """Plan a batch, or launch its plan. Maps change, bytes do not."""
@@ -139,10 +94,6 @@ class RowGroup:
         if not self.planning.plan(work):
             self._no_room(work)
 
-    def mark_planned(self, work: Work, mark: Mark) -> None:
-        """Note when the outcome of a plan will be known."""
-        self.planning.mark_planned(work, mark)
-
     def confirm(self, work: Work) -> bool:
         """Learn the outcome of a plan; raises on a bad id. False if plans behind it were halted."""
         outcome = self.planning.confirm(work)
@@ -150,25 +101,10 @@ class RowGroup:
             self._no_room(work)
         return outcome is Outcome.PLANNED
 
-    def take_back(self, work: Work) -> None:
-        """A batch before this one could not be planned: this one is planned again."""
-        self.planning.take_back(work)
-
     def forget_window(self) -> None:
         """The batches expected will not come."""
         self.planning.forget_window()
         self.mover.forget_window()
-
-    def depth(self) -> Depth | None:
-        """Return how many batches ahead are worth knowing; None: it does not matter."""
-        depth: Depth | None = self.planning.depth()
-        return depth
-
-    @property
-    def most_ahead(self) -> int | None:
-        """Batches that may be expected at once; None: any number."""
-        most: int | None = self.planning.most_ahead
-        return most
 
     def go_direct(self, work: Work) -> bool:
         """A batch that was not announced comes between planned ones: count it on the direct path.
@@ -190,10 +126,6 @@ class RowGroup:
         self.counters.direct_batches += 1
         outside = work.ids.ids[self.direct.locate(work.ids.ids) == FREE]
         self.counters.count(work.ids, fetched=outside, evicted=outside)
-
-    def free_berth(self, berth: int) -> None:
-        """No batch will land in this input of a captured step again."""
-        self.planning.free_berth(berth)
 
     def remedy(self, batches: str) -> str:
         """Say what would hold batches that passed in chunks."""

@@ -44,7 +44,7 @@ class Ticket:
                 if not self.planned:  # the first stage is the plan
                     self.planned = True
                     for work in self.works:
-                        work.group.mark_planned(work, self.mark)
+                        work.group.planning.mark_planned(work, self.mark)
 
     def writing(self) -> writing:
         """Inside, no other thread reads or changes rows."""
@@ -70,7 +70,7 @@ class Ticket:
         """To be planned again: a batch before it could not be."""
         with self.writing():
             for work in self.works:
-                work.group.take_back(work)
+                work.group.planning.take_back(work)
         self.age, self.planned, self.confirmed = 0, False, False
 
     @property

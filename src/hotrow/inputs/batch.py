@@ -1,186 +1,20 @@
-"""Ids as users hand them in, checked, and turned into ids of one width group.
-
-Knows nothing about where rows live.
-"""
+"""Any accepted input as checked ids of one width group. Does not know where rows are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hotrow.inputs.jagged import KeyedJaggedTensor as KeyedJaggedTensor
+from hotrow.inputs.jagged import check_integers, refuse_repeated_keys
 from hotrow.inputs.tables import EmbeddingBagConfig, Feature, WidthGroup
 from hotrow.support.messages import few
 
 PADDING = -1
-
-
-class KeyedJaggedTensor:
-    """Ids of several features, each sample holding any number of them.
-
-    The layout is TorchRec's: `values` lists the ids feature by feature, sample by sample;
-    `offsets` has one entry per (feature, sample) and a last one, the number of values.
-    TorchRec's own class works wherever this one does.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[str],
-        values: Tensor,
-        *,
-        offsets: Tensor | None = None,
-        lengths: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        if (offsets is None) == (lengths is None):
-            raise ValueError("give exactly one of offsets= and lengths=")
-        for what, tensor in (("values", values), ("offsets", offsets), ("lengths", lengths)):
-            if tensor is not None:
-                _check_integers(tensor, what)
-        self._keys = list(keys)
-        _refuse_repeated_keys(self._keys)
-        if offsets is None:
-            assert lengths is not None
-            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        self._values, self._offsets = values, offsets
-        self._weights = weights
-
-    @classmethod
-    def of(
-        cls,
-        features: Mapping[str, Tensor | tuple[Tensor, ...]],
-        *,
-        include_last_offset: bool | None = None,
-    ) -> Self:
-        """Join what `nn.EmbeddingBag`s are called with, feature by feature.
-
-        Each feature has ids [B], ids [B, n], (indices, offsets) or (indices, offsets, weights).
-        `include_last_offset` is nn.EmbeddingBag's: offsets have B + 1 entries and end with the
-        number of ids (True), or have B (False). None decides by B where another feature has ids [B]
-        or [B, n], and refuses offsets otherwise: they could be read both ways. If one feature has
-        weights, those of the others are 1.
-        """
-        known = [len(ids) for ids in features.values() if isinstance(ids, Tensor) and ids.ndim]
-        parts = {
-            name: _bags_of(name, given, known[0] if known else None, include_last_offset)
-            for name, given in features.items()
-        }
-        sizes = {name: len(lengths) for name, (_, lengths, _) in parts.items()}
-        if len(set(sizes.values())) != 1:
-            raise ValueError(f"features must have as many samples each, and have {sizes}")
-        values, lengths, weights = zip(*parts.values(), strict=True)
-        every = None
-        if any(each is not None for each in weights):
-            ones = [torch.ones(len(each), device=each.device) for each in values]
-            mine = zip(weights, ones, strict=True)
-            every = torch.cat([one if given is None else given for given, one in mine])
-        return cls(list(parts), torch.cat(values), lengths=torch.cat(lengths), weights=every)
-
-    def keys(self) -> list[str]:
-        return self._keys
-
-    def values(self) -> Tensor:
-        return self._values
-
-    def offsets(self) -> Tensor:
-        return self._offsets
-
-    def lengths(self) -> Tensor:
-        return self._offsets.diff()
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
-        weights = None if self._weights is None else change(self._weights)
-        return type(self)(
-            self._keys, change(self._values), offsets=change(self._offsets), weights=weights
-        )
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        return self.map(lambda each: each.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Self:
-        return self.map(torch.Tensor.pin_memory)
-
-    def clone(self) -> Self:
-        return self.map(torch.Tensor.clone)
-
-
-def _bags_of(
-    name: str,
-    given: Tensor | tuple[Tensor, ...],
-    num_samples: int | None,
-    include_last_offset: bool | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return one feature's ids, how many each sample has, and their weights."""
-    if isinstance(given, Tensor) and given.ndim in (1, 2):
-        _check_integers(given, f"ids of feature {name!r}")
-        each = 1 if given.ndim == 1 else given.shape[1]
-        return given.reshape(-1), torch.full((len(given),), each, device=given.device), None
-    if _are_tensors(given):
-        indices, offsets = given[:2]
-        _check_integers(indices, f"indices of feature {name!r}")
-        _check_integers(offsets, f"offsets of feature {name!r}")
-        if include_last_offset is None:
-            if num_samples is None:
-                raise ValueError(
-                    f"feature {name!r} has {len(offsets)} offsets, which are {len(offsets)} "
-                    f"samples, as nn.EmbeddingBag reads them, or {len(offsets) - 1}, if the last "
-                    "is the number of ids; say which by include_last_offset=False or True"
-                )
-            include_last_offset = len(offsets) != num_samples
-        if not include_last_offset:
-            offsets = torch.cat([offsets, offsets.new_tensor([len(indices)])])
-        weights = given[2] if len(given) == 3 else None
-        if weights is not None and len(weights) != len(indices):
-            raise ValueError(f"feature {name!r} has {len(indices)} ids and {len(weights)} weights")
-        lengths = offsets.diff()
-        if offsets.device.type == "cpu" and len(offsets) and int(offsets[0]) != 0:
-            raise ValueError(f"feature {name!r}: offsets must begin with 0, not {int(offsets[0])}")
-        if lengths.device.type == "cpu" and int(lengths.sum()) != len(indices):
-            raise ValueError(
-                f"feature {name!r} has {len(indices)} ids, and offsets for {int(lengths.sum())}; "
-                "they begin with 0, and end with the number of ids, unless they leave it out "
-                "(include_last_offset=False)"
-            )
-        return indices, lengths, weights
-    shape = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given)
-    raise TypeError(
-        f"feature {name!r} must be a tensor of ids [B] or [B, n], such as torch.tensor([1, 2]), or "
-        f"a tuple of tensors, (indices, offsets) or (indices, offsets, weights); got {shape}"
-    )
-
-
-def _are_tensors(given: object) -> bool:
-    """Whether this is (indices, offsets) or (indices, offsets, weights), one dimension each."""
-    return (
-        isinstance(given, tuple | list)
-        and len(given) in (2, 3)
-        and all(isinstance(part, Tensor) and part.ndim == 1 for part in given)
-    )
-
-
-def _check_integers(tensor: Any, what: str) -> None:
-    """Refuse what holds no whole numbers, so that nothing is rounded or read as 0 and 1."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(
-            f"{what} must be int64 (or int32), not {tensor.dtype}; if they are whole numbers, "
-            ".long() makes them so"
-        )
-
-
-def _refuse_repeated_keys(keys: Sequence[str]) -> None:
-    if len(set(keys)) < len(keys):
-        name = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise ValueError(f"key {name!r} is there twice; every feature has one place in a batch")
 
 
 @dataclass(frozen=True)
@@ -201,12 +35,17 @@ class Batch:
     def num_values(self) -> int:
         return self.values.numel()
 
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device."""
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, values=self.values.to(device), offsets=offsets)
+
 
 class Room:
-    """How many places a batch of changing size gets: seldom a new number, so launches come again.
+    """Sizes of buffers for batches of changing size: few different ones, so that launches repeat.
 
-    The first size is taken as it is, since many loaders know no other; a larger one brings room
-    to spare. Sizes far below are rounded by themselves.
+    The first size is taken as it is, since many loaders have no other. A larger one brings spare
+    room. Much smaller sizes are rounded up on their own.
     """
 
     def __init__(self) -> None:
@@ -214,7 +53,7 @@ class Room:
         self._is_fixed = False
 
     def fix(self, most: int) -> None:
-        """It does not grow beyond this."""
+        """Set the largest size for good."""
         self.most, self._is_fixed = most, True
 
     def __call__(self, count: int) -> int:
@@ -224,17 +63,17 @@ class Room:
 
 
 def _eighths(count: int) -> int:
-    """Rounded up by an eighth at most, to one of eight numbers between two powers of two."""
+    """Round up, by an eighth at most, to one of eight numbers between two powers of two."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which of a batch's keys a group's features are, on the device."""
+    """Which of a batch's keys are a group's features, on the device."""
 
-    places: Tensor  # [F] int64: of each feature among the keys
-    ranks: Tensor  # [keys] int64: of each key among the group's features, -1: not there
+    places: Tensor  # [F] int64: place of each feature among the keys
+    ranks: Tensor  # [keys] int64: place of each key among the group's features; -1: none
     is_all: bool  # the group has all keys, in the same order
 
 
@@ -247,7 +86,7 @@ def columns_of(keys: tuple[str, ...], group: WidthGroup, device: torch.device) -
 
 @dataclass(frozen=True)
 class Spread:
-    """Where a group's lookups lie among the user's values, known to the device alone."""
+    """Where a group's lookups are among the user's values; only the device knows it."""
 
     edges: Tensor  # [keys + 1] int64: where each key's values begin
     starts: Tensor  # [F] int64: where each feature's lookups begin in the group
@@ -255,7 +94,7 @@ class Spread:
     columns: Columns
 
     def take(self, weights: Tensor, size: int) -> Tensor:
-        """Weights of the user's values -> of the group's lookups, [size]; differentiable."""
+        """Return the weights of the group's lookups, [size]; differentiable."""
         place = torch.arange(size, device=weights.device)
         rank = torch.searchsorted(self.ends, place, right=True)
         is_real, rank = rank < self.ends.numel(), rank.clamp_(max=self.ends.numel() - 1)
@@ -275,8 +114,8 @@ class Spread:
 
 
 class _Rearranged(torch.autograd.Function):
-    """Takes values at some places, -1: zero. Each value goes to one place at most, so that the
-    way back is one of taking, too, and adds nothing up."""
+    """Takes values at some places, zero at -1. Each value is taken at most once, so the backward
+    pass takes as well, and adds nothing."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, source: Tensor, back: Tensor) -> Tensor:
@@ -298,7 +137,7 @@ def _taken(values: Tensor, place: Tensor) -> Tensor:
 class Lookups:
     """The lookups of one batch in one width group, bag by bag.
 
-    A bag is what one output vector is pooled from. Bags stand sample by sample when
+    A bag is the set of lookups that one output vector pools. Bags are ordered sample by sample if
     `by_sample` (dense inputs), else feature by feature.
     """
 
@@ -309,8 +148,8 @@ class Lookups:
     by_sample: bool
     spans: tuple[tuple[int, int], ...] = ()  # of each feature's ids in the user's values
     weights: Tensor | None = None  # [L] float32
-    # For captured steps: places for lookups, of which the first ones are taken. Nothing that
-    # is launched depends on how many; only `offsets` tell, on the device.
+    # For captured steps: places for lookups, of which the first ones are used. Launches do not
+    # depend on how many; only `offsets` say it, on the device.
     size: int | None = None
     spread: Spread | None = None  # None: as in the user's values
     # In a backward pass: whether the vectors of each feature have a gradient. None: all have.
@@ -325,14 +164,14 @@ class Lookups:
         return sum(high - low for low, high in self.spans) if self.spans else self.ids.numel()
 
     def bag_of(self) -> Tensor:
-        """The bag of each lookup, [L] int64."""
+        """Return the bag of each lookup, [L] int64."""
         bags = torch.arange(self.num_bags, device=self.ids.device)
         if self.offsets is None:
             return bags
         if self.size is not None:
             place = torch.arange(self.size, device=self.ids.device)
-            found = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
-            return found.clamp_(max=max(0, self.num_bags - 1))  # what is not taken: any
+            bag = torch.searchsorted(self.offsets[1:].contiguous(), place, right=True)
+            return bag.clamp_(max=max(0, self.num_bags - 1))  # unused places: any bag
         return torch.repeat_interleave(bags, self.offsets.diff(), output_size=self.num_lookups)
 
     def used_lookups(self) -> Tensor:
@@ -349,20 +188,15 @@ class Lookups:
 
 
 def parse(features: Any, columns: tuple[str, ...], device: torch.device | None) -> Batch:
-    """Any accepted input as a `Batch`; says what is wrong with any other.
-
-    It has to be on `device`, or anywhere if that is None.
-    """
+    """Return any accepted input as a `Batch`. It must be on `device`; None: anywhere."""
     if isinstance(features, Tensor):
         return _parse_dense(features, columns, device)
     if isinstance(features, tuple | list) and 2 <= len(features) <= 3:
-        indices, offsets, *rest = features
-        return _parse_jagged(columns, indices, offsets, rest[0] if rest else None, columns, device)
-    if all(callable(getattr(features, name, None)) for name in ("keys", "values", "offsets")):
+        return _parse_jagged(columns, *parts_of(features), columns, device)
+    if is_jagged(features):
         keys = tuple(features.keys())
-        _refuse_repeated_keys(keys)
-        weights = raw_weights(features)
-        return _parse_jagged(keys, features.values(), features.offsets(), weights, columns, device)
+        refuse_repeated_keys(keys)
+        return _parse_jagged(keys, *parts_of(features), columns, device)
     raise TypeError(
         "ids must be an int64 tensor [batch, features], a tuple (indices, offsets) or "
         "(indices, offsets, weights), or an object with keys(), values() and offsets() "
@@ -453,7 +287,7 @@ def _check_weights(weights: Any, values: Tensor) -> None:
 
 
 def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
-    _check_integers(tensor, what)
+    check_integers(tensor, what)
     if tensor.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"{what} must be int64 (or int32), not {tensor.dtype}; .long() makes them so"
@@ -468,55 +302,65 @@ def _int64(tensor: Any, what: str, device: torch.device | None) -> Tensor:
 
 
 def elsewhere(features: Any, batch: Batch) -> Batch:
-    """A batch that was parsed before, of which `features` are a copy on another device."""
-    if isinstance(features, Tensor):
-        values = (
-            features if features.shape == batch.values.shape else features.view_as(batch.values)
-        )
+    """Return a parsed batch of which `features` are a copy on another device."""
+    values, offsets, _ = parts_of(features)
+    if offsets is None:
+        if values.shape != batch.values.shape:
+            values = values.view_as(batch.values)
         return replace(batch, values=values.long(), given=(features,))
-    if isinstance(features, tuple | list):
-        values, offsets = features[:2]
-    else:
-        values, offsets = features.values(), features.offsets()
     # Offsets stay the user's own tensor: a captured step reads them where they are.
     return replace(batch, values=values.long(), offsets=offsets, given=(values, offsets))
 
 
 class BadId(ValueError):
-    """An id that no table has; ids were read as they were meant."""
+    """An id outside its table. The input itself was understood."""
 
 
 def lookups_of(batch: Batch, group: WidthGroup) -> Lookups:
-    """The lookups a batch makes in one width group; raises on an id no table has."""
+    """Return a batch's lookups in one width group; raise on an id outside its table."""
     if batch.offsets is None:
         return _dense_lookups(batch, group)
     return _jagged_lookups(batch, group)
 
 
-def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+def keys_of(batch: Batch, group: WidthGroup, *, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the ids that a batch looks up in a group, [L] int64, and whether one is outside its
+    table, a bool tensor. Lookups that bags skip have the id `padding`. No device is synchronized.
+    """
     values, numbers = batch.values, group.feature_numbers(batch.values.device)
-    if len(group.features) < len(batch.keys):
+    facts = [numbers.base, numbers.first, numbers.last]
+    facts += [] if numbers.skipped is None else [numbers.skipped]
+    if batch.offsets is not None:
+        spans = spans_of(batch, group)
+        values = torch.cat([values[low:high] for low, high in spans])
+        lengths = torch.tensor([high - low for low, high in spans])
+        lengths = lengths.to(values.device, non_blocking=True)
+        by_value = torch.stack(facts).repeat_interleave(lengths, 1, output_size=len(values))
+        facts = list(by_value)
+    elif len(group.features) < len(batch.keys):
         values = values.index_select(1, numbers.column)
-    inside = values.clamp(numbers.first, numbers.last)
-    if not torch.equal(inside, values):
-        sample, column = divmod(int((inside != values).flatten().int().argmax()), values.shape[1])
-        feature = group.features[column]
-        _raise_bad_id(
-            feature.name,
-            f"sample {sample}",
-            int(values[sample, column]),
-            group.tables[feature.table],
-        )
-    ids = values + numbers.base
-    if numbers.skipped is not None:
-        ids = ids.masked_fill_(values == numbers.skipped, PADDING)
-    return Lookups(
-        ids=ids.flatten(),
-        offsets=None,
-        divisor=None,  # the mean of one vector is that vector
-        bags_per_feature=(batch.num_samples,) * len(group.features),
-        by_sample=True,
-    )
+    base, first, last, *skipped = facts
+    is_bad = (values.clamp(first, last) != values).any()
+    keys = values + base
+    if skipped:
+        keys = keys.masked_fill_(values == skipped[0], padding)
+    return keys.flatten(), is_bad
+
+
+def _dense_lookups(batch: Batch, group: WidthGroup) -> Lookups:
+    ids, is_bad = keys_of(batch, group, padding=PADDING)
+    if bool(is_bad):
+        _raise_first_bad_id(batch, group)
+    return replace(outline_of(batch, group), ids=ids)
+
+
+def _raise_first_bad_id(batch: Batch, group: WidthGroup) -> None:
+    numbers = group.feature_numbers(batch.values.device)
+    values = batch.values.index_select(1, numbers.column)
+    is_bad = values.clamp(numbers.first, numbers.last) != values
+    sample, column = divmod(int(is_bad.flatten().int().argmax()), values.shape[1])
+    feature, value = group.features[column], int(values[sample, column])
+    _raise_bad_id(feature.name, f"sample {sample}", value, group.tables[feature.table])
 
 
 def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
@@ -534,13 +378,13 @@ def _jagged_lookups(batch: Batch, group: WidthGroup) -> Lookups:
 
 
 def spans_of(batch: Batch, group: WidthGroup) -> tuple[tuple[int, int], ...]:
-    """Where the indices of each of a group's features lie among a jagged batch's values."""
+    """Return where the indices of each of a group's features are in a jagged batch's values."""
     places = [batch.keys.index(feature.name) for feature in group.features]
     return tuple((batch.ends[place], batch.ends[place + 1]) for place in places)
 
 
 def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
-    """`lookups_of` without ids and divisor: nothing is read, so that no device is waited for."""
+    """Return `lookups_of` without ids and divisor. No device is synchronized."""
     nothing = batch.values.new_empty(0)
     if batch.offsets is None:
         bags = (batch.num_samples,) * len(group.features)
@@ -557,7 +401,7 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
         ids=nothing,
         offsets=torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0)),
         divisor=None,
-        bags_per_feature=tuple(each.numel() for each in lengths),
+        bags_per_feature=tuple(part.numel() for part in lengths),
         by_sample=False,
         spans=spans,
     )
@@ -566,10 +410,10 @@ def outline_of(batch: Batch, group: WidthGroup) -> Lookups:
 def fixed_outline(
     batch: Batch, group: WidthGroup, columns: Columns, size: int, is_real: Tensor
 ) -> Lookups:
-    """`outline_of` with the divisor, by launches that are the same for all batches of one shape.
+    """Return `outline_of` with the divisor, by launches that are equal for all batches of a shape.
 
-    To that shape belong the spans of a group without pooling, whose vectors are as many as its
-    lookups. `is_real` [size] tells which lookups read a row.
+    For a group without pooling, which has a vector per lookup, the shape includes its spans.
+    `is_real` [size] says which lookups read a row.
     """
     if is_pooled(group):
         x = _pooled_outline(batch, group, columns, size)
@@ -579,7 +423,7 @@ def fixed_outline(
 
 
 def is_pooled(group: WidthGroup) -> bool:
-    """Whether every sample has one vector per feature."""
+    """Return whether every sample has one vector per feature."""
     return all(feature.pooling != "none" for feature in group.features)
 
 
@@ -593,8 +437,8 @@ def _pooled_outline(batch: Batch, group: WidthGroup, columns: Columns, size: int
     starts = ends - lengths
     if not columns.is_all:
         by_key = offsets[:-1].view(len(batch.keys), batch.num_samples)
-        mine = by_key.index_select(0, columns.places) + (starts - firsts).unsqueeze(1)
-        offsets = torch.cat([mine.flatten(), ends[-1:]])
+        by_feature = by_key.index_select(0, columns.places) + (starts - firsts).unsqueeze(1)
+        offsets = torch.cat([by_feature.flatten(), ends[-1:]])
     as_given = columns.is_all and batch.num_values == size
     return Lookups(
         ids=batch.values.new_empty(0),
@@ -609,7 +453,7 @@ def _pooled_outline(batch: Batch, group: WidthGroup, columns: Columns, size: int
 
 
 def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
-    """What each bag's sum is divided by, without checking ids."""
+    """Return what each bag's sum is divided by, without checking ids."""
     if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
         return None
     parts = []
@@ -621,7 +465,7 @@ def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
 
 
 def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
-    """The per-sample weights of a group's lookups, differentiable; None if there are none."""
+    """Return the per-sample weights of a group's lookups, differentiable; None without any."""
     weights = raw_weights(features)
     if weights is None:
         return None
@@ -637,11 +481,28 @@ def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def parts_of(features: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Indices, offsets and weights of a jagged input, as the user holds them."""
+def is_jagged(features: Any) -> bool:
+    """Return whether an input is a jagged tensor: hotrow's, TorchRec's or one like them."""
+    return all(callable(getattr(features, name, None)) for name in ("keys", "values", "offsets"))
+
+
+def parts_of(features: Any) -> tuple[Tensor, Any, Tensor | None]:
+    """Return ids, offsets and weights of an accepted input, as the user holds them.
+
+    A dense input has no offsets.
+    """
+    if isinstance(features, Tensor):
+        return features, None, None
     if isinstance(features, tuple | list):
         return features[0], features[1], raw_weights(features)
     return features.values(), features.offsets(), raw_weights(features)
+
+
+def raw_weights(features: Any) -> Tensor | None:
+    if isinstance(features, tuple | list):
+        return features[2] if len(features) == 3 else None
+    weights: Tensor | None = getattr(features, "weights_or_none", lambda: None)()
+    return weights
 
 
 def count_ids(features: Any) -> int:
@@ -655,42 +516,32 @@ def count_ids(features: Any) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def raw_weights(features: Any) -> Tensor | None:
-    if isinstance(features, tuple | list):
-        return features[2] if len(features) == 3 else None
-    weights: Tensor | None = getattr(features, "weights_or_none", lambda: None)()
-    return weights
-
-
 def compared(features: Any) -> tuple[Tensor, ...]:
-    """The tensors that tell one batch of ids from another."""
-    if isinstance(features, Tensor):
-        return (features,)
-    if isinstance(features, tuple | list):
-        return tuple(features[:2])
-    return (features.values(), features.offsets())
+    """Return the tensors that distinguish one batch of ids from another."""
+    values, offsets, _ = parts_of(features)
+    return (values,) if offsets is None else (values, offsets)
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """How often each was changed."""
-    # Inference tensors do not count, so nothing tells whether they were changed.
+    """Return how often each tensor was changed."""
+    # Inference tensors have no version, so each counts as changed.
     return tuple([object() if t.is_inference() else t._version for t in tensors])
 
 
 def identity(
     features: Any, tensors: tuple[Tensor, ...], versions: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What tells one batch of ids from another, without reading them.
+    """Return what distinguishes one batch of ids from another, without reading them.
 
-    Tensors are compared by memory, shape and version; whoever keeps an identity keeps them
-    alive, so memory is not reused.
+    Tensors are compared by memory, shape and version. Keep them alive as long as an identity, so
+    that their memory is not reused.
     """
     keys = () if isinstance(features, Tensor | tuple | list) else tuple(features.keys())
     return (keys, versions, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
 
 
 def _divisor(is_real: Tensor, x: Lookups, group: WidthGroup) -> Tensor | None:
-    """What a bag's sum is divided by: its lookups, padding left out, where the mean is asked."""
+    """Return what each bag's sum is divided by: for means its lookups without padding."""
     if x.offsets is None or all(feature.pooling != "mean" for feature in group.features):
         return None
     real = torch.nn.functional.pad(is_real.cumsum(0), (1, 0))
@@ -713,7 +564,7 @@ def _checked(
         assert batch.offsets is not None
         first = batch.keys.index(feature.name) * batch.num_samples
         starts = batch.offsets[first : first + batch.num_samples]
-        # The last sample that begins there or before: empty ones begin where the next does.
+        # The last sample that begins there or before: an empty one begins where the next does.
         sample = int((starts <= low + place).sum()) - 1
         where = f"position {low + place}, sample {sample}"
         _raise_bad_id(feature.name, where, int(ids[place]), table)

@@ -1,16 +1,16 @@
 """Batches that are held while their loader goes on.
 
-A loader may fill the same buffers again and again. A batch that is still held then turns into a
-later one, labels included. So batches of such a loader are copied as they are read. Most loaders
-give new memory every time and should not pay for copies; which kind a loader is shows in its first
-batches, which are copied in any case:
+A loader may refill the same buffers. A batch that is still held then turns into a later one, labels
+included, so batches of such a loader are copied as they are read. Most loaders give new memory
+every time and should not pay for copies. The first batches, which are always copied, show which
+kind a loader is:
 
     read 0 .. 63      copies; if an original changes while its batch is held, copies for good
-    read 64 ..        the loader's own batches, but for parts in memory of a batch that is held
+    read 64 ..        the loader's own batches, except parts in memory of a batch that is held
 
-A part that all batches share, such as constant offsets, is therefore copied every time, and no
-other part is. A later change of other parts can only be noticed, not undone, so it is an error.
-Knows nothing of rows or ids.
+So a part that all batches share, such as constant offsets, is copied every time, and no other part
+is. A later change of other parts can only be noticed, not undone, so it is an error. This module
+does not know rows or ids.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 Part = Any  # a tensor or a numpy array
-Span = tuple[int, int, list[Any]]  # first address, the one behind the last, who has it
+Span = tuple[int, int, list[Any]]  # first address, one past the last, owners
 
-_FIRST = 64  # batches of a loader that are copied in any case
+_FIRST = 64  # batches of a loader that are always copied
 _FIRST_OF_MANY = 256  # the same where it is not known how many batches are held
 _MOST_HELD = 512  # batches that may be held where that is not known
 _MARGIN = 4  # batches that count as held after their time: a GPU may still be reading them
-_MOST_OWNERS = 4  # of memory that many batches share, which are remembered
+_MOST_OWNERS = 4  # remembered owners of memory that many batches share
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,16 +58,16 @@ class Held:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Without `parts` nothing is checked. With `clones`, `batch` has those instead of parts;
-        a part that was not copied is its own clone. `is_copy`: all parts were copied."""
+        """Without `parts` nothing is checked. With `clones`, `batch` has those instead of parts; a
+        part that was not copied is its own clone. `is_copy`: all parts were copied."""
         self.batch = origin if clones is None else batch
         self._origin, self._parts, self._clones = origin, parts, clones
         self._versions = [_version(part) for part in parts or ()]
         self.is_copy = is_copy
 
     def note_computed(self) -> None:
-        """Note tensors that the batch itself has computed and kept since it was read, as TorchRec's
-        jagged tensors and cached properties do when `ids=` asks for them."""
+        """Note tensors that the batch has computed and kept since it was read, as TorchRec's jagged
+        tensors and cached properties do when `ids=` asks for them."""
         if self._parts is not None and not self.is_copy:
             before = dict(zip(map(id, self._parts), self._versions, strict=True))
             clones = {}
@@ -79,10 +79,10 @@ class Held:
                 self._clones = [clones.get(id(part), part) for part in self._parts]
 
     def changed(self) -> str | None:
-        """Name what the loader changed in its own batch since; None: nothing, as far as is seen.
+        """Name what the loader changed in its own batch since; None: nothing was noticed.
 
         Where all was copied, values in host memory are compared. Otherwise versions of what was not
-        copied are, which do not see writes by numpy or through `.data`.
+        copied are compared, which do not see writes by numpy or through `.data`.
         """
         if not self._parts:
             return None
@@ -123,18 +123,18 @@ class Kept:
 
     @property
     def may_change(self) -> bool:
-        """Whether the loader might change batches that it gave."""
+        """Return whether the loader might change batches that it gave."""
         return self._given is not None
 
     def read(self, held: int) -> Held:
-        """Return the next batch while so many before it are held."""
+        """Return the next batch while `held` batches before it are held."""
         batch = next(self.source)
         if self._given is None:
             return Held(batch)
         return self._given.take(batch, held)
 
     def end(self) -> None:
-        """Nothing is held any more."""
+        """Release all batches."""
         if self._given is not None:
             self._given.forget()
 
@@ -149,7 +149,7 @@ class Kept:
 
 
 class _Habits:
-    """What is known of a loader. It outlives a pass, and so keeps no batch."""
+    """What is known of a loader. It outlives a pass, so it keeps no batch."""
 
     def __init__(self) -> None:
         self.reuses = False  # every batch is copied from now on
@@ -176,8 +176,8 @@ class _Given:
         self.forget()
 
     def forget(self) -> None:
-        """No batch is held any more."""
-        # Of all spans, by address; those of different batches do not overlap.
+        """Release all batches."""
+        # All spans by address; those of different batches do not overlap.
         self._starts: list[int] = []
         self._spans: list[Span] = []
         self._recent: deque[list[Span]] = deque()  # by batch
@@ -209,8 +209,8 @@ class _Given:
     def _note(self, parts: Sequence[Part], *, weakly: bool) -> list[Part]:
         """Remember a batch's memory; return the parts in memory of a batch that is still held.
 
-        Memory that was freed and is used again for another batch does not count. So what is held
-        is kept alive here, or known by weak references.
+        Memory that was freed and is used again does not count, so held memory is kept alive here,
+        or known by weak references.
         """
         refer = _weakly if weakly else _strongly
         spans = [(*_extent(part), [refer(part)]) for part in parts]
@@ -249,7 +249,7 @@ _known: weakref.WeakKeyDictionary[Any, _Habits] = weakref.WeakKeyDictionary()
 
 
 def _habits_of(loader: Any) -> _Habits:
-    """What is known of a loader; an epoch goes on where the one before ended."""
+    """Return what earlier epochs showed of a loader."""
     try:
         return _known.setdefault(loader, _Habits())
     except TypeError:  # it has no hash, or no weak references
@@ -257,7 +257,7 @@ def _habits_of(loader: Any) -> _Habits:
 
 
 def gives_new_memory(loader: Any) -> bool:
-    """Whether no batch of a loader can lie where an earlier one did, or that is no change."""
+    """Return whether no batch of a loader can change an earlier one."""
     if isinstance(loader, DataLoader):
         return loader.num_workers > 0  # batches come from other processes
     return isinstance(loader, list | tuple)
@@ -269,8 +269,8 @@ def gives_new_memory(loader: Any) -> bool:
 def parts_in(batch: Any) -> list[Part]:
     """Return every tensor and numpy array of a batch.
 
-    They are looked for in lists, tuples, deques, mappings, dataclasses, jagged tensors and in the
-    attributes of other objects, but not in objects inside of those, which may be a whole data set.
+    The search covers lists, tuples, deques, mappings, dataclasses, jagged tensors and attributes of
+    other objects, but not objects inside of those, which may be a whole data set.
     """
     found: list[Part] = []
     _find(batch, found, inside=False)
@@ -286,17 +286,21 @@ def _find(value: Any, found: list[Part], *, inside: bool) -> None:
     elif isinstance(value, np.ndarray):
         if value.size and not value.dtype.hasobject:
             found.append(value)
-    elif isinstance(value, list | tuple | deque):
-        for each in value:
-            _find(each, found, inside=inside)
-    elif isinstance(value, dict | MappingProxyType):
-        for each in value.values():
-            _find(each, found, inside=inside)
     else:
-        attributes, is_opaque = _attributes(value)
-        if not (inside and is_opaque):
-            for each in attributes.values():
-                _find(each, found, inside=inside or is_opaque)
+        members, inside = _members(value, inside)
+        for _, member in members:
+            _find(member, found, inside=inside)
+
+
+def _members(value: Any, inside: bool) -> tuple[Iterable[tuple[Any, Any]], bool]:
+    """Return what an object holds, by index, key or name, and whether that is inside of an opaque
+    object. Opaque objects inside of others are not looked into."""
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value), inside
+    if isinstance(value, dict | MappingProxyType):
+        return value.items(), inside
+    attributes, is_opaque = _attributes(value)
+    return () if inside and is_opaque else attributes.items(), inside or is_opaque
 
 
 def _attributes(value: Any) -> tuple[Mapping[str, Any], bool]:
@@ -337,12 +341,12 @@ def copy_of(batch: Any) -> Any:
 
 def _copied(batch: Any, parts: Sequence[Part], chosen: Sequence[Part]) -> Held:
     """Copy the chosen parts of a batch."""
-    if not parts:  # of a form that is not known
+    if not parts:  # its structure is unknown
         return Held(batch, parts)
     clones = {id(part): part for part in parts} | {id(part): _clone(part) for part in chosen}
     try:
         made = _rebuilt(batch, clones, inside=False)
-    except Exception:  # whatever a class does when it is copied
+    except Exception:  # a class may do anything when it is copied
         return Held(batch, parts)
     copies = parts_in(made)
     if [*map(id, copies)] != [id(clones[id(part)]) for part in parts]:
@@ -351,41 +355,36 @@ def _copied(batch: Any, parts: Sequence[Part], chosen: Sequence[Part]) -> Held:
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
-    made: Any
     if type(value) in _PLAIN:
         return value
     if (clone := clones.get(id(value))) is not None:
         return clone
-    if isinstance(value, list | tuple | deque):
-        parts = [_rebuilt(each, clones, inside=inside) for each in value]
-        if isinstance(value, tuple):
-            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-            if attributes := getattr(value, "__dict__", None):
-                made.__dict__.update(attributes)
-            return made
-        made = copy.copy(value)
-        made.clear()
-        made.extend(parts)
+    members, inside = _members(value, inside)
+    old = dict(members)
+    new = {name: _rebuilt(member, clones, inside=inside) for name, member in old.items()}
+    made: Any
+    if isinstance(value, tuple):
+        parts = new.values()
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if attributes := getattr(value, "__dict__", None):
+            made.__dict__.update(attributes)
         return made
-    if isinstance(value, dict | MappingProxyType):
-        new = {key: _rebuilt(each, clones, inside=inside) for key, each in value.items()}
-        if type(value) in (dict, MappingProxyType):
-            return type(value)(new)
-        made = copy.copy(value)
-        made.update(new)
-        return made
-    attributes, is_opaque = _attributes(value)
-    if inside and is_opaque:
-        return value
-    inside = inside or is_opaque
-    new = {name: _rebuilt(each, clones, inside=inside) for name, each in attributes.items()}
-    if all(each is attributes[name] for name, each in new.items()):
+    if type(value) is MappingProxyType:
+        return MappingProxyType(new)
+    is_container = isinstance(value, list | deque | dict)
+    if not is_container and all(member is old[name] for name, member in new.items()):
         return value
     made = copy.copy(value)
     if made is value:
         raise TypeError(f"{type(value).__name__} cannot be copied")
-    for name, each in new.items():
-        object.__setattr__(made, name, each)
+    if isinstance(value, list | deque):
+        made.clear()
+        made.extend(new.values())
+    elif isinstance(value, dict):
+        made.update(new)
+    else:
+        for name, member in new.items():
+            object.__setattr__(made, name, member)
     return made
 
 
@@ -405,7 +404,7 @@ def _clone(part: Part) -> Part:
 
 
 def _same_bits(one: Part, other: Part) -> bool:
-    """Compare values in host memory; what is elsewhere would have to be waited for."""
+    """Compare values in host memory; tensors on a GPU would need a synchronization."""
     if one is other:
         return True
     if isinstance(one, np.ndarray):
@@ -430,19 +429,13 @@ def _path(value: Any, part: Part, *, inside: bool = False) -> str | None:
     """Return how a program would write where a part is in a batch; None: it is not there."""
     if value is part:
         return ""
-    if isinstance(value, list | tuple | deque):
-        found = ((f"[{number}]", each) for number, each in enumerate(value))
-    elif isinstance(value, dict | MappingProxyType):
-        found = ((f"[{key!r}]", each) for key, each in value.items())
-    else:
-        attributes, is_opaque = _attributes(value)
-        if inside and is_opaque:
-            return None
-        inside = inside or is_opaque
-        found = ((f".{name}", each) for name, each in attributes.items())
-    for name, each in found:
-        if type(each) not in _PLAIN and (rest := _path(each, part, inside=inside)) is not None:
-            return name + rest
+    members, inside = _members(value, inside)
+    is_container = isinstance(value, list | tuple | deque | dict | MappingProxyType)
+    for name, member in members:
+        if type(member) in _PLAIN:
+            continue
+        if (rest := _path(member, part, inside=inside)) is not None:
+            return (f"[{name!r}]" if is_container else f".{name}") + rest
     return None
 
 
@@ -460,7 +453,7 @@ def _strongly(part: Part) -> Any:
 
 
 def _extent(part: Part) -> tuple[int, int]:
-    """Return the first address of a part, and the one behind its last."""
+    """Return the first address of a part, and one past its last."""
     if isinstance(part, np.ndarray):
         low = high = part.__array_interface__["data"][0]
         for count, stride in zip(part.shape, part.strides, strict=True):

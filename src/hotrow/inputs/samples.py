@@ -1,22 +1,24 @@
-"""Samples out of batches: for orders, splits and filters that choose among them.
+"""Samples out of batches, for systems that order, split or filter them.
 
-A batch is whatever a loader gives: tensors in tuples, lists, dicts and dataclasses, whose first
-dimension is the samples', and jagged ids: TorchRec's, or what looks like them, become hotrow's.
-Knows nothing of models or rows.
+A batch is what a loader gives: tensors in tuples, lists, dicts and dataclasses, whose first
+dimension is the samples', and jagged ids. TorchRec's jagged tensors, and those like them, become
+hotrow's. This module does not know models or rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hotrow.inputs.batch import KeyedJaggedTensor, raw_weights
+from hotrow.inputs.batch import is_jagged, parts_of
+from hotrow.inputs.jagged import KeyedJaggedTensor
+from hotrow.inputs.tree import members, rebuilt
 
 Take = Callable[[Any, Tensor], Any]  # a batch and places of samples -> a batch of those
+Join = Callable[[Sequence[Any]], Any]  # several batches -> one
 
 _GIVE_BOTH = (
     "give take=, a function of a batch and a tensor of places that makes a batch of the samples "
@@ -25,20 +27,23 @@ _GIVE_BOTH = (
 
 
 def check_both(take: object, join: object) -> None:
-    """Refuses one without the other: what is cut in a way of its own is joined so, too."""
+    """Refuse one without the other."""
     if (take is None) != (join is None):
         given, missing = ("take", "join") if join is None else ("join", "take")
         raise ValueError(f"{given}= goes with {missing}=, which is not there: {_GIVE_BOTH}")
 
 
-def take(batch: Any, places: Tensor, *, size: int) -> Any:
-    """The samples at `places` of a batch of `size`, in that order."""
+def take(batch: Any, places: Tensor, *, size: int, by: Take | None = None) -> Any:
+    """Return the samples at `places` of a batch of `size`, in that order; `by` the caller's
+    function, if there is one."""
+    if by is not None:
+        return by(batch, places)
     jagged = _jagged_taken(places, size)
     return _map([batch], lambda parts: _taken(parts[0], places, size), jagged, size)
 
 
 def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
-    """The samples from `low` up to `high`; tensors are views, jagged ids are copied."""
+    """Return the samples from `low` up to `high`; tensors are views, jagged ids are copied."""
 
     def tensors(parts: Sequence[Tensor]) -> Tensor:
         _check_samples(parts[0], size)
@@ -51,72 +56,60 @@ def cut(batch: Any, low: int, high: int, *, size: int) -> Any:
     return _map([batch], tensors, jagged, size)
 
 
-def join(batches: Sequence[Any]) -> Any:
-    """One batch of all samples of several that look alike."""
+def join(batches: Sequence[Any], *, by: Join | None = None) -> Any:
+    """Return one batch of all samples of several batches of one structure; a single one as it is.
+
+    `by` is the caller's function, if there is one.
+    """
     if not batches:
         raise ValueError("there is no batch to join")
+    if len(batches) == 1:
+        return batches[0]
+    if by is not None:
+        return by(batches)
     return _map(batches, lambda parts: torch.cat(list(parts)), _jagged_joined)
 
 
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same batch with every tensor changed; raise if it holds unknown objects."""
+    return _map([batch], lambda parts: change(parts[0]), lambda parts: parts[0].map(change))
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
-    """Every tensor of a batch, in an order that batches which look alike share."""
-    found: list[Tensor] = []
-
-    def tensor(parts: Sequence[Tensor]) -> Tensor:
-        found.append(parts[0])
-        return parts[0]
-
-    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        (ids,) = parts
-        weights = ids.weights_or_none()
-        found.extend([ids.values(), ids.lengths(), *([] if weights is None else [weights])])
-        return ids
-
-    _map([batch], tensor, jagged)
-    return found
+    """Return every tensor of a batch; their order depends on its structure alone."""
+    tensors: list[Tensor] = []
+    map_tensors(batch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def with_tensors(batch: Any, tensors: Iterable[Tensor]) -> Any:
-    """A batch that looks like this one, of tensors as `tensors_of` gives them."""
+    """Return a batch of this structure, with tensors in the order of `tensors_of`."""
     given = iter(tensors)
-
-    def jagged(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        values, lengths = next(given), next(given)
-        weights = None if parts[0].weights_or_none() is None else next(given)
-        return KeyedJaggedTensor(parts[0].keys(), values, lengths=lengths, weights=weights)
-
-    return _map([batch], lambda parts: next(given), jagged)
+    return map_tensors(batch, lambda _: next(given))
 
 
 def pinned(batch: Any) -> Any:
-    """A copy in page-locked memory."""
-    return _map([batch], lambda parts: parts[0].pin_memory(), lambda parts: parts[0].pin_memory())
+    """Return a copy in page-locked memory."""
+    return map_tensors(batch, Tensor.pin_memory)
 
 
 def outline(batch: Any, *, values: bool = True) -> Any:
-    """What batches share if they look alike: all but their tensors' values and first dimensions.
+    """Return what batches of one structure share: all but tensors' values and first dimensions.
 
-    A ValueError names what is no part of samples that `take` and `join` know; without `values`
-    that is also a text or a number.
+    A ValueError names a part that `take` and `join` cannot handle; without `values` also a text or
+    a number.
     """
-
-    def inside(part: Any) -> Any:
-        return outline(part, values=values)
-
     if isinstance(batch, Tensor):
         return ("tensor", batch.dtype, tuple(batch.shape[1:]))
-    if _is_jagged(batch):
-        batch = _ours(batch)
-        weights = batch.weights_or_none()
-        kinds = batch.values().dtype, None if weights is None else weights.dtype
-        return ("jagged", tuple(batch.keys()), *kinds)
-    if isinstance(batch, list | tuple):
-        return (type(batch).__name__, *map(inside, batch))
-    if isinstance(batch, Mapping):
-        return ("dict", *((key, inside(value)) for key, value in batch.items()))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        names = [each.name for each in fields(batch) if each.init]
-        return (type(batch).__name__, *((name, inside(getattr(batch, name))) for name in names))
+    if is_jagged(batch):
+        ids = _ours(batch)
+        weights = ids.weights_or_none()
+        kinds = ids.values().dtype, None if weights is None else weights.dtype
+        return ("jagged", tuple(ids.keys()), *kinds)
+    parts = members(batch)
+    if parts is not None:
+        kind = "dict" if isinstance(batch, Mapping) else type(batch).__name__
+        return (kind, *((name, outline(part, values=values)) for name, part in parts.items()))
     if batch is None or (values and isinstance(batch, str | int | float)):
         return batch
     raise ValueError(
@@ -126,18 +119,18 @@ def outline(batch: Any, *, values: bool = True) -> Any:
     )
 
 
-def mask_of(found: Any, size: int | None = None) -> Tensor:
-    """What a function said of each sample of a batch of `size`, yes or no: checked, on the CPU."""
-    if not isinstance(found, Tensor) or found.dtype != torch.bool or found.ndim != 1:
-        what = type(found).__name__
-        if isinstance(found, Tensor):
-            what = f"a tensor of {found.dtype}, shape {tuple(found.shape)}"
+def mask_of(mask: Any, size: int | None = None) -> Tensor:
+    """Return a mask with a bool for each of `size` samples, checked, on the CPU."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 1:
+        what = type(mask).__name__
+        if isinstance(mask, Tensor):
+            what = f"a tensor of {mask.dtype}, shape {tuple(mask.shape)}"
         raise TypeError(f"a bool for each sample was expected, a tensor [B], instead of {what}")
-    if size is not None and len(found) != size:
+    if size is not None and len(mask) != size:
         raise ValueError(
-            f"a bool for each of {size:,} samples was expected, and {len(found):,} came"
+            f"a bool for each of {size:,} samples was expected, and {len(mask):,} came"
         )
-    return found.cpu()
+    return mask.cpu()
 
 
 def _map(
@@ -146,32 +139,29 @@ def _map(
     of_jagged: Callable[[Sequence[KeyedJaggedTensor]], KeyedJaggedTensor],
     size: int | None = None,
 ) -> Any:
-    """Walk through batches of one structure side by side; of `size` samples, where it matters."""
+    """Walk through batches of one structure side by side; `size` is their number of samples."""
     first = batches[0]
-
-    def inside(parts: Sequence[Any]) -> Any:
-        return _map(parts, of_tensors, of_jagged, size)
-
     if isinstance(first, Tensor):
         return of_tensors(batches)
-    if _is_jagged(first):
-        return of_jagged([_ours(each) for each in batches])
+    if is_jagged(first):
+        return of_jagged([_ours(batch) for batch in batches])
     if isinstance(first, list | tuple):
         _check_texts(first, size)
-        if len({len(each) for each in batches}) > 1:
+        if len({len(batch) for batch in batches}) > 1:
             raise ValueError(
                 "batches to join hold lists of different lengths, "
-                f"{', '.join(str(len(each)) for each in batches)}; leave them out where batches "
+                f"{', '.join(str(len(batch)) for batch in batches)}; leave them out where batches "
                 f"are made, or {_GIVE_BOTH}"
             )
-        found = [inside(parts) for parts in zip(*batches, strict=True)]
-        return type(first)(*found) if hasattr(first, "_fields") else type(first)(found)
-    if isinstance(first, Mapping):
-        return {key: inside([each[key] for each in batches]) for key in first}
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [each.name for each in fields(first) if each.init]
-        changed = {name: inside([getattr(each, name) for each in batches]) for name in names}
-        return replace(first, **changed)
+    parts = [members(batch) for batch in batches]
+    if parts[0] is not None:
+        joined = {
+            name: _map(
+                [part[name] for part in parts if part is not None], of_tensors, of_jagged, size
+            )
+            for name in parts[0]
+        }
+        return rebuilt(first, joined)
     if first is None or isinstance(first, str | int | float):
         return first
     raise TypeError(
@@ -180,20 +170,15 @@ def _map(
     )
 
 
-def _is_jagged(part: Any) -> bool:
-    """What `hotrow.inputs.batch.parse` takes for jagged ids."""
-    return all(callable(getattr(part, name, None)) for name in ("keys", "values", "offsets"))
-
-
 def _ours(ids: Any) -> KeyedJaggedTensor:
     if isinstance(ids, KeyedJaggedTensor):
         return ids
-    weights = raw_weights(ids)
-    return KeyedJaggedTensor(ids.keys(), ids.values(), offsets=ids.offsets(), weights=weights)
+    values, offsets, weights = parts_of(ids)
+    return KeyedJaggedTensor(ids.keys(), values, offsets=offsets, weights=weights)
 
 
 def _check_texts(part: Sequence[Any], size: int | None) -> None:
-    """A text for each sample, as a DataLoader leaves them, is no tensor, and would stay whole."""
+    """Refuse a list with a text for each sample, as a DataLoader makes it: it cannot be cut."""
     if part and len(part) == size and all(isinstance(each, str) for each in part):
         raise ValueError(
             f"a batch of {size:,} samples holds as many texts ({part[0]!r}, ...), which are not "
@@ -223,9 +208,9 @@ def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]
                 f"ids of {len(ids.keys())} features have {len(ids.offsets()) - 1} bags, and "
                 f"{size:,} samples would have {len(ids.keys()) * size:,}"
             )
-        here = places.to(ids.offsets().device)
-        starts = ids.offsets()[:-1].view(-1, size).index_select(1, here).flatten()
-        lengths = ids.lengths().view(-1, size).index_select(1, here).flatten()
+        columns = places.to(ids.offsets().device)
+        starts = ids.offsets()[:-1].view(-1, size).index_select(1, columns).flatten()
+        lengths = ids.lengths().view(-1, size).index_select(1, columns).flatten()
         ends = lengths.cumsum(0)
         lookups = torch.repeat_interleave(starts - (ends - lengths), lengths)
         lookups += torch.arange(len(lookups), device=lookups.device)
@@ -241,34 +226,24 @@ def _jagged_taken(places: Tensor, size: int) -> Callable[..., KeyedJaggedTensor]
 
 
 def _jagged_joined(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Feature by feature, so that samples of one batch follow those of another."""
+    """Join feature by feature, so that samples of one batch follow those of another."""
     keys = parts[0].keys()
-    for each in parts:
-        if each.keys() != keys:
-            raise ValueError(f"batches to join have other features: {keys} and {each.keys()}")
-    values: list[Tensor] = []
-    weights: list[Tensor] = []
-    lengths: list[Tensor] = []
-    cuts = [_by_feature(each) for each in parts]
-    for feature in range(len(keys)):
-        for ids, (edges, counts) in zip(parts, cuts, strict=True):
-            here = slice(edges[feature], edges[feature + 1])
-            values.append(ids.values()[here])
-            lengths.append(counts[feature])
-            given = ids.weights_or_none()
-            if given is not None:
-                weights.append(given[here])
-    if weights and len(weights) != len(values):
+    for ids in parts:
+        if ids.keys() != keys:
+            raise ValueError(f"batches to join have other features: {keys} and {ids.keys()}")
+    weights = [ids.weights_or_none() for ids in parts]
+    if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
         raise ValueError("batches to join must all have weights, or none of them")
+    counts = [ids.lengths().view(len(keys), -1) for ids in parts]  # by feature and sample
+    cuts = [count.sum(1).tolist() for count in counts]
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        split = [tensor.split(cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+        return torch.cat([part for by_batch in zip(*split, strict=True) for part in by_batch])
+
     return KeyedJaggedTensor(
         keys,
-        torch.cat(values),
-        lengths=torch.cat(lengths),
-        weights=torch.cat(weights) if weights else None,
+        joined([ids.values() for ids in parts]),
+        lengths=torch.cat(counts, 1).flatten(),
+        weights=None if weights[0] is None else joined([w for w in weights if w is not None]),
     )
-
-
-def _by_feature(ids: KeyedJaggedTensor) -> tuple[list[int], Tensor]:
-    """Where each feature's ids begin and end, and how many each sample has, [features, samples]."""
-    counts = ids.lengths().view(len(ids.keys()), -1)
-    return [0, *counts.sum(1).cumsum(0).tolist()], counts

@@ -1,7 +1,4 @@
-"""Tables as the user names them, and the space of ids they form.
-
-Knows nothing about rows' bytes, slots or strategies.
-"""
+"""Tables as the user names them, and the space of ids they form. Does not know where rows are."""
 
 from __future__ import annotations
 
@@ -108,7 +105,7 @@ class EmbeddingBagConfig:
 
     @property
     def start(self) -> Init:
-        """How the rows start out."""
+        """Return how rows are initialized."""
         if self.init is not None:
             return self.init
         bound = 1 / math.sqrt(self.num_embeddings)
@@ -207,18 +204,18 @@ class WidthGroup:
         return [base + row for base, row in pairs if row is not None]
 
     def table_of(self, ids: Tensor) -> Tensor:
-        """The position of each id's table."""
+        """Return the position of each id's table."""
         inner = torch.tensor(self.bases[1:], dtype=torch.int64, device=ids.device)
         return torch.bucketize(ids, inner, right=True)
 
     def describe(self, row_id: int) -> str:
-        """An id in the user's words."""
+        """Return an id in the user's terms."""
         position = int(self.table_of(torch.tensor(row_id)))
         return f"row {row_id - self.bases[position]:,} of table {self.tables[position].name!r}"
 
 
 def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
-    """Tables of one width next to each other, in the order they were given."""
+    """Group tables by width, in the order they were given."""
     if not tables:
         raise ValueError("a collection needs at least one table")
     _refuse_repeats("table", [table.name for table in tables])
@@ -237,7 +234,7 @@ def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
 
 
 def feature_order(tables: Sequence[EmbeddingBagConfig]) -> tuple[str, ...]:
-    """The order of columns in a dense input and of vectors in the output."""
+    """Return the order of columns in a dense input and of vectors in the output."""
     return tuple(name for table in tables for name in table.feature_names)
 
 

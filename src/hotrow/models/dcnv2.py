@@ -16,19 +16,18 @@ dense [B, num_dense]          sparse ids
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hotrow.models.layers import (
     Clicks,
+    check_normalised,
+    check_one_logit,
     draw,
     mlp,
     normalised,
-    refuse_other_than_one_logit,
-    refuse_to_normalise,
-    width_of,
+    through,
     widths_of,
 )
 
@@ -36,19 +35,19 @@ from hotrow.models.layers import (
 class DCNv2(nn.Module):
     """DCN-v2 (Wang et al. 2021) in the form of MLPerf's DLRM-DCNv2, whose shape is the default.
 
-    `embedding(sparse).values()` is [B, embedding_width]; hotrow's collections know it. As vectors
-    are only put side by side, their widths may differ, and need not be the last of `bottom`.
-    Cross layers have rank `cross_rank`; None: full rank, one square matrix each.
+    `embedding(sparse).values()` is [B, embedding_width]; hotrow's collections know it. Vectors are
+    concatenated, so their widths may differ, from each other and from the last of `bottom`. Cross
+    layers have rank `cross_rank`; None: full rank, one square matrix each.
 
     Layers of bottom and top start as in the DLRM reference, cross layers as in TorchRec: weights
-    normal after Xavier, biases zero. All are drawn from `generator` or else torch's own. With
+    Xavier normal, biases zero. All are drawn from `generator`, or from torch's default. With
     half-precision weights logits are float32.
 
-    `pad_to` rounds `num_dense` up to its multiples; no state dict shows padding. Other widths are
-    sums of those of layers and vectors, which are yours to choose.
+    `pad_to` rounds `num_dense` up to its multiples; state dicts do not show padding. Other widths
+    are sums of the widths of layers and vectors, which you choose.
 
-    `normalise` scales every vector that is looked up to mean 0 and variance 1 among its numbers;
-    it takes a hotrow collection, which knows where they begin.
+    `normalise` scales every vector that is looked up to mean 0 and variance 1; it needs a hotrow
+    collection, which knows where vectors begin.
     """
 
     def __init__(
@@ -66,14 +65,15 @@ class DCNv2(nn.Module):
         normalise: bool = False,
     ) -> None:
         super().__init__()
-        refuse_other_than_one_logit("top of a DCNv2", top)
+        check_one_logit("top of a DCNv2", top)
         if cross_layers < 1:
             raise ValueError(f"a DCNv2 has 1 cross layer or more, not {cross_layers}")
         self.embedding = embedding
-        self.embedding_width = embedding_width or width_of(embedding, otherwise="embedding_width")
+        self.embedding_width = embedding_width or sum(
+            widths_of(embedding, otherwise="embedding_width=")
+        )
         self.normalise = widths_of(embedding, otherwise="normalise=False") if normalise else []
-        for each in self.normalise:
-            refuse_to_normalise(each)
+        check_normalised(*self.normalise)
         width = bottom[-1] + self.embedding_width
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)
@@ -83,11 +83,11 @@ class DCNv2(nn.Module):
         self.top = mlp([width, *top], ends_in_relu=False, generator=generator)
 
     def forward(self, batch: Clicks) -> Tensor:
-        """Log-odds of a click, [B]."""
+        """Return the log-odds of a click, [B]."""
         return self.score(batch.dense, self.embedding(batch.sparse).values())
 
     def score(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """The dense part, for vectors that were looked up: a compiler's whole graph."""
+        """Return the logits of vectors that were looked up: one graph for a compiler."""
         if vectors.shape[1] != self.embedding_width:
             raise ValueError(
                 f"the embedding gives {vectors.shape[1]} numbers per sample, but the cross layers "
@@ -95,8 +95,7 @@ class DCNv2(nn.Module):
             )
         if self.normalise:
             vectors = normalised(vectors, self.normalise)
-        first = cast(nn.Linear, self.bottom[0])
-        dense = self.bottom(dense.to(first.weight.dtype))
+        dense = through(self.bottom, dense)
         start = crossed = torch.cat([dense, vectors.to(dense.dtype)], dim=1)
         for layer in self.cross:
             crossed = layer(start, crossed)
@@ -123,5 +122,5 @@ class Cross(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, start: Tensor, crossed: Tensor) -> Tensor:
-        # One operation for product and sum.
+        # Product and sum in one operation.
         return torch.addcmul(crossed, start, self.up(self.down(crossed)))

@@ -14,7 +14,6 @@ dense [B, num_dense]          sparse ids
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,12 @@ from torch import Tensor, nn
 from hotrow.models.layers import (
     Clicks,
     DotInteraction,
+    check_normalised,
+    check_one_logit,
     features_of,
     mlp,
     normalised,
-    refuse_other_than_one_logit,
-    refuse_to_normalise,
+    through,
 )
 
 
@@ -37,11 +37,11 @@ class DLRM(nn.Module):
     hotrow's collections know their number of features. Weights start as in the reference, drawn
     from `generator` or else torch's own. With half-precision weights logits are float32.
 
-    `pad_to` rounds the widths that come from the data, `num_dense` and that of the interaction,
-    up to its multiples: a matrix product is fast on rows that begin at even addresses. Padded
-    columns are zeros that meet zero weights, which get no gradient; no state dict shows them.
+    `pad_to` rounds `num_dense` and the width of the interaction up to its multiples: matrix
+    products are fast on aligned rows. Padded columns are zeros that meet zero weights, which get no
+    gradient; state dicts do not show them.
 
-    `normalise` scales every vector that is looked up to mean 0 and variance 1 among its numbers.
+    `normalise` scales every vector that is looked up to mean 0 and variance 1.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class DLRM(nn.Module):
         normalise: bool = False,
     ) -> None:
         super().__init__()
-        refuse_other_than_one_logit("top of a DLRM", top)
+        check_one_logit("top of a DLRM", top)
         self.embedding = embedding
         self.dim, self.normalise = bottom[-1], normalise
         if normalise:
-            refuse_to_normalise(self.dim)
-        self.num_features = num_features or len(features_of(embedding, otherwise="num_features"))
+            check_normalised(self.dim)
+        self.num_features = num_features or len(features_of(embedding, otherwise="num_features="))
         self.interact = DotInteraction(self.num_features, self.dim, pad_to=pad_to)
         widths = [num_dense, *bottom]
         self.bottom = mlp(widths, ends_in_relu=True, generator=generator, pad_to=pad_to)
@@ -70,9 +70,8 @@ class DLRM(nn.Module):
         self.top = mlp(widths, ends_in_relu=False, generator=generator, pad_to=pad_to)
 
     def forward(self, batch: Clicks) -> Tensor:
-        """Log-odds of a click, [B]."""
-        first = cast(nn.Linear, self.bottom[0])
-        dense = self.bottom(batch.dense.to(first.weight.dtype))
+        """Return the log-odds of a click, [B]."""
+        dense = through(self.bottom, batch.dense)
         vectors = self.embedding(batch.sparse).values()
         if self.normalise:
             vectors = normalised(vectors, [self.dim] * self.num_features)

@@ -1,14 +1,11 @@
-"""Layers that several models are made of, and what models read of a batch.
-
-Know nothing about where embedding rows live.
-"""
+"""Layers that models share, and what models read of a batch. Know nothing about embedding rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +13,7 @@ from torch.nn import functional
 
 
 class Clicks(Protocol):
-    """What the model reads of a batch: dense [B, num_dense], and ids for the embedding."""
+    """What a model reads of a batch: dense [B, num_dense], and ids for the embedding."""
 
     @property
     def dense(self) -> Tensor: ...
@@ -25,45 +22,42 @@ class Clicks(Protocol):
 
 
 def features_of(embedding: nn.Module, *, otherwise: str) -> tuple[str, ...]:
-    """The features that a collection looks up; other embeddings do not tell."""
-    return tuple(_told_by(embedding, "features", f"{otherwise}="))
-
-
-def width_of(embedding: nn.Module, *, otherwise: str) -> int:
-    """The numbers per sample that a collection gives; other embeddings do not tell."""
-    return sum(widths_of(embedding, otherwise=f"{otherwise}="))
+    """Return the features that a collection looks up; other embeddings need the argument
+    `otherwise`."""
+    return tuple(_attribute(embedding, "features", otherwise))
 
 
 def widths_of(embedding: nn.Module, *, otherwise: str) -> list[int]:
-    """The numbers in each feature's vector that a collection gives; others do not tell."""
-    tables = _told_by(embedding, "tables", otherwise)
+    """Return the width of each feature's vector in a collection; other embeddings need the argument
+    `otherwise`."""
+    tables = _attribute(embedding, "tables", otherwise)
     return [table.embedding_dim for table in tables for _ in table.feature_names]
 
 
-def _told_by(embedding: nn.Module, fact: str, otherwise: str) -> Any:
-    if not hasattr(embedding, fact):
+def _attribute(embedding: nn.Module, name: str, otherwise: str) -> Any:
+    if not hasattr(embedding, name):
         raise ValueError(
-            f"{type(embedding).__name__} does not tell its {fact}, as hotrow's collections do: "
+            f"{type(embedding).__name__} does not tell its {name}, as hotrow's collections do: "
             f"give {otherwise}"
         )
-    return getattr(embedding, fact)
+    return getattr(embedding, name)
 
 
-def refuse_other_than_one_logit(part: str, widths: Sequence[int]) -> None:
+def check_one_logit(part: str, widths: Sequence[int]) -> None:
     if widths[-1] != 1:
         raise ValueError(f"the {part} ends in one logit, not in {widths[-1]}")
 
 
 def at_least_float32(numbers: Tensor) -> Tensor:
-    """Half-precision numbers with room for the digits of a sum."""
+    """Return half-precision numbers as float32, which keeps the digits of a sum."""
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
 
 
 def normalised(vectors: Tensor, widths: Sequence[int]) -> Tensor:
-    """Vectors that lie side by side in [B, sum of widths], each scaled to mean 0 and variance 1.
+    """Scale vectors that lie side by side in [B, sum of widths] to mean 0 and variance 1 each.
 
-    torch's layer_norm without anything to learn: how large numbers are no longer counts, but
-    those far below the root of its 1e-5, about 0.003, stay small.
+    This is torch's layer_norm without weights. The size of numbers no longer matters, except that
+    numbers far below 0.003, the root of its epsilon 1e-5, stay small.
     """
     if vectors.shape[1] != sum(widths):
         raise ValueError(
@@ -73,19 +67,27 @@ def normalised(vectors: Tensor, widths: Sequence[int]) -> Tensor:
     if len(set(widths)) == 1:
         parts = vectors.unflatten(1, (len(widths), widths[0]))
         return functional.layer_norm(parts, widths[:1]).flatten(1)
-    each = zip(vectors.split(list(widths), dim=1), widths, strict=True)
-    return torch.cat([functional.layer_norm(part, (width,)) for part, width in each], dim=1)
+    parts = vectors.split(list(widths), dim=1)
+    return torch.cat([functional.layer_norm(part, part.shape[1:]) for part in parts], dim=1)
 
 
-def refuse_to_normalise(width: int) -> None:
-    if width < 2:
-        raise ValueError(f"normalise=True: a vector of {width} number would always be 0")
+def check_normalised(*widths: int) -> None:
+    for width in widths:
+        if width < 2:
+            raise ValueError(f"normalise=True: a vector of {width} number would always be 0")
+
+
+def through(layers: nn.Sequential, numbers: Tensor) -> Tensor:
+    """Return what layers make of numbers of any type."""
+    first = cast(nn.Linear, layers[0])
+    result: Tensor = layers(numbers.to(first.weight.dtype))
+    return result
 
 
 class DotInteraction(nn.Module):
-    """Dense vector and all dot products of two different vectors, [B, D + F (F + 1) / 2].
+    """The dense vector and the dot products of all pairs of vectors, [B, D + F (F + 1) / 2].
 
-    Padded columns, up to a multiple of `pad_to`, follow where they cost nothing.
+    The GPU's kernel pads the columns to a multiple of `pad_to`, which costs nothing there.
     """
 
     pairs: Tensor
@@ -107,7 +109,7 @@ class DotInteraction(nn.Module):
                 f"{self.num_features * self.dim}"
             )
         if dense.is_cuda:
-            # Here, because only machines with a GPU need have Triton.
+            # Imported here, because Triton is needed with a GPU only.
             from hotrow.kernels.triton import interact
 
             if interact.suits(self.num_features, dense):
@@ -130,11 +132,11 @@ class PaddedLinear(nn.Linear):
     def reset_parameters(self) -> None:
         if self.in_features:
             super().reset_parameters()
-        else:  # of data without numbers; torch would warn
+        else:  # data without numbers; torch would warn
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input may come padded or not."""
+        """Multiply an input that is padded or not."""
         return functional.linear(self._widened(input), self.weight, self.bias)
 
     def _widened(self, rows: Tensor) -> Tensor:
@@ -147,9 +149,9 @@ class PaddedLinear(nn.Linear):
             destination[prefix + "weight"] = destination[prefix + "weight"][:, : self.in_features]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        given = state_dict.get(prefix + "weight")
-        if given is not None and given.shape[1:] == (self.in_features,):
-            state_dict = {**state_dict, prefix + "weight": self._widened(given)}
+        weight = state_dict.get(prefix + "weight")
+        if weight is not None and weight.shape[1:] == (self.in_features,):
+            state_dict = {**state_dict, prefix + "weight": self._widened(weight)}
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -157,7 +159,7 @@ class Logit(PaddedLinear):
     """The last layer: one number per sample."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Of half-precision weights a float32 sum: a loss wants all of its digits, and a matrix
+        """Sum in float32 if weights are half precision: a loss needs the digits, and a matrix
         product of one column would waste the tensor cores."""
         if self.weight.dtype.itemsize > 2:
             return super().forward(input)
@@ -172,7 +174,7 @@ def mlp(
     generator: torch.Generator | None = None,
     pad_to: int = 1,
 ) -> nn.Sequential:
-    """Linear layers with ReLU between them; the first one's input padded."""
+    """Return linear layers with ReLU between them; the input of the first one is padded."""
     layers: list[nn.Module] = []
     for number, (width_in, width_out) in enumerate(pairwise(widths), start=2):
         is_logit = number == len(widths) and width_out == 1 and not ends_in_relu
@@ -185,9 +187,9 @@ def mlp(
 
 
 def draw(linear: nn.Linear, generator: torch.Generator | None) -> None:
-    """Start a layer's weight as the DLRM reference does, and as Xavier's normal form is."""
+    """Draw a layer's weight as the DLRM reference does: Xavier, normal."""
     std = math.sqrt(2 / (linear.in_features + linear.out_features))
-    # Apart from the padding, because torch draws other numbers into rows that lie apart.
+    # Without the padding, because torch draws other numbers into rows that are not contiguous.
     values = linear.weight.detach()[:, : linear.in_features]
     drawn = torch.empty_like(values, memory_format=torch.contiguous_format)
     values.copy_(nn.init.normal_(drawn, std=std, generator=generator))

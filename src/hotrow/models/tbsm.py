@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,12 @@ from torch.nn import functional
 from hotrow.models.layers import (
     DotInteraction,
     at_least_float32,
+    check_normalised,
+    check_one_logit,
     features_of,
     mlp,
     normalised,
-    refuse_other_than_one_logit,
-    refuse_to_normalise,
+    through,
 )
 
 
@@ -50,7 +51,7 @@ class Histories(Protocol):
     @property
     def sparse(self) -> Any: ...  # T + 1 ids per sample and feature, the target's last
     @property
-    def lengths(self) -> Tensor: ...  # [B] whole numbers: past steps that there are
+    def lengths(self) -> Tensor: ...  # [B] whole numbers: past steps without padding
 
 
 class TBSM(nn.Module):
@@ -64,27 +65,26 @@ class TBSM(nn.Module):
     As in the reference (commit 429d7e0, model type "tsl" with its defaults):
     - at every step a DLRM gives a vector; `top` ends in ReLU, since the logit is left out;
     - these vectors are scaled to length 1 (`tsl_proj`);
-    - past steps are compared with the target by the inner product of A' A, A being learnt and
-      starting normal with variance 1 / C (`tsl_inner` "def");
+    - past steps are compared with the target by the inner product of A' A, where A is learned and
+      starts normal with variance 1 / C (`tsl_inner` "def");
     - `sequence` lists the hidden widths of the layers that turn T products into T weights between
       0 and 1 (`tsl_mechanism` "mlp"), which multiply the past steps' vectors;
     - `final` sees context and target. Layers start as in the DLRM reference.
 
-    Otherwise than there:
-    - It ends in a logit instead of a probability: its loss keeps all digits.
-    - Histories may be shorter than T. They are padded in front, the target staying last, and
-      `lengths` tells how many past steps there are: vectors of others are set to zero, so that they
+    Different from the reference:
+    - It ends in a logit instead of a probability: the loss keeps all digits.
+    - Histories may be shorter than T. They are padded in front, the target stays last, and
+      `lengths` says how many past steps there are: the vectors of padding are set to zero, so they
       add nothing, and what was looked up for them gets no gradient. The reference pads with id 0
-      and lets the model learn what that means, which is `lengths` = T throughout. Padding of one
+      and lets the model learn what that means, which is `lengths` = T throughout. Padding to one
       shape lets a GPU capture the step. With a table's `padding_idx` as the id, padding is read
-      and never trained; without, its rows are updated, by gradients of zero.
-    - One context alone (`tsl_num_heads` 1), and neither of the other model types.
+      and never trained; without, its rows are updated with gradients of zero.
+    - There is one context (`tsl_num_heads` 1), and none of the other model types.
 
-    Weights are drawn from `generator` or else torch's own. Some starts get stuck early, as the
-    reference says, which goes on with the best of five seeds. With half-precision weights logits
-    are float32. `pad_to` rounds the inputs of bottom, top, sequence and final up to its multiples;
-    no state dict shows padding. `normalise` scales every vector that is looked up to mean 0 and
-    variance 1 among its numbers.
+    Weights are drawn from `generator`, or from torch's default. Some starts get stuck early; the
+    reference goes on with the best of five seeds. With half-precision weights logits are float32.
+    `pad_to` rounds the inputs of bottom, top, sequence and final up to its multiples; state dicts
+    do not show padding. `normalise` scales every vector that is looked up to mean 0 and variance 1.
     """
 
     places: Tensor
@@ -105,14 +105,14 @@ class TBSM(nn.Module):
         normalise: bool = False,
     ) -> None:
         super().__init__()
-        refuse_other_than_one_logit("final part of a TBSM", final)
+        check_one_logit("final part of a TBSM", final)
         if num_steps < 1:
             raise ValueError(f"a TBSM looks back 1 step or more, not {num_steps}")
         self.embedding, self.num_steps, self.dim = embedding, num_steps, bottom[-1]
-        self.features = tuple(features or features_of(embedding, otherwise="features"))
+        self.features = tuple(features or features_of(embedding, otherwise="features="))
         self.normalise = normalise
         if normalise:
-            refuse_to_normalise(self.dim)
+            check_normalised(self.dim)
         self.register_buffer("places", torch.arange(num_steps), persistent=False)
         self.bottom = mlp(
             [num_dense, *bottom], ends_in_relu=True, generator=generator, pad_to=pad_to
@@ -129,17 +129,17 @@ class TBSM(nn.Module):
         self.final = mlp(widths, ends_in_relu=False, generator=generator, pad_to=pad_to)
 
     def forward(self, batch: Histories) -> Tensor:
-        """Log-odds that the target is clicked, [B]."""
+        """Return the log-odds that the target is clicked, [B]."""
         self._check(batch.dense)
-        found = self.embedding(batch.sparse)
-        vectors = [found[name] for name in self.features]
-        for name, each in zip(self.features, vectors, strict=True):
-            self._check_vectors(name, each, num_samples=len(batch.dense))
-        return self.score(batch.dense, torch.cat(vectors, dim=1), batch.lengths)
+        looked_up = self.embedding(batch.sparse)
+        for name in self.features:
+            self._check_vectors(name, looked_up[name], num_samples=len(batch.dense))
+        vectors = torch.cat([looked_up[name] for name in self.features], dim=1)
+        return self.score(batch.dense, vectors, batch.lengths)
 
     def score(self, dense: Tensor, vectors: Tensor, lengths: Tensor) -> Tensor:
-        """The dense part, for vectors [B * (T + 1), F * D] that were looked up: a compiler's whole
-        graph."""
+        """Return the logits of vectors [B * (T + 1), F * D] that were looked up: one graph for a
+        compiler."""
         steps = self.steps(dense, vectors)
         past, target = steps[:, :-1], steps[:, -1]
         is_real = self.places >= self.num_steps - lengths.unsqueeze(1)
@@ -149,9 +149,8 @@ class TBSM(nn.Module):
         return logits.squeeze(1)
 
     def steps(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        """A vector of length 1 for each step of each sample, [B, T + 1, C]."""
-        first = cast(nn.Linear, self.bottom[0])
-        below = self.bottom(dense.flatten(0, 1).to(first.weight.dtype))
+        """Return a vector of length 1 for each step of each sample, [B, T + 1, C]."""
+        below = through(self.bottom, dense.flatten(0, 1))
         if self.normalise:
             vectors = normalised(vectors, [self.dim] * len(self.features))
         above: Tensor = self.top(self.interact(below, vectors))
@@ -159,7 +158,7 @@ class TBSM(nn.Module):
         return scaled.view(len(dense), self.num_steps + 1, -1)
 
     def context(self, past: Tensor, target: Tensor) -> Tensor:
-        """What of the past matters to the target, [B, C]."""
+        """Return what matters of the past to the target, [B, C]."""
         query = target @ self.metric.T @ self.metric
         products = torch.bmm(past, query.unsqueeze(2).to(past.dtype)).squeeze(2)
         weights = torch.sigmoid(self.sequence(products)).to(past.dtype)

@@ -1,7 +1,4 @@
-"""Charts as data: titles, and lines, bars or spans, which Plotly draws in a reader's browser.
-
-Knows no runs.
-"""
+"""Charts as data: titles, and lines, bars or spans, which Plotly draws in a reader's browser."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-# Told apart on white and on black.
+# Distinct on white and on black.
 COLOURS = (
     "#3182bd", "#e6762b", "#2f9e6b", "#c2528b", "#8a6fd1", "#b08d1e", "#2aa5a5", "#8c8c8c",
 )  # fmt: skip
 
 
 class _Series:
-    """What all series have."""
+    """What all kinds of series share."""
 
     name: str
     colour: int
@@ -41,7 +38,7 @@ class Line(_Series):
     high: Sequence[float] = ()
     colour: int = 0
     has_dots: bool = False
-    is_dashed: bool = False  # so that one below it is seen
+    is_dashed: bool = False  # shows a line below it
     labels: ClassVar[Sequence[str]] = ()
 
     def traces(self) -> list[dict[str, Any]]:
@@ -93,14 +90,10 @@ class Bars(_Series):
             }  # fmt: skip
         return [bars]
 
-    def cells(self, form: str) -> Iterator[tuple[str, str]]:
-        for label, value in zip(self.labels, self.values, strict=True):
-            yield label, format(value, form) if math.isfinite(value) else ""
-
 
 @dataclass(frozen=True)
 class Spans(_Series):
-    """What was at work from when to when, a row for each label."""
+    """Intervals of time, a row for each label."""
 
     name: str
     labels: Sequence[str]
@@ -116,10 +109,6 @@ class Spans(_Series):
         )  # fmt: skip
         return [bars]
 
-    def cells(self, form: str) -> Iterator[tuple[str, str]]:
-        for label, length in zip(self.labels, self.lengths, strict=True):
-            yield label, format(length, form)
-
 
 @dataclass(frozen=True)
 class Chart:
@@ -132,16 +121,16 @@ class Chart:
     note: str = ""
     x_format: str = ""  # as in d3-format: ".0%" for shares
     y_format: str = ""
-    x_log: bool = False  # a curve's numbers are spread by their logarithms
-    from_zero: bool = False  # the axis of values begins with 0
+    x_log: bool = False  # a logarithmic axis
+    from_zero: bool = False  # the axis of values begins at 0
     is_stacked: bool = False
     order: tuple[str, ...] = ()  # of the labels, from the top down
-    cell: str = ""  # how Python formats a value where a table stands for the chart; empty: nowhere
+    cell: str = ""  # of lines: Python's format in a table instead of the chart; empty: no table
     gaps: Mapping[Any, str] = field(default_factory=dict)  # in that table: why a point is missing
 
     @property
     def is_flat(self) -> bool:
-        """Whether its labels stand at the left, and values go to the right."""
+        """Whether labels are at the left, and values go to the right."""
         return any(not isinstance(series, Line) for series in self.series)
 
     @property
@@ -185,7 +174,7 @@ def has_points(chart: Chart) -> bool:
 
 
 def library() -> str | None:
-    """Return Plotly, which is put into a page once; None: it is not installed."""
+    """Return Plotly's script, which a page contains once; None: it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -195,7 +184,7 @@ def library() -> str | None:
 
 
 def with_error(value: float, error: float, form: str) -> str:
-    """Return a value with its error, where that has a digit other than 0."""
+    """Return a value, with its error if that has a digit other than 0."""
     shown = format(error, form)
     has_error = error > 0 and any(digit in "123456789" for digit in shown)
     return format(value, form) + (f" ±{shown}" if has_error else "")
@@ -215,6 +204,22 @@ def lines_by_name(points: Iterable[tuple[str, float, float]]) -> tuple[Line, ...
         Line(name, [x for x, _ in some], [y for _, y in some], colour=colour, has_dots=True)
         for colour, (name, some) in enumerate(named.items())
     )
+
+
+def bars_by_name(labels: Sequence[str], values: Mapping[str, Sequence[float]]) -> tuple[Bars, ...]:
+    """Return bars for each name, with a value for each label."""
+    return tuple(
+        Bars(name, labels, numbers, colour=colour)
+        for colour, (name, numbers) in enumerate(values.items())
+    )
+
+
+def band(values: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
+    """Return `low` and `high` of a line; nothing where all errors are 0."""
+    if not any(errors):
+        return {}
+    pairs = list(zip(values, errors, strict=True))
+    return {"low": [v - e for v, e in pairs], "high": [v + e for v, e in pairs]}
 
 
 def name_with_depth(strategy: str, depth: int | None, depths: Collection[int | None]) -> str:

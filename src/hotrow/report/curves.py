@@ -1,10 +1,11 @@
-"""Steps of a run, of any number, as curves of a few hundred points. Reads each step once."""
+"""Steps of a run, of any number, as curves of a few hundred points. Each step is read once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from hotrow.support.records import StepRecord
 
@@ -13,7 +14,7 @@ MOST_POINTS = 600
 
 @dataclass
 class Bin:
-    """Some steps, one after the other, as one."""
+    """Consecutive steps, added up."""
 
     first: int = 0
     last: int = 0
@@ -23,44 +24,37 @@ class Bin:
     lookups: int = 0
     fetched_rows: int = 0
     bytes_moved: int = 0
-    read_seconds: float = 0.0
-    plan_seconds: float = 0.0
-    rows_seconds: float = 0.0
-    losses: int = 0  # those that are numbers
+    losses: int = 0  # finite ones
     loss_sum: float = 0.0
-    least_loss: float = math.inf
-    largest_loss: float = -math.inf
     waits: int = 0
     waited_sum: float = 0.0
+    least_loss: float = math.inf
+    largest_loss: float = -math.inf
 
-    def add(self, step: StepRecord) -> None:
-        self.first = self.first or step.step
-        self.last = step.step
-        self.steps += 1
-        self.samples += step.samples
-        self.seconds += step.seconds
-        self.lookups += step.lookups
-        self.fetched_rows += step.fetched_rows
-        self.bytes_moved += step.bytes_fetched + step.bytes_evicted
-        self.read_seconds += step.read_seconds
-        self.plan_seconds += step.plan_seconds
-        self.rows_seconds += step.rows_seconds
-        if math.isfinite(loss := step.loss):
-            self.losses += 1
-            self.loss_sum += loss
-            self.least_loss, self.largest_loss = (
-                min(self.least_loss, loss),
-                max(self.largest_loss, loss),
-            )
-        if not math.isnan(step.waited):
-            self.waits += 1
-            self.waited_sum += step.waited
+    @classmethod
+    def of(cls, step: StepRecord) -> Bin:
+        has_loss, has_wait = math.isfinite(step.loss), not math.isnan(step.waited)
+        return cls(
+            step.step,
+            step.step,
+            1,
+            step.samples,
+            step.seconds,
+            step.lookups,
+            step.fetched_rows,
+            step.bytes_fetched + step.bytes_evicted,
+            has_loss,
+            step.loss if has_loss else 0.0,
+            has_wait,
+            step.waited if has_wait else 0.0,
+            *((step.loss, step.loss) if has_loss else ()),
+        )
 
     def join(self, later: Bin) -> None:
-        """What came after it is a part of it from now on."""
+        """Add the steps that follow."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
-        self.last = later.last
+        self.first, self.last = self.first or later.first, later.last
         self.least_loss = min(self.least_loss, later.least_loss)
         self.largest_loss = max(self.largest_loss, later.largest_loss)
 
@@ -89,11 +83,7 @@ class Bin:
         return _over(self.waited_sum, self.waits)
 
 
-_SUMS = [
-    name
-    for name in Bin.__dataclass_fields__
-    if name not in ("first", "last", "least_loss", "largest_loss")
-]
+_SUMS = list(Bin.__dataclass_fields__)[2:-2]
 
 
 def _over(part: float, whole: float) -> float:
@@ -102,10 +92,10 @@ def _over(part: float, whole: float) -> float:
 
 @dataclass
 class Curve:
-    """Bins of as many steps each, but for the last; twice as many whenever there are too many."""
+    """Bins of `width` steps, the last with fewer; the width doubles when there are too many."""
 
     most: int = MOST_POINTS
-    width: int = 1  # steps in a bin
+    width: int = 1
     bins: list[Bin] = field(default_factory=list)
 
     @classmethod
@@ -116,34 +106,25 @@ class Curve:
         return curve
 
     def add(self, step: StepRecord) -> None:
+        if len(self.bins) == self.most and self.bins[-1].steps == self.width:
+            for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
+                left.join(right)
+            self.bins, self.width = self.bins[::2], 2 * self.width
         if not self.bins or self.bins[-1].steps == self.width:
-            if len(self.bins) == self.most:
-                self._halve()
-            if not self.bins or self.bins[-1].steps == self.width:
-                self.bins.append(Bin())
-        self.bins[-1].add(step)
-
-    def _halve(self) -> None:
-        for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
-            left.join(right)
-        self.bins, self.width = self.bins[::2], 2 * self.width
+            self.bins.append(Bin())
+        self.bins[-1].join(Bin.of(step))
 
     @property
     def total(self) -> Bin:
-        found = Bin()
-        for each in self.bins:
-            found.first = found.first or each.first
-            found.join(each)
-        return found
+        total = Bin()
+        for part in self.bins:
+            total.join(part)
+        return total
 
     def values(self, of: Callable[[Bin], float]) -> list[float]:
-        return [of(each) for each in self.bins]
+        return [of(part) for part in self.bins]
 
     @property
     def ends(self) -> list[float]:
         """Seconds of training until the end of each bin."""
-        found, until = [], 0.0
-        for each in self.bins:
-            until += each.seconds
-            found.append(until)
-        return found
+        return list(accumulate(part.seconds for part in self.bins))

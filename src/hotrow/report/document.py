@@ -1,4 +1,4 @@
-"""Documents: what a command shows, wherever it is shown.
+"""Documents: what a command shows on a terminal, on a page or as JSON.
 
 A document has a title, parts (texts, tables, charts, sections of them), and facts. `terminal.py`
 prints the parts, `page.py` makes an HTML page of them, and `--json` prints the facts.
@@ -7,12 +7,12 @@ prints the parts, `page.py` makes an HTML page of them, and `--json` prints the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from hotrow.report.charts import Chart, has_points
+from hotrow.report.charts import Chart, Line, has_points
 
 NONE = "-"  # a cell without a value
 
@@ -34,8 +34,8 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts. `words`: columns of text, at the left; `bad`: cells, by row and column, that
-    stand out; `marked`: rows that do."""
+    """Rows of texts. `words`: columns of text, aligned left. `bad`: highlighted cells, by row and
+    column. `marked`: highlighted rows."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side where there is room. `otherwise`: shown where none has a point."""
+    """Charts side by side where there is room. `otherwise`: the text if no chart has a point."""
 
     charts: Sequence[Chart]
     otherwise: str = ""
@@ -61,7 +61,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Section:
-    """Parts below a heading. A folded section is for pages alone."""
+    """Parts below a heading. A folded section is for pages only."""
 
     title: str
     parts: Sequence[Part]
@@ -98,19 +98,24 @@ def _short(value: float) -> str:
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """Names and values without a heading."""
+    """Return names and values without a heading."""
     return Table(("", " "), list(facts.items()), words=("", " "))
 
 
 def table_of(chart: Chart) -> Table:
-    """The points of a chart with few of them: a row for each, a column for each series."""
-    columns = [dict(series.cells(chart.cell)) for series in chart.series]
-    points: Iterable[Any] = dict.fromkeys(chain.from_iterable(columns))
+    """Return the points of a chart of lines: a row for each, a column for each line."""
+    lines = [series for series in chart.series if isinstance(series, Line)]
+    columns = [dict(line.cells(chart.cell)) for line in lines]
     rows = [
-        [
-            point if isinstance(point, str) else f"{point:,}",
-            *(column.get(point) or chart.gaps.get(point, NONE) for column in columns),
-        ]
-        for point in points
+        [f"{x:,}", *(column.get(x) or chart.gaps.get(x, NONE) for column in columns)]
+        for x in dict.fromkeys(chain.from_iterable(columns))
     ]
-    return Table([chart.x, *(series.name for series in chart.series)], rows)
+    return Table([chart.x, *(line.name for line in lines)], rows)
+
+
+def table_by_columns(
+    columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any], **options: Any
+) -> Table:
+    """Return a row for each item. `columns`: the heading and the text of each cell."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(list(columns), rows, **options)

@@ -1,8 +1,8 @@
 """Documents as HTML pages that need nothing else: no network, no font, a script only for charts.
 
-    page("hotrow report: first", [paragraph(...), charts([Chart(...)])])
+    page("hotrow report: first", [paragraph("..."), charts([Chart(...)])])
 
-The template escapes everything that comes from outside.
+The template escapes all texts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hotrow.report.charts import Chart, library
+from hotrow.report.charts import library
 from hotrow.report.document import Charts, Document, Part, Section, Text
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+paragraph, charts = Text, Charts  # for pages of one's own (docs/report.md)
 NEEDS_PLOTLY = (
     "charts need plotly, which is not installed; pip install plotly, or ask for --text or --json"
 )
@@ -50,13 +51,3 @@ def _has_charts(parts: Sequence[Part]) -> bool:
         if isinstance(part, Section) and _has_charts(part.parts):
             return True
     return False
-
-
-def paragraph(text: str, kind: str = "") -> Text:
-    """Return a paragraph. `kind`: "advice" stands out, "faint" does not."""
-    return Text(text, kind)
-
-
-def charts(every: Sequence[Chart]) -> Charts:
-    """Return charts side by side where there is room; those without a point are left out."""
-    return Charts(every)

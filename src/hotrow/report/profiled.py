@@ -1,20 +1,25 @@
-"""How skewed data are, as a document: from the facts that `hotrow profile --json` prints."""
+"""The profile of data as a document, from the facts that `hotrow profile --json` prints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hotrow.report.charts import COLOURS, Chart, Line, with_error
-from hotrow.report.document import Bullets, Charts, Document, Part, Section, Table, Text
+from hotrow.report.charts import COLOURS, Chart, Line, band, with_error
+from hotrow.report.document import (
+    Bullets,
+    Charts,
+    Document,
+    Part,
+    Section,
+    Table,
+    Text,
+    table_by_columns,
+)
 from hotrow.support.units import show_bytes
 
 _TABLES_DRAWN = len(COLOURS) - 1
-_TABLES = (
-    "table", "rows", "read", "accesses", "lookups/sample", "rows/batch", "top 1 %", "top 10 %",
-    "Zipf",
-)  # fmt: skip
 _WHAT = {
     "lru": "the least recent rows leave",
     "static": "the hottest rows stay",
@@ -23,9 +28,9 @@ _WHAT = {
 
 
 def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Document:
-    """`counted_bytes`: the most that counting took."""
+    """`counted_bytes`: the most memory that counting took."""
     total, floors = facts["total"], facts["floors"]
-    tables = [_cells(each) for each in (total, *facts["tables"])]
+    tables = table_by_columns(_TABLES, (total, *facts["tables"]), marked=[0])
     return Document(
         f"hotrow profile: {facts['data']}",
         [
@@ -44,7 +49,7 @@ def profile_document(facts: Mapping[str, Any], *, counted_bytes: int) -> Documen
             Section("Skew", [Charts([coverage(facts), _all_hot(facts)])]),
             Section("Fast memory", list(_fast_memory(facts))),
             Section("Drift", [Charts([_drift(total)], "One period alone.")]),
-            Section("Tables", [Table(_TABLES, tables, marked=[0])]),
+            Section("Tables", [tables]),
             Section("The hottest rows of all tables", [_hottest(facts)]),
         ],
         facts=[facts],
@@ -61,19 +66,17 @@ def _how(facts: Mapping[str, Any], counted_bytes: int) -> str:
 
 
 def coverage(facts: Mapping[str, Any]) -> Chart:
-    """Draw all tables together, and those with most accesses; of equal ones, with most rows."""
+    """Draw all tables together, and those with most accesses; ties: with most rows."""
     tables = sorted(facts["tables"], key=lambda each: (-each["accesses"], -each["rows"]))
     tables = tables[:_TABLES_DRAWN]
     lines = []
     for colour, each in enumerate((facts["total"], *(tables if len(facts["tables"]) > 1 else ()))):
         curve = each["coverage"]
-        share, error = curve["share"], curve["error"]
-        band: dict[str, Any] = {}
-        if any(error):
-            band["low"] = [max(0.0, x - e) for x, e in zip(share, error, strict=True)]
-            band["high"] = [min(1.0, x + e) for x, e in zip(share, error, strict=True)]
-        rows = [100 * count / curve["num_rows"] for count in curve["rows"]]
-        lines.append(Line(each["name"], rows, share, colour=colour, is_dashed=colour > 0, **band))
+        edges = band(curve["share"], curve["error"])
+        edges = {name: [min(1.0, max(0.0, x)) for x in edge] for name, edge in edges.items()}
+        rows, dashed = [100 * count / curve["num_rows"] for count in curve["rows"]], colour > 0
+        line = Line(each["name"], rows, curve["share"], colour=colour, is_dashed=dashed, **edges)
+        lines.append(line)
     left = len(facts["tables"]) - len(lines) + 1
     note = "How much of the accesses go to how many rows, the hottest first."
     if left > 0 and len(lines) > 1:
@@ -95,7 +98,7 @@ def _all_hot(facts: Mapping[str, Any]) -> Chart:
 
 
 def _hottest(facts: Mapping[str, Any]) -> Table:
-    """Tell what share of the accesses the hottest rows have, and of the samples."""
+    """List the shares of accesses and of samples that the hottest rows have."""
     total, hot = facts["total"], facts["all_hot"]
     samples = dict(zip(hot["rows"], hot["samples"], strict=True))
     at_least = "" if facts["sampled_part"] == 1 else "≥"
@@ -124,18 +127,19 @@ def _fast_memory(facts: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _misses(facts: Mapping[str, Any]) -> Chart:
-    """Draw the rows fetched by how many slots there are."""
+    """Draw the rows fetched by the number of slots."""
     lines, floor = [], facts["floors"][0]
     for colour, curve in enumerate(facts["curves"]):
         batches = max(1, curve["batches"])
-        band: dict[str, Any] = {}
-        if facts["sampled_part"] != 1:
-            band = {key: [x / batches for x in _numbers(curve[key])] for key in ("low", "high")}
+        edges = ("low", "high") if facts["sampled_part"] != 1 else ()
+        limits: dict[str, Any] = {
+            edge: [x / batches for x in _numbers(curve[edge])] for edge in edges
+        }
         name = f"{curve['policy']}: {_WHAT.get(curve['policy'], '')}"
         rows = _numbers(curve["rows_per_batch"])
-        lines.append(Line(name, curve["slots"], rows, colour=colour, has_dots=True, **band))
+        lines.append(Line(name, curve["slots"], rows, colour=colour, has_dots=True, **limits))
     first = facts["curves"][0]
-    # The bound of a sample needs room for its largest batch, which a sample may overestimate.
+    # A sample may overestimate its largest batch, so its bound may have no point.
     gaps = {slots: "does not fit" if slots < floor else "not known" for slots in first["slots"]}
     return Chart(
         "Rows fetched for a batch", "slots", "rows", tuple(lines),
@@ -150,11 +154,7 @@ def _working_sets(total: Mapping[str, Any]) -> Chart:
     sets = total["working_sets"]
     x = [each["batches"] for each in sets]
     value, error = ([each["mean"][key] for each in sets] for key in ("value", "error"))
-    band: dict[str, Any] = {}
-    if any(error):
-        band["low"] = [v - e for v, e in zip(value, error, strict=True)]
-        band["high"] = [v + e for v, e in zip(value, error, strict=True)]
-    mean = Line("on average", x, value, has_dots=True, **band)
+    mean = Line("on average", x, value, has_dots=True, **band(value, error))
     most = Line("at most", x, [each["most"] for each in sets], colour=1, has_dots=True)
     return Chart(
         "Different rows of consecutive batches", "batches", "rows", (mean, most),
@@ -178,23 +178,22 @@ def _drift(total: Mapping[str, Any]) -> Chart:
     )
 
 
-def _cells(each: Mapping[str, Any]) -> list[str]:
-    return [
-        each["name"],
-        f"{each['rows']:,}",
-        _estimate(each["distinct"], ",.0f"),
-        f"{each['accesses']:,}",
-        f"{each['lookups_per_sample']:.3g}",
-        f"{each['unique_rows']:,.0f}",
-        _estimate(each["top"]["1.0%"], ".1%"),
-        _estimate(each["top"]["10.0%"], ".1%"),
-        f"{each['zipf']['skew']:.2f} ±{each['zipf']['error']:.1%}",
-    ]
-
-
 def _estimate(estimate: Mapping[str, float], form: str) -> str:
     return with_error(estimate["value"], estimate["error"], form)
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "table": lambda table: table["name"],
+    "rows": lambda table: f"{table['rows']:,}",
+    "read": lambda table: _estimate(table["distinct"], ",.0f"),
+    "accesses": lambda table: f"{table['accesses']:,}",
+    "lookups/sample": lambda table: f"{table['lookups_per_sample']:.3g}",
+    "rows/batch": lambda table: f"{table['unique_rows']:,.0f}",
+    "top 1 %": lambda table: _estimate(table["top"]["1.0%"], ".1%"),
+    "top 10 %": lambda table: _estimate(table["top"]["10.0%"], ".1%"),
+    "Zipf": lambda table: f"{table['zipf']['skew']:.2f} ±{table['zipf']['error']:.1%}",
+}

@@ -1,13 +1,14 @@
-"""One run, or several beside each other, as a document."""
+"""One run, or several side by side, as a document."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from hotrow.report.charts import Bars, Chart, Line, Spans
+from hotrow.report.charts import Bars, Chart, Line, Spans, bars_by_name
 from hotrow.report.curves import Bin, Curve
 from hotrow.report.document import (
     NONE,
@@ -19,19 +20,20 @@ from hotrow.report.document import (
     Table,
     Text,
     number,
+    table_by_columns,
 )
 from hotrow.support.messages import many
 from hotrow.support.records import RunRecord, Span
 from hotrow.support.units import show_bytes
 
-_SUMMARY = (
-    "run", "strategy", "outcome", "steps", "samples/s", "loss", "AUC", "log-loss", "hit rate",
-    "moved", "waited", "fast memory", "equal to all-fast",
-)  # fmt: skip
 _STEPS_SHOWN = 4  # in a timeline
 _SPANS_SHOWN = 400
 _TABLES_SHOWN = 40
 _BARS_SHOWN = 160  # of all tables together, with room for each run beside the others
+_IN_CURVE = (
+    "loss", "least_loss", "largest_loss", "samples_per_second", "hit_rate", "bytes_per_second",
+    "waited",
+)  # fmt: skip
 _STAGES = (
     "read", "plan", "confirm", "fill", "send", "collect", "exchange", "insert", "write-back",
     "train", "evaluate",
@@ -40,24 +42,24 @@ _STAGES = (
 
 @dataclass(frozen=True)
 class RunView:
-    """What is known of a run."""
+    """The records of a run."""
 
     name: str  # unique
     record: RunRecord
     curve: Curve
-    spans: Sequence[Span] = ()  # of a trace, if there is one
+    spans: Sequence[Span] = ()  # of its trace
     values: Mapping[str, Any] = field(default_factory=dict)  # the record for --json
 
 
 def runs_document(runs: Sequence[RunView]) -> Document:
     limits = [f"{run.name}: {run.record.limit.message}." for run in runs if run.record.limit]
-    rows = [_summary_cells(run) for run in runs]
+    summary = table_by_columns(_SUMMARY, runs, words=_WORDS, bad=_bad(runs))
     timelines = [timeline(run) for run in runs if run.spans]
     return Document(
         "hotrow report: " + ", ".join(run.name for run in runs),
         [
             Text(limits[0], "advice") if len(limits) == 1 else Bullets(limits),
-            Section("Summary", [Table(_SUMMARY, rows, words=_WORDS, bad=_bad(runs))]),
+            Section("Summary", [summary]),
             Section("Learning", [Charts([losses(runs), aucs(runs)])]),
             Section("Speed", [Charts([speeds(runs), parts_of_a_step(runs)])]),
             Section(
@@ -82,21 +84,18 @@ def runs_document(runs: Sequence[RunView]) -> Document:
 def _lines(
     runs: Sequence[RunView], of: Callable[[Bin], float], *, of_loss: bool = False
 ) -> tuple[Line, ...]:
-    found = []
+    lines = []
     for colour, run in enumerate(runs):
-        bins = run.curve.bins
-        band: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         if of_loss and run.curve.width > 1:
-            band = {
-                "low": [each.least_loss for each in bins],
-                "high": [each.largest_loss for each in bins],
-            }
+            limits["low"] = run.curve.values(lambda x: x.least_loss)
+            limits["high"] = run.curve.values(lambda x: x.largest_loss)
         values = run.curve.values(of)
         if any(math.isfinite(value) for value in values):
-            x = [each.middle for each in bins]
-            dashed = of_loss and colour > 0  # exact strategies have the same
-            found.append(Line(run.name, x, values, colour=colour, is_dashed=dashed, **band))
-    return tuple(found)
+            middle = run.curve.values(lambda x: x.middle)
+            dashed = of_loss and colour > 0  # losses of exact strategies are equal
+            lines.append(Line(run.name, middle, values, colour=colour, is_dashed=dashed, **limits))
+    return tuple(lines)
 
 
 def _binned(runs: Sequence[RunView]) -> str:
@@ -118,12 +117,12 @@ def losses(runs: Sequence[RunView]) -> Chart:
 def aucs(runs: Sequence[RunView]) -> Chart:
     lines = []
     for colour, run in enumerate(runs):
-        found = [each for each in run.record.evaluations if math.isfinite(each.auc)]
-        x, y = [each.step for each in found], [each.auc for each in found]
-        if len(found) > 1 and x[-1] == run.record.summary.steps:  # other samples: no line to it
+        known = [each for each in run.record.evaluations if math.isfinite(each.auc)]
+        x, y = [each.step for each in known], [each.auc for each in known]
+        if len(known) > 1 and x[-1] == run.record.summary.steps:  # other samples: no line to it
             x.insert(-1, x[-1])
             y.insert(-1, math.nan)
-        if found:
+        if known:
             lines.append(Line(run.name, x, y, colour=colour, has_dots=True, is_dashed=colour > 0))
     note = "On validation samples; the point at the end, which stands apart, on test samples."
     return Chart("AUC", "step", "AUC", tuple(lines), note)
@@ -140,7 +139,7 @@ def speeds(runs: Sequence[RunView]) -> Chart:
 
 
 def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
-    """On a CPU they add up to a step; beside a GPU the host launches, and waits now and then."""
+    """On a CPU the parts add up to a step; with a GPU the host launches, and sometimes waits."""
     named: dict[str, Callable[[Any], float]] = {
         "reading batches": lambda x: x.read_seconds,
         "planning": lambda x: x.plan_seconds,
@@ -153,18 +152,14 @@ def parts_of_a_step(runs: Sequence[RunView]) -> Chart:
     if any(each.chunk_seconds for _, each in timed):
         named["batches in chunks"] = lambda x: x.chunk_seconds
     order = tuple(name for name, _ in timed)
-    bars = tuple(
-        Bars(
-            name,
-            order,
-            [1000 * of(each) / each.steps for _, each in timed],
-            colour=place,
-        )
-        for place, (name, of) in enumerate(named.items())
+    parts = {
+        name: [1000 * of(each) / each.steps for _, each in timed]
+        for name, of in named.items()
         if timed
-    )
+    }
     return Chart(
-        "A step's time on the host", "milliseconds", "", bars, is_stacked=True, order=order,
+        "A step's time on the host", "milliseconds", "", bars_by_name(order, parts),
+        is_stacked=True, order=order,
         note="The mean, without the first steps. Beside a GPU, planning and moving rows are what "
         "it takes to launch them.",
     )  # fmt: skip
@@ -193,8 +188,8 @@ def link_use(runs: Sequence[RunView]) -> Chart:
 
 
 def tables_hit(runs: Sequence[RunView]) -> Chart:
-    """Those with most lookups, and of these with most different rows; runs without any of them are
-    left out."""
+    """Draw the tables with most lookups, ties: most different rows. Runs without them are left
+    out."""
     known = [run for run in runs if run.record.tables]
     lookups: dict[str, tuple[int, int]] = {}
     for run in known:
@@ -229,22 +224,21 @@ def tables_hit(runs: Sequence[RunView]) -> Chart:
 def memory(runs: Sequence[RunView]) -> Chart:
     known = [run for run in runs if any(run.record.memory.values())]
     order = tuple(run.name for run in known)
-    parts = list(dict.fromkeys(part for run in known for part in run.record.memory))
-    bars = tuple(
-        Bars(part, order, [run.record.memory.get(part, 0) / 2**20 for run in known], colour=place)
-        for place, part in enumerate(parts)
-    )
+    parts = {
+        part: [other.record.memory.get(part, 0) / 2**20 for other in known]
+        for run in known
+        for part in run.record.memory
+    }
+    bars = bars_by_name(order, parts)
     return Chart("By part", "MiB", "", bars, is_stacked=True, order=order)
 
 
 def timeline(run: RunView) -> Chart:
-    """The stages of a few steps in the middle of a trace."""
+    """Draw the stages of a few steps in the middle of a trace."""
     spans = run.spans
     edges = [span.start for span in spans if span.name == "train" and span.place == "host"]
     first = max(0, (len(edges) - _STEPS_SHOWN) // 2)
-    start, *_, end = [*edges[first : first + _STEPS_SHOWN + 1], math.inf, math.inf][
-        : _STEPS_SHOWN + 1
-    ]
+    start, *_, end = [*edges[first:], math.inf, math.inf][: _STEPS_SHOWN + 1]
     shown = [span for span in spans if start <= span.start < end][:_SPANS_SHOWN]
     has_gpu = any(span.place == "GPU" for span in shown)
     lanes = {id(span): f"{span.place}: {span.name}" if has_gpu else span.name for span in shown}
@@ -271,29 +265,28 @@ def timeline(run: RunView) -> Chart:
 
 # -- texts -----------------------------------------------------------------------------
 
+_EQUALITY = {None: "not compared", True: "bits", False: "no"}
+_SUMMARY: dict[str, Callable[[RunView], str]] = {
+    "run": lambda run: run.name,
+    "strategy": lambda run: str(run.record.settings.get("embedding", {}).get("strategy", NONE)),
+    "outcome": lambda run: run.record.outcome,
+    "steps": lambda run: f"{run.record.summary.steps:,}",
+    "samples/s": lambda run: number(run.record.summary.samples_per_second, ",.0f"),
+    "loss": lambda run: number(run.record.summary.loss, ".4f"),
+    "AUC": lambda run: number(run.record.summary.auc, ".4f"),
+    "log-loss": lambda run: number(run.record.summary.log_loss, ".4f"),
+    "hit rate": lambda run: f"{run.record.summary.hit_rate:.1%}",
+    "moved": lambda run: show_bytes(run.record.summary.bytes_moved),
+    "waited": lambda run: number(run.curve.total.waited, ".1%"),
+    "fast memory": lambda run: _memory(run.record),
+    "equal to all-fast": lambda run: _EQUALITY[run.record.summary.equal_to_all_fast],
+}
 _WORDS = ("strategy", "outcome", "equal to all-fast")
 
 
-def _summary_cells(run: RunView) -> list[str]:
-    """For the columns of _SUMMARY."""
-    record, found = run.record, run.record.summary
+def _memory(record: RunRecord) -> str:
     fast = sum(record.memory.values())
-    total = run.curve.total
-    return [
-        run.name,
-        str(record.settings.get("embedding", {}).get("strategy", NONE)),
-        record.outcome,
-        f"{found.steps:,}",
-        number(found.samples_per_second, ",.0f"),
-        number(found.loss, ".4f"),
-        number(found.auc, ".4f"),
-        number(found.log_loss, ".4f"),
-        f"{found.hit_rate:.1%}",
-        show_bytes(found.bytes_moved),
-        number(total.waited, ".1%"),
-        show_bytes(fast) if fast else NONE,
-        {None: "not compared", True: "bits", False: "no"}[found.equal_to_all_fast],
-    ]
+    return show_bytes(fast) if fast else NONE
 
 
 def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:
@@ -303,9 +296,9 @@ def _bad(runs: Sequence[RunView]) -> list[tuple[int, str]]:
 
 
 def _settings_of(record: RunRecord) -> dict[str, str]:
-    """Settings and environment by their full names."""
-    found = dict(_flat(record.settings))
-    return found | {f"environment: {key}": value for key, value in _flat(record.environment)}
+    """Return settings and environment by their full names."""
+    settings = dict(_flat(record.settings))
+    return settings | {f"environment: {key}": value for key, value in _flat(record.environment)}
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
@@ -317,13 +310,13 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def _settings(runs: Sequence[RunView]) -> Iterator[Part]:
-    """The settings in which runs differ, with a value for each run, and those that all share."""
+    """Yield the settings in which runs differ, with each run's value, and those that all share."""
     every = [_settings_of(run.record) for run in runs]
     differing: list[list[str]] = []
     shared: list[list[str]] = []
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, NONE) for each in every]
-        # A run of an earlier version that has not ended has no settings, and differs from none.
+        # An unfinished run of an earlier version has no settings, and differs from none.
         known = {value for each, value in zip(every, values, strict=True) if each}
         if len(known) == 1:
             shared.append([name, *known])
@@ -340,31 +333,14 @@ def _settings(runs: Sequence[RunView]) -> Iterator[Part]:
 
 def _hit_rates_by_table(runs: Sequence[RunView]) -> Table:
     tables = dict.fromkeys(name for run in runs for name in run.record.tables)
-    rows = [
-        [
-            name,
-            *(
-                f"{run.record.tables[name].hit_rate:.1%}" if name in run.record.tables else NONE
-                for run in runs
-            ),
-        ]
-        for name in tables
-    ]
+    hits = [{name: each.hit_rate for name, each in run.record.tables.items()} for run in runs]
+    rows = [[name, *(number(rate.get(name, math.nan), ".1%") for rate in hits)] for name in tables]
     return Table(["table", *(run.name for run in runs)], rows)
 
 
 def _curve(run: RunView) -> dict[str, Any]:
-    """A run's curve for machines: one list for each quantity, all of the same length."""
-    bins = run.curve.bins
-    return {
-        "steps_per_point": run.curve.width,
-        "step": [each.last for each in bins],
-        "seconds": run.curve.ends,
-        "loss": run.curve.values(lambda x: x.loss),
-        "least_loss": run.curve.values(lambda x: x.least_loss),
-        "largest_loss": run.curve.values(lambda x: x.largest_loss),
-        "samples_per_second": run.curve.values(lambda x: x.samples_per_second),
-        "hit_rate": run.curve.values(lambda x: x.hit_rate),
-        "bytes_per_second": run.curve.values(lambda x: x.bytes_per_second),
-        "waited": run.curve.values(lambda x: x.waited),
-    }
+    """Return a run's curve for machines: a list for each quantity, all of the same length."""
+    curve = {"step": run.curve.values(lambda x: x.last), "seconds": run.curve.ends}
+    for name in _IN_CURVE:
+        curve[name] = run.curve.values(attrgetter(name))
+    return {"steps_per_point": run.curve.width, **curve}

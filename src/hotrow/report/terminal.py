@@ -28,7 +28,7 @@ def screen() -> Console:
 def show_parts(
     parts: Sequence[Part], console: Console | None = None, *, quiet: bool = False
 ) -> None:
-    """Print parts; `quiet` leaves faint texts out. Advice comes last, where it stays in view."""
+    """Print parts, without faint texts if `quiet`. Advice comes last, where it stays in view."""
     console = console or screen()
     advice = [part for part in parts if isinstance(part, Text) and part.kind == "advice"]
     others = [part for part in parts if part not in advice]

@@ -1,6 +1,6 @@
-"""A run's numbers for TensorBoard, as event files in its folder. Needs tensorboard.
+"""Event files for TensorBoard, in the folder of a run. Needs tensorboard.
 
-Values are written as they arrive: on a GPU a few steps late, without waiting for them.
+On a GPU values are written a few steps late, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from time import time
 from typing import Any, Self
 
 from hotrow.run.config import RunConfig
-from hotrow.run.tally import Arriving
+from hotrow.run.tally import PendingRecords
 from hotrow.support.messages import warn
 from hotrow.support.records import EvalRecord, StepRecord
 
 
 class Board:
-    """What sees a run's records while it is under way. This one shows them nowhere."""
+    """Receives the records of a run while it trains. This one ignores them."""
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -31,7 +31,7 @@ class Board:
 
 
 def check_board() -> None:
-    """Refuses, in a sentence, where the package is missing."""
+    """Raise a ValueError if the package is missing."""
     _events()
 
 
@@ -42,15 +42,15 @@ class TensorBoard(Board):
         self._event, self._summary, self._log, writer = _events()
         self._writer = writer(str(folder))
         self._config = config
-        self._arriving = Arriving(self._write)
+        self._pending = PendingRecords(self._write)
         self._writes = True
-        if done:  # what was told of later steps, before the run went on from a checkpoint, goes
+        if done:  # TensorBoard drops later steps, which were written before the run was resumed
             log = self._log(status=self._log.START)
             event = self._event(wall_time=time(), step=done + 1, session_log=log)
             self._try(lambda: self._writer.add_event(event))
 
     def step(self, record: StepRecord) -> None:
-        self._arriving.add(record)
+        self._pending.add(record)
 
     def _write(self, record: StepRecord) -> None:
         rate = record.samples / record.seconds if record.seconds else math.nan
@@ -62,7 +62,7 @@ class TensorBoard(Board):
                 "training/samples_per_second": rate,
                 "rows/hit_rate": record.hit_rate,
                 "rows/fetched": record.fetched_rows,
-                # By the schedule: optimizers may keep theirs on a device.
+                # From the schedule: optimizers may keep theirs on a device.
                 "learning_rate/rows": scale * self._config.embedding.optimizer.lr,
                 "learning_rate/dense": scale * self._config.training.optimizer.lr,
             },
@@ -79,13 +79,15 @@ class TensorBoard(Board):
         )
 
     def _add(self, step: int, scalars: dict[str, float]) -> None:
-        # One event for all: each costs as much as a small step takes to launch.
-        values = [self._summary.Value(tag=tag, simple_value=each) for tag, each in scalars.items()]
+        # One event for all values: an event costs as much as the launch of a small step.
+        values = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
+        ]
         event = self._event(wall_time=time(), step=step, summary=self._summary(value=values))
         self._try(lambda: self._writer.add_event(event))
 
     def _try(self, write: Callable[[], None]) -> None:
-        """A disk that takes no more costs what is shown of the training, and not the training."""
+        """Write; a full disk ends the event files, and not the training."""
         if not self._writes:
             return
         try:
@@ -96,16 +98,16 @@ class TensorBoard(Board):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            self._arriving.finish()
+            self._pending.finish()
         except RuntimeError:
-            if error is None:  # else the device failed, which was reported
+            if error is None:  # else the failure of the device was reported
                 raise
         finally:
             self._try(self._writer.close)
 
 
 def _events() -> Any:
-    """The classes of an event, its summary, the log of a session, and of what writes them."""
+    """Return the classes Event, Summary, SessionLog and EventFileWriter."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

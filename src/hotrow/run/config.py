@@ -1,15 +1,16 @@
-"""A run as one frozen tree of settings, read from a TOML file. Builds nothing, opens nothing else.
+"""A run as one frozen tree of settings, read from a TOML file. Opens no other file.
 
     config = load("run.toml", overrides=["embedding.budget=5%", "training.steps=200"])
 
-Every mistake is a ValueError that names the file, the section and the key, in the user's words.
+Every error is a ValueError that names the file, the section and the key.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -42,8 +43,8 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 
-# The models that learn from clicks, and those that learn from sequences, as hotrow.models.MODELS
-# names them, with the settings that each takes and their defaults.
+# Models of clicks and models of sequences, by their names in hotrow.models.MODELS, with their
+# settings and the defaults of these.
 CLICK_MODELS: dict[str, dict[str, Any]] = {
     "dlrm": {"bottom": (64,), "top": (64, 32)},
     "dcnv2": {"bottom": (64,), "top": (64, 32), "cross_layers": 3, "cross_rank": 32},
@@ -56,12 +57,12 @@ SEQUENCE_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _MODELS = CLICK_MODELS | SEQUENCE_MODELS
 
-# What the job without a file adds to the defaults: one thread, so that neither its time nor its
-# bits depend on what else the machine has to do; on generated data an AUC on the way, and, where
-# the strategy promises bits, a proof at the end.
+# The job without a file uses one thread, so that neither its time nor its bits depend on other
+# programs. On generated data it also evaluates during training, and, if the strategy is exact,
+# compares all bits at the end.
 BUILT_IN: dict[str, Any] = {"run": {"threads": 1}}
 BUILT_IN_EVAL_EVERY = 64
-# And where it learns from sequences, whose samples are many times as large.
+# Its data if the model learns from sequences, whose samples are many times as large.
 BUILT_IN_SEQUENCES: dict[str, Any] = {
     "rows": [20_000, 200_000, 2_000],
     "names": ["user", "item", "category"],
@@ -74,15 +75,15 @@ BUILT_IN_SEQUENCES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class RunSection:
-    """`[run]`: the folder under runs/, the seed of all initial weights, where it runs, and what it
-    leaves behind beside its records."""
+    """`[run]`: the folder under runs/, the seed of all initial weights, the device, and what is
+    written beside the records."""
 
     name: str = "default"
     seed: int = 0
     device: str = "cpu"
-    threads: int | None = None  # torch's own choice if left out; it can change the last bits
-    save: bool = True  # the trained model, to runs/<name>/model
-    tensorboard: bool = False  # event files, to runs/<name>
+    threads: int | None = None  # None: torch's choice, which can change the last bits
+    save: bool = True  # write the trained model to runs/<name>/model
+    tensorboard: bool = False  # write event files to runs/<name>
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -95,28 +96,29 @@ class RunSection:
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         _at_least(1, threads=self.threads)
-        # Whether there is one is asked when the run is built: a file may be read anywhere.
+        # Whether the device exists is checked when the run is built: files are read anywhere.
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f'device must be "cpu", "cuda" or "cuda:1", not {self.device!r}')
 
 
 @dataclass(frozen=True)
 class DataSection(SyntheticConfig):
-    """`[data]`: generated clicks, and how many of them make one epoch; or, with `kind` "prepared",
-    the `folder` that `hotrow prepare` has made, of which only `batch_size`, `shuffle`, its `seed`,
-    `dense` and `eval_batches` are chosen here. With `kind` "counted" data are generated, too, but
-    rows are read as often as the folder's training split reads them: its tables take the place of
+    """`[data]`: generated clicks, and the number of samples of an epoch.
+
+    With `kind` "prepared" the data are those of `folder`, which `hotrow prepare` has made; only
+    `batch_size`, `shuffle`, its `seed`, `dense` and `eval_batches` apply. With "counted" they are
+    generated, and rows are read as often as in the folder's training split: its tables replace
     `rows`, `names`, `scale`, `lookups`, `skew`, `num_dense` and `constant`."""
 
     kind: str = "synthetic"
     folder: str | None = None
     shuffle: bool = True
-    dense: tuple[str, ...] | None = None  # which numbers of a folder are read; None: all
+    dense: tuple[str, ...] | None = None  # the numbers of a folder to read; None: all
     constant: tuple[str, ...] = ()  # generated sequences: tables with one id for all steps
     rows: tuple[int, ...] = (200_000, 100_000, 50_000, 20_000, 5_000, 1_000, 100, 10)
-    scale: float = 1.0  # of each generated table, the share of its rows that there is
+    scale: float = 1.0  # multiplies the rows of each generated table
     samples: int = 524_288
-    eval_batches: int | None = None  # of generated data 8, of prepared data all that are held back
+    eval_batches: int | None = None  # None: 8 of generated data, all of prepared data
 
     def __post_init__(self) -> None:
         _one_of(("synthetic", "prepared", "counted"), kind=self.kind)
@@ -137,18 +139,15 @@ class DataSection(SyntheticConfig):
     @property
     def clicks(self) -> SyntheticConfig:
         """The generator's part of the section."""
-        given = {each.name: getattr(self, each.name) for each in fields(SyntheticConfig)}
-        return SyntheticConfig(**{**given, "rows": self.scaled_rows})
-
-    @property
-    def scaled_rows(self) -> tuple[int, ...]:
-        return tuple(max(1, round(self.scale * rows)) for rows in self.rows)
+        values = {option.name: getattr(self, option.name) for option in fields(SyntheticConfig)}
+        rows = tuple(max(1, round(self.scale * rows)) for rows in self.rows)
+        return SyntheticConfig(**values | {"rows": rows})
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """`[model]`: which one, how wide vectors are, and the hidden widths of its dense layers. What
-    is left out has the kind's default, sized for generated data."""
+    """`[model]`: the kind, the width of vectors, and the widths of hidden layers. The default of a
+    kind takes the place of None; it is sized for generated data."""
 
     kind: str = "dlrm"
     embedding_dim: int = 16
@@ -157,7 +156,7 @@ class ModelSection:
     deep: tuple[int, ...] | None = None  # beside it
     cross_layers: int | None = None
     cross_rank: int | str | None = None  # or "full"
-    sequence: tuple[int, ...] | None = None  # that weigh the steps
+    sequence: tuple[int, ...] | None = None  # of the layers that weigh the steps
     final: tuple[int, ...] | None = None  # above context and target
     num_steps: int | None = None  # before the target
 
@@ -176,9 +175,9 @@ class ModelSection:
         self._fill()
 
     def _fill(self) -> None:
-        """Put in what was left out, so that a run's record says what was trained."""
+        """Replace None by defaults, so that the record of a run is complete."""
         takes = _MODELS[self.kind]
-        for name in (each.name for each in fields(self) if each.default is None):
+        for name in (option.name for option in fields(self) if option.default is None):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, takes.get(name))
             elif name not in takes:
@@ -186,28 +185,28 @@ class ModelSection:
 
     @property
     def row_width(self) -> int:
-        """Weights in a row: a DeepFM keeps first-order weights in them, too."""
+        """The weights of a row, which hold the first-order weight of a DeepFM, too."""
         return self.embedding_dim + (self.kind == "deepfm")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the model's class is called with, beside its embedding and what the data decide."""
-        found = {name: getattr(self, name) for name in _MODELS[self.kind]}
-        # A TBSM has its logit behind `final`: `top` gives what a step is.
-        logit = "top" if "final" not in found else "final"
+        """The arguments of the model's class, beside the embedding and those the data decide."""
+        arguments = {name: getattr(self, name) for name in _MODELS[self.kind]}
+        # The logit of a TBSM comes after `final`; `top` gives the vector of a step.
+        logit = "top" if "final" not in arguments else "final"
         for name, last in (("bottom", self.embedding_dim), (logit, 1), ("deep", 1)):
-            if name in found:
-                found[name] = (*found[name], last)
+            if name in arguments:
+                arguments[name] = (*arguments[name], last)
         if self.kind == "deepfm":
-            found["dim"] = self.embedding_dim
+            arguments["dim"] = self.embedding_dim
         if self.cross_rank == "full":
-            found["cross_rank"] = None
-        return found
+            arguments["cross_rank"] = None
+        return arguments
 
 
 @dataclass(frozen=True)
 class RowOptimizerSection:
-    """`[embedding.optimizer]`: how rows are updated. What is left out keeps torch's default."""
+    """`[embedding.optimizer]`: how rows are updated. None: the default of torch."""
 
     name: str = "row-wise-adagrad"
     lr: float = 0.05
@@ -219,7 +218,7 @@ class RowOptimizerSection:
     def __post_init__(self) -> None:
         plain_fields(self)
         _one_of(ROW_RULES, name=self.name)
-        takes = {each.name for each in fields(ROW_RULES[self.name])}
+        takes = {option.name for option in fields(ROW_RULES[self.name])}
         for option in self.options:
             if option not in takes:
                 raise ValueError(f"{self.name} takes {', '.join(sorted(takes))}, but not {option}")
@@ -227,8 +226,8 @@ class RowOptimizerSection:
 
     @property
     def options(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {key: each for key, each in values.items() if key != "name" and each is not None}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return {key: value for key, value in values.items() if key != "name" and value is not None}
 
     def rule(self) -> RowRule:
         return ROW_RULES[self.name](**self.options)
@@ -236,9 +235,9 @@ class RowOptimizerSection:
 
 @dataclass(frozen=True)
 class EmbeddingSection:
-    """`[embedding]`: which rows stay in fast memory, how much of it there is, how far ahead, how a
-    GPU moves rows, and whether the counts of prepared data say which rows are hot, or those in a
-    folder that `hotrow profile` has made."""
+    """`[embedding]`: the strategy, the budget of fast memory, how many batches are known ahead, and
+    how a GPU moves rows. `profile`: pin rows by the counts of prepared data, or of a folder of
+    `hotrow profile`."""
 
     strategy: str = "lookahead"
     budget: str | int = "10%"
@@ -261,7 +260,7 @@ class EmbeddingSection:
 
 @dataclass(frozen=True)
 class DenseOptimizerSection:
-    """`[training.optimizer]`: the dense layers' torch optimizer."""
+    """`[training.optimizer]`: the torch optimizer of the dense layers."""
 
     name: str = "adagrad"
     lr: float = 0.02
@@ -275,11 +274,11 @@ class DenseOptimizerSection:
 
 @dataclass(frozen=True)
 class ScheduleSection:
-    """`[training.schedule]`: as in the DLRM reference code, which MLPerf trains with.
+    """`[training.schedule]`: learning rates as in the DLRM reference code, which MLPerf uses.
 
-    The rate grows evenly over the first `warmup_steps`. From step `decay_start` on it falls with
-    the square of the steps that are left of `decay_steps`, and stays where it is after them. It is
-    for rows and dense layers alike.
+    The rate grows linearly over the first `warmup_steps`. From step `decay_start` on it falls with
+    the square of the remaining `decay_steps`, and is constant after them. It applies to rows and
+    dense layers.
     """
 
     warmup_steps: int = 0
@@ -303,7 +302,7 @@ class ScheduleSection:
         return not self.warmup_steps and self.decay_steps is None
 
     def scale(self, step: int) -> float:
-        """What the rate is multiplied by at a step, the first being 1."""
+        """Return the factor of the rate at a step; the first step is 1."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.decay_start is None or self.decay_steps is None or step < self.decay_start:
@@ -312,26 +311,26 @@ class ScheduleSection:
         return (left / self.decay_steps) ** 2
 
     def drive(self, optimizers: Iterable[torch.optim.Optimizer], taken: int = 0) -> list[LambdaLR]:
-        """Schedules to be stepped after each training step, of which some were taken before; none
-        for a constant rate."""
+        """Return schedules to step after each training step; `taken` steps were taken before. A
+        constant rate has none."""
         if self.is_constant:
             return []
         return [
-            LambdaLR(each, lambda taken: self.scale(taken + 1), last_epoch=taken - 1)
-            for each in optimizers
+            LambdaLR(optimizer, lambda taken: self.scale(taken + 1), last_epoch=taken - 1)
+            for optimizer in optimizers
         ]
 
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """`[training]`: how long, how often to evaluate, and whether to prove equality at the end."""
+    """`[training]`: how long to train, how often to evaluate, and whether to compare all bits."""
 
     epochs: int = 1
     steps: int | None = None  # instead of whole epochs
     eval_every: int | None = None
     patience: int | None = None  # evaluations without a better AUC that end the run
-    clip_norm: float | None = None  # the most that the dense gradients may be long together
-    verify_every: int | None = None  # steps after which rows that were never written are compared
+    clip_norm: float | None = None  # maximum gradient norm of the dense part
+    verify_every: int | None = None  # steps between comparisons of rows that no step wrote
     check_equality: bool = False
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     optimizer: DenseOptimizerSection = field(default_factory=DenseOptimizerSection)
@@ -350,19 +349,19 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    """`[checkpoint]`: how often all that a run goes on with is saved, how many are kept, and
-    whether a run that has some goes on from them."""
+    """`[checkpoint]`: how often the state of a run is saved, how many checkpoints are kept, and
+    whether a run is resumed from them."""
 
     every_steps: int | None = None
     every_seconds: float | None = None
-    full_every: int = 1  # the others hold the rows that have changed since
+    full_every: int = 1  # the checkpoints between hold the changed rows only
     keep: int = 2
     background: bool = True  # written while training goes on
-    log: str | int = "5%"  # of the bytes of rows, for those that change meanwhile
-    folder: str | None = None  # in which the run's own is made; None: runs/<name>/checkpoints
-    on_error: str = "continue"  # or "stop", where one could not be written
-    resume: str = "never"  # or "auto": where there is one
-    strict: bool = True  # data, model, optimizers and seeds must be those it was saved with
+    log: str | int = "5%"  # memory for rows that change during a save, as bytes or share of rows
+    folder: str | None = None  # the parent of the run's checkpoints; None: runs/<name>/checkpoints
+    on_error: str = "continue"  # or "stop", if a checkpoint cannot be written
+    resume: str = "never"  # or "auto": if there is a checkpoint
+    strict: bool = True  # refuse to resume with other data, model, optimizers or seeds
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -383,7 +382,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. Every key has a default, so an empty file is a run, too."""
+    """One run. Every key has a default: an empty file is a run."""
 
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
@@ -403,50 +402,61 @@ class RunConfig:
 
 
 def load(path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads a TOML file, then applies `section.key=value` overrides; no file: the built-in job."""
+    """Read a TOML file, then apply `section.key=value` overrides; no file: the built-in job."""
     overrides = list(overrides)
-    found = read_settings(path, overrides)
+    settings = read_settings(path, overrides)
     where = f"{path or 'settings'}{' with --set' if overrides else ''}"
-    config = toml.build(RunConfig, found, where=where, section="")
-    if _is_built_in(path, found) and "check_equality" not in found["training"]:
+    config = toml.build(RunConfig, settings, where=where, section="")
+    if _is_built_in(path, settings) and "check_equality" not in settings["training"]:
         is_exact = find_named(config.embedding.strategy).contract == "exact"
         config = replace(config, training=replace(config.training, check_equality=is_exact))
     return config
 
 
+def from_settings(
+    settings: Mapping[str, Any], overrides: Iterable[str] = (), *, where: str
+) -> RunConfig:
+    """Build a run from settings that were saved with a run, then apply overrides."""
+    try:
+        tables = json.loads(json.dumps(settings))  # a copy, with lists instead of tuples
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    overrides = list(overrides)
+    for text in overrides:
+        toml.override(RunConfig, tables, text)
+    where += " with --set" if overrides else ""
+    return toml.build(RunConfig, tables, where=where, section="")
+
+
 def is_data(folder: Path) -> bool:
-    """Whether `hotrow prepare` has made it, or begun to."""
+    """Return whether `hotrow prepare` has made a folder, or begun to."""
     return (folder / "shards").is_dir()
 
 
-def _why_no_folder(folder: Path) -> str:
-    if is_data(folder):
-        return (
-            f"{folder} holds data, and a run file is wanted: --set data.kind=prepared "
-            f"--set data.folder={folder} does without one"
-        )
-    return f"{folder} is a folder, and the TOML file of a run is wanted"
-
-
 def read_settings(path: str | Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """What `load` builds a run from: what was written, and nothing that is left to defaults."""
+    """Return the settings of a file and of overrides, without defaults."""
     if path is not None and Path(path).is_dir():
-        raise ValueError(_why_no_folder(Path(path)))
-    found = deepcopy(BUILT_IN) if path is None else toml.read(Path(path))
+        raise ValueError(
+            f"{path} holds data, and a run file is wanted: --set data.kind=prepared "
+            f"--set data.folder={path} does without one"
+            if is_data(Path(path))
+            else f"{path} is a folder, and the TOML file of a run is wanted"
+        )
+    settings = deepcopy(BUILT_IN) if path is None else toml.read(Path(path))
     for text in overrides:
-        toml.override(RunConfig, found, text)
-    if path is None and found.get("model", {}).get("kind") in SEQUENCE_MODELS:
-        given = found.get("data", {})
-        # Names and shape are those of the rows, so a file that gives rows gives all.
-        if not {"rows", "kind"} & given.keys():
-            found["data"] = BUILT_IN_SEQUENCES | given
-    if _is_built_in(path, found):
-        found["training"] = {"eval_every": BUILT_IN_EVAL_EVERY, **found.get("training", {})}
-    return found
+        toml.override(RunConfig, settings, text)
+    if path is None and settings.get("model", {}).get("kind") in SEQUENCE_MODELS:
+        data = settings.get("data", {})
+        # Names and shape belong to the rows: a user who gives rows gives all.
+        if not {"rows", "kind"} & data.keys():
+            settings["data"] = BUILT_IN_SEQUENCES | data
+    if _is_built_in(path, settings):
+        settings["training"] = {"eval_every": BUILT_IN_EVAL_EVERY, **settings.get("training", {})}
+    return settings
 
 
-def _is_built_in(path: str | Path | None, found: dict[str, Any]) -> bool:
-    return path is None and found.get("data", {}).get("kind", "synthetic") == "synthetic"
+def _is_built_in(path: str | Path | None, settings: dict[str, Any]) -> bool:
+    return path is None and settings.get("data", {}).get("kind", "synthetic") == "synthetic"
 
 
 def _one_of(names: Iterable[str], **values: str) -> None:

@@ -1,11 +1,11 @@
-"""How a run's records are written to disk, and read from there.
+"""Files of a run: records are written to disk and read back.
 
 runs/<name>/start.json    the StartRecord, for readers of a run that has not ended
-runs/<name>/steps.jsonl   one StepRecord per line, written while the run is under way; on a GPU a
-                          few steps later, when the loss has arrived
-runs/<name>/run.json      the RunRecord, put in place whole once the run has ended
+runs/<name>/steps.jsonl   one StepRecord per line, written while the run trains; on a GPU a few
+                          steps later, when the loss is known
+runs/<name>/run.json      the RunRecord, written when the run has ended
 runs/<name>/model/        the trained model: see hotrow.checkpoint
-runs/<name>/checkpoints/  all that the run can go on with, at some of its steps
+runs/<name>/checkpoints/  the states from which the run can be resumed
 
 comparisons/<name>/compare.json, compare.html    a ComparisonRecord, and the same for people
 """
@@ -27,14 +27,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from types import TracebackType, UnionType
+from types import UnionType
 from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 import torch
 
-from hotrow.run.tally import Arriving
+from hotrow.run.tally import PendingRecords
 from hotrow.support.files import Disk, make_durable, make_folder
 from hotrow.support.manifests import in_words, read_json
 from hotrow.support.messages import many, warn
@@ -53,13 +53,13 @@ Record = TypeVar("Record")
 
 
 def refuse_busy(folder: Path) -> None:
-    """Raises if another process is training the run; to be asked before its memory is needed."""
+    """Raise if another process trains the run; call this before memory is allocated."""
     with contextlib.suppress(FileNotFoundError), (folder / STEPS_FILE).open("rb") as steps:
         _lock(steps, folder)
 
 
 def _lock(steps: Any, folder: Path) -> None:
-    """Until the file is closed."""
+    """Lock the file until it is closed."""
     try:
         fcntl.flock(steps, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,7 +69,7 @@ def _lock(steps: Any, folder: Path) -> None:
 
 
 class RunWriter:
-    """A new folder for one run. Where `name` exists already, it takes `name-2`, `name-3` ...
+    """Writes the records of one run to a new folder: `name`, else `name-2`, `name-3` ...
 
     with RunWriter("runs", name="first") as run:
         for record in trainer.run(batches):
@@ -82,19 +82,19 @@ class RunWriter:
 
     @classmethod
     def going_on(cls, folder: Path, *, after: int) -> Self:
-        """The folder of a run that goes on after a step; what was recorded of later ones goes."""
-        found = cls.__new__(cls)
+        """Resume in the folder of a run after a step; records of later steps are removed."""
+        run = cls.__new__(cls)
         (folder / STEPS_FILE).touch()
-        found._open(folder, "r+b")
+        run._open(folder, "r+b")
         (folder / RUN_FILE).unlink(missing_ok=True)
-        found._size = _end_of(found._steps, after)
-        found._steps.truncate(found._size)
-        found._steps.seek(found._size)
-        return found
+        run._size = _end_of(run._steps, after)
+        run._steps.truncate(run._size)
+        run._steps.seek(run._size)
+        return run
 
     def _open(self, folder: Path, mode: str) -> None:
         self.folder = folder
-        # Unbuffered: what a full disk did not take must not come back when the file is closed.
+        # Unbuffered: bytes that a full disk refused must not be written when the file is closed.
         self._steps: Any = (folder / STEPS_FILE).open(mode, buffering=0)
         try:
             _lock(self._steps, folder)
@@ -102,21 +102,21 @@ class RunWriter:
             self._steps.close()
             raise
         self._size = self._missing = 0
-        self._arriving = Arriving(self._write)
+        self._pending = PendingRecords(self._write)
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     def start(self, record: StartRecord) -> None:
-        """Also of a run that goes on, maybe elsewhere and with other settings."""
+        """Write the start of a run, also when it is resumed, perhaps with other settings."""
         try:
             _write_record(self.folder, START_FILE, record)
-        except OSError as error:  # costs no training, as with steps
+        except OSError as error:  # training goes on, as with steps
             warn(f"{error}; until the run has ended, reports lack its settings")
 
     def step(self, record: StepRecord) -> None:
-        self._arriving.add(record)
+        self._pending.add(record)
 
     def _write(self, record: StepRecord) -> None:
         # One write, so that a killed run keeps every step it has reported.
@@ -126,9 +126,9 @@ class RunWriter:
                 self._size += written
                 return
             error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as found:
-            error = found
-        # A disk that takes no more costs records of steps, and not the training they tell of.
+        except OSError as failure:
+            error = failure
+        # A full disk loses records of steps, and not the training.
         with contextlib.suppress(OSError):
             self._steps.truncate(self._size)  # half a line
             self._steps.seek(self._size)
@@ -141,19 +141,19 @@ class RunWriter:
         self._missing += 1
 
     def sync(self) -> None:
-        """Steps so far are on the disk; waits for the device."""
-        self._arriving.finish()
-        with contextlib.suppress(OSError):  # a full one: its steps are missing, as was told
+        """Put all steps so far on the disk; waits for the device."""
+        self._pending.finish()
+        with contextlib.suppress(OSError):  # a full disk, of which users were warned
             os.fsync(self._steps.fileno())
 
     def finish(self, record: RunRecord) -> Path:
-        """Puts the record in place whole: a reader sees all of it or none."""
+        """Write the record; readers see all of it or none."""
         _write_record(self.folder, RUN_FILE, record)
         return self.folder / RUN_FILE
 
     def close(self) -> None:
         try:
-            self._arriving.finish()
+            self._pending.finish()
         finally:
             self._steps.close()
         if self._missing:
@@ -162,21 +162,16 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
         except RuntimeError:
-            if error is None:  # else the device failed, which was reported
+            if error is None:  # else the failure of the device was reported
                 raise
 
 
 def write_comparison(folder: Path, record: ComparisonRecord, page: str) -> None:
-    """Puts both files in place whole, instead of those that are there."""
+    """Write both files; readers see all of each or none."""
     _write_record(folder, COMPARISON_FILE, record)
     Disk(folder).write(COMPARISON_PAGE, [page.encode()])
 
@@ -187,7 +182,7 @@ def _write_record(folder: Path, name: str, record: Any) -> None:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The record of the run in `folder`; a ValueError when it has none this version can read."""
+    """Return the record of the run in `folder`; a ValueError: this version can read none."""
     path = Path(folder) / RUN_FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {RUN_FILE}: it is not a run, or the run has not ended")
@@ -195,24 +190,24 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_start(folder: str | Path) -> StartRecord | None:
-    """What the run in `folder` began with; None: an earlier version did not write it."""
+    """Return the start of the run in `folder`; None: an earlier version did not write it."""
     path = Path(folder) / START_FILE
     return _read_record(StartRecord, path, "the start of a run") if path.is_file() else None
 
 
 def _read_record(kind: type[Record], path: Path, what: str) -> Record:
     """Read a record; keys that a newer version has added are ignored."""
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"{path} is not {what} of format {FORMAT}")
     try:
-        return msgspec.convert(_with_nan(kind, found), kind)
+        return msgspec.convert(_with_nan(kind, values), kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path} is damaged: {in_words(error)}") from None
 
 
 def _end_of(file: Any, step: int) -> int:
-    """Where the records of later steps begin, or half a line of a run that was killed."""
+    """Return where later steps begin, or half a line of a run that was killed."""
     end = 0
     for line in io.BufferedReader(io.FileIO(file.fileno(), closefd=False)):
         try:
@@ -226,7 +221,7 @@ def _end_of(file: Any, step: int) -> int:
 
 
 def read_steps(folder: str | Path) -> Iterator[StepRecord]:
-    """The steps of the run in `folder`, also while it is under way."""
+    """Yield the steps of the run in `folder`, also while it is trained."""
     path = Path(folder) / STEPS_FILE
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -240,16 +235,16 @@ def read_steps(folder: str | Path) -> Iterator[StepRecord]:
 
 
 def to_dict(record: Any) -> dict[str, Any]:
-    """A record as plain values; NaN and infinity become None, which JSON can say."""
-    found = asdict(record)
+    """Return a record as plain values; NaN and infinity become None, which JSON can say."""
+    values = asdict(record)
     if isinstance(record, StepRecord):
-        found["hit_rate"] = record.hit_rate
-    return {key: plain(value) for key, value in found.items()}
+        values["hit_rate"] = record.hit_rate
+    return {key: plain(value) for key, value in values.items()}
 
 
 def to_json(record: Any, *, indent: int | None = None) -> str:
-    found = plain(record) if isinstance(record, Mapping) else to_dict(record)
-    return json.dumps(found, indent=indent, allow_nan=False)
+    values = plain(record) if isinstance(record, Mapping) else to_dict(record)
+    return json.dumps(values, indent=indent, allow_nan=False)
 
 
 def now() -> str:
@@ -257,7 +252,7 @@ def now() -> str:
 
 
 def environment(*, device: str, threads: int) -> dict[str, Any]:
-    """What a later reader needs to know about the machine and the software."""
+    """Return the facts of the machine and the software that a later reader needs."""
     packages = ("torch", "numpy", "triton")
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
     return {
@@ -274,7 +269,7 @@ def environment(*, device: str, threads: int) -> dict[str, Any]:
 
 def package_version(name: str) -> str | None:
     if name == "torch":
-        return torch.__version__  # says which CUDA it was built for, where the package does not
+        return torch.__version__  # with the CUDA version, which the package's version lacks
     try:
         return version(name)
     except PackageNotFoundError:
@@ -282,7 +277,7 @@ def package_version(name: str) -> str | None:
 
 
 def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
-    """`name` in `root`, or `name-2`, `name-3` ... where that is taken."""
+    """Make `name` in `root`, or `name-2`, `name-3` ... if it exists."""
     try:
         make_folder(root)
         for number in count(1):
@@ -302,36 +297,36 @@ def new_folder(root: Path, name: str, *, option: str = "--runs") -> Path:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value as JSON has it."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value
 
 
-def _with_nan(kind: Any, found: Any) -> Any:
-    """Return what was read with NaN where a number was written as null, which JSON can say."""
-    if kind is float and found is None:
+def _with_nan(kind: Any, values: Any) -> Any:
+    """Return what was read, with NaN in the place of numbers that were written as null."""
+    if kind is float and values is None:
         return math.nan
-    if is_dataclass(kind) and isinstance(found, dict):
+    if is_dataclass(kind) and isinstance(values, dict):
         kinds: Any = _kinds_in(kind)  # type: ignore[arg-type]
-        return {key: _with_nan(kinds.get(key), value) for key, value in found.items()}
+        return {key: _with_nan(kinds.get(key), value) for key, value in values.items()}
     parts = get_args(kind)
-    if isinstance(found, dict) and len(parts) == 2:
-        return {key: _with_nan(parts[1], value) for key, value in found.items()}
-    if isinstance(found, list) and parts:
-        return [_with_nan(parts[0], value) for value in found]
-    return found
+    if isinstance(values, dict) and len(parts) == 2:
+        return {key: _with_nan(parts[1], value) for key, value in values.items()}
+    if isinstance(values, list) and parts:
+        return [_with_nan(parts[0], value) for value in values]
+    return values
 
 
 @cache  # a run may have a million steps
 def _kinds_in(kind: Any) -> dict[str, Any]:
-    """Return the types of a record's fields, without None where that is allowed."""
+    """Return the types of a record's fields, without `| None`."""
     hints = get_type_hints(kind)
     return {
         name: get_args(hint)[0] if isinstance(hint, UnionType) else hint

@@ -1,9 +1,9 @@
-"""A run's parts, built from its configuration. Knows nothing about files or screens."""
+"""The parts of a run, built from its configuration. Knows no files of runs and no screens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,75 +20,85 @@ from hotrow.models import MODELS
 from hotrow.run.config import DENSE_OPTIMIZERS, DenseOptimizerSection, RunConfig
 from hotrow.run.source import AnyBatch, Samples, open_samples
 from hotrow.run.strategy_names import find_named
-from hotrow.run.training import epochs_of, known_steps, make_system, training_batches
 from hotrow.sizing.budgets import AUTO, auto_budget, buffer_part_of
 from hotrow.store.budget import share_out
-from hotrow.support.messages import few
+from hotrow.support.messages import few, many, warn
 from hotrow.support.records import EvalRecord, StepRecord
-from hotrow.training.trainer import Trainer
+from hotrow.systems.fae.fae import FAE
+from hotrow.systems.hotline.hotline import Hotline
+from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
+from hotrow.training.trainer import System, Trainer
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one run needs; two jobs of one configuration start from the same bits."""
+    """All parts of one run. Two jobs of one configuration start with the same bits."""
 
     config: RunConfig
     samples: Samples
     embedding: EmbeddingBagCollection
     model: nn.Module
+    dense_optimizer: torch.optim.Optimizer
     trainer: Trainer[AnyBatch]
-    done: int = 0  # steps that were taken before, by another process
-    first: int = 0  # the batch that it goes on with
+    done: int = 0  # steps that another process has taken before
+    first: int = 0  # the first batch of this process
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of rows, and of the dense part."""
-        found: list[torch.optim.Optimizer] = [self.embedding.optimizer]
-        if self.trainer.dense_optimizer is not None:
-            found.append(self.trainer.dense_optimizer)
-        return found
+        return [self.embedding.optimizer, self.dense_optimizer]
 
     def train(self) -> Iterator[StepRecord]:
-        """The run's steps, with its learning rates."""
+        """Take the steps of the run, with its learning rates."""
         schedules = self.config.training.schedule.drive(self.optimizers, taken=self.done)
         if self.first >= self.total_steps:
-            return  # another process trained it all, and was stopped before it had said so
+            return  # another process trained all of it, and stopped before it wrote the record
         for record in self.trainer.run(self._batches()):
             for schedule in schedules:
                 schedule.step()
             yield record
 
     def _batches(self) -> Iterable[AnyBatch]:
-        """What a system reads more than once it reads from the beginning each time."""
-        first, left = self.first, self.total_steps - self.first
-        rest: Any = Rest(self.samples, first) if first else self.samples
+        samples, first, steps = self.samples, self.first, self.total_steps - self.first
+        # Comparisons have samples that can be read from the first batch alone.
+        read = partial(samples.batches, start=first) if first else samples.batches
         if self.trainer.system is None:
-            return rest.batches(left)  # type: ignore[no-any-return]
-        return training_batches(rest, left, self.trainer.system)
+            return read(first + steps)
+        epoch = min(steps, samples.batches_per_epoch)
+        if isinstance(self.trainer.system, FAE):  # sorts the samples of one epoch, and repeats them
+            if _has_sample_numbers(samples, steps):
+                loader: Iterable[AnyBatch] = samples.loader(-(-steps // epoch))  # type: ignore[attr-defined]
+                return loader
+            steps = epoch
+        return Again(lambda: read(first + steps), steps, epoch)
 
     @property
     def position(self) -> int:
-        """The batch that another process would go on with. Which samples were trained, where others
-        than all of them are, is not kept: the epoch under way begins anew."""
+        """The batch with which another process would continue. Systems that choose samples do not
+        save which ones they have trained: for them the current epoch starts again."""
         if not _chooses_samples(self.config):
             return self.first + self.trainer.step - self.done
         epoch = min(self.total_steps - self.first, self.samples.batches_per_epoch)
-        return min(self.first + epochs_of(self.trainer.system) * epoch, self.total_steps)
+        epochs: int = getattr(self.trainer.system, "epochs", 0)  # that have ended
+        return min(self.first + epochs * epoch, self.total_steps)
 
     @property
     def total_steps(self) -> int:
-        """Batches that the run is of."""
+        """The batches of the whole run."""
         return total_steps(self.config, self.samples)
 
     @property
     def known_steps(self) -> int | None:
-        """Steps that will have been taken; None: not known, or not yet."""
-        left = known_steps(self.trainer.system, self.total_steps - self.first)
-        return None if left is None else left + self.done
+        """The steps of the whole run; None: not known, or not yet."""
+        system = self.trainer.system
+        if skip_of(system) is not None:
+            return None
+        steps = system.total_steps if isinstance(system, FAE) else self.total_steps - self.first
+        return None if steps is None else steps + self.done
 
     def evaluate(self, *, at_end: bool = False) -> EvalRecord:
-        """Quality on what is held back for the way, or for the end."""
-        return self.trainer.evaluate(self.samples.test if at_end else self.samples.validation)
+        """Evaluate the model on the validation samples, or at the end on the test samples."""
+        split = self.samples.split("test" if at_end else "validation")
+        return self.trainer.evaluate(split.batches)
 
 
 def open_data(config: RunConfig) -> Samples:
@@ -97,33 +107,13 @@ def open_data(config: RunConfig) -> Samples:
 
 
 def total_steps(config: RunConfig, samples: Samples) -> int:
-    epoch, training = samples.batches_per_epoch, config.training  # or there is no batch at all
+    epoch, training = samples.batches_per_epoch, config.training  # raises if no batch is full
     return training.steps or training.epochs * epoch
 
 
 def _chooses_samples(config: RunConfig) -> bool:
-    """Whether others are trained than all of them as they come, and a batch is no step."""
+    """Return whether the strategy reorders or skips samples, so that a batch is not a step."""
     return find_named(config.embedding.strategy).contract == "changed"
-
-
-def _first_batch(config: RunConfig, samples: Samples, position: int) -> int:
-    """Those that choose their samples begin with an epoch, or have come to the end."""
-    if not _chooses_samples(config) or position >= total_steps(config, samples):
-        return position
-    return position - position % samples.batches_per_epoch
-
-
-class Rest:
-    """Samples without the first batches."""
-
-    def __init__(self, samples: Samples, first: int) -> None:
-        self._samples, self._first = samples, first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._samples, name)
-
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        return self._samples.batches(self._first + steps, start=self._first)
 
 
 def build(
@@ -133,13 +123,16 @@ def build(
     done: int = 0,
     position: int | None = None,
 ) -> Job:
-    """`done`: steps that were taken before, whose results are loaded into the job; `position`: the
-    batch to go on with, if it is another."""
+    """Build a job.
+
+    `done` is the number of steps taken before, whose results the caller loads into the job.
+    `position` is the first batch, if it is not `done`.
+    """
     samples = samples or open_data(config)
     config = with_budget(config, samples)
-    position = done if position is None else position
-    first = _first_batch(config, samples, position) if position else 0
-    left = partial(_steps_left, config, samples, first)
+    first = done if position is None else position
+    if first and _chooses_samples(config) and first < total_steps(config, samples):
+        first -= first % samples.batches_per_epoch  # such systems start with an epoch
     profile = _profile(config.embedding.profile, samples)
     embedding = _embedding(config, samples, profile)
     model = MODELS[config.model.kind](
@@ -148,39 +141,40 @@ def build(
         **config.model.arguments,
         generator=torch.Generator().manual_seed(config.run.seed),
     ).to(embedding.device)  # rows stay where they are
+    optimizer = dense_optimizer(config.training.optimizer, model, embedding.device)
     trainer: Trainer[AnyBatch] = Trainer(
         model,
         F.binary_cross_entropy_with_logits,
-        dense_optimizer=dense_optimizer(config.training.optimizer, model, embedding.device),
+        dense_optimizer=optimizer,
         ids=lambda batch: batch.sparse,
         device=embedding.device,
         depth=config.embedding.depth,
         clip_norm=config.training.clip_norm,
-        system=make_system(config, samples, profile, left),
+        system=_system(config, samples, profile, first),
     )
-    # Reserve now, so that memory shown before the first batch is what it will be.
+    # Reserve now, so that the memory shown before the first batch is what it will be.
     if samples.lookups is not None:
         embedding.reserve(config.data.batch_size, samples.lookups)
     trainer.step = done
-    return Job(config, samples, embedding, model, trainer, done, first)
+    return Job(config, samples, embedding, model, optimizer, trainer, done, first)
 
 
 def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
-    """The same run with a budget in bytes where it says "auto"."""
+    """Return the configuration with a budget in bytes instead of "auto"."""
     section = config.embedding
     if section.budget != AUTO:
         return config
     strategy = find_named(section.strategy).rows
     if not strategy.needs_budget:
-        strategy = STRATEGIES["lookahead"]  # for those that it is compared with
+        strategy = STRATEGIES["lookahead"]  # for the strategies it is compared with
     groups = group_by_width(tables_of(config, samples))
-    width = config.model.row_width  # of all tables
+    width = config.model.row_width  # the same for all tables
     row_bytes = [4 * (width + section.optimizer.rule().state_width(width))]
     device = usable_device(torch.device(config.run.device))
     share = partial(
         share_out,
         row_bytes=row_bytes,
-        num_rows=[each.num_rows for each in groups],
+        num_rows=[group.num_rows for group in groups],
         parts=[1.0],
         buffer_part=buffer_part_of(strategy, device),
     )
@@ -191,39 +185,34 @@ def with_budget(config: RunConfig, samples: Samples) -> RunConfig:
     return replace(config, embedding=replace(section, budget=budget))
 
 
-def _steps_left(config: RunConfig, samples: Samples, first: int) -> int:
-    return total_steps(config, samples) - first
-
-
 def all_fast(config: RunConfig) -> RunConfig:
-    """The same run with every row in fast memory: what exact strategies are compared with."""
+    """Return the run with all rows in fast memory, which exact strategies are compared with."""
     return replace(config, embedding=replace(config.embedding, strategy="all-fast"))
 
 
 def differences(left: Job, right: Job) -> list[str]:
-    """The weights, row states and dense weights whose bits differ; empty for equal jobs."""
-    mine, other = dense_weights(left.model), dense_weights(right.model)
-    # Those that only one of them has differ, too.
-    found = [
-        key
-        for key in mine | other
-        if key not in mine or key not in other or not same_bits(mine[key], other[key])
+    """Return the dense weights and tables whose bits differ; a weight that one job lacks differs.
+    Rows are compared with their optimizer state."""
+    weights, others = dense_weights(left.model), dense_weights(right.model)
+    names = [
+        name
+        for name in weights | others
+        if name not in weights or name not in others or not same_bits(weights[name], others[name])
     ]
     for table in left.embedding.tables:
         if not same_bits(_rows(left, table.name), _rows(right, table.name)):
-            found.append(f"rows of table {table.name}")
-    return found
+            names.append(f"rows of table {table.name}")
+    return names
 
 
 def dense_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name. Rows are neither: they would not fit a state dict."""
-    return {
-        name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())
-    }
+    """Return parameters and buffers by name. Rows are neither: a state dict could not hold them."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors}
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equality of what is stored: a NaN equals itself, and 0.0 is not -0.0."""
+    """Compare the stored bytes: NaN equals NaN, and 0.0 differs from -0.0."""
     return left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
 
 
@@ -239,8 +228,8 @@ def dense_optimizer(
     section: DenseOptimizerSection, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
-    # A captured step follows a learning rate that is a tensor; fused forms read it by themselves.
-    # torch 2.11 has no fused Adagrad for CUDA, and its other form would wait for the tensor.
+    # A captured step needs a learning rate that is a tensor, and a fused optimizer that reads it on
+    # the device. torch 2.11 has no fused Adagrad for CUDA; its other form waits for the tensor.
     if device.type == "cuda" and section.name != "adagrad":
         options |= {"lr": torch.tensor(section.lr, device=device), "fused": True}
         if section.name in ("adam", "adamw"):
@@ -265,50 +254,171 @@ def _embedding(
             profile=profile,
         )
     except RuntimeError as error:
-        if isinstance(error.__cause__, ImportError):  # Triton's absence is not a bug
+        if isinstance(error.__cause__, ImportError):  # Triton is missing, which is not a bug
             raise ValueError(str(error)) from error
         raise
 
 
 def _profile(given: bool | str, samples: Samples) -> Profile | None:
     if isinstance(given, str):
-        return _profile_in(given, samples)
-    profile = samples.profile if given else None
-    if given and profile is None:
+        profile = load_profile(given)
+        _check_profile(profile, given, samples)
+        return profile
+    if given and samples.profile is None:
         raise ValueError(
             "embedding.profile pins rows by how often they were counted; generated data have no "
             'counts, unless data.kind is "counted"; `hotrow profile` counts them'
         )
-    return profile
+    return samples.profile if given else None
 
 
-def _profile_in(folder: str, samples: Samples) -> Profile:
-    """Counts of other tables are refused here, where their folder is known."""
-    found = load_profile(folder)
+def _check_profile(profile: Profile, folder: str, samples: Samples) -> None:
+    """Refuse counts of other tables here, where their folder is known."""
     remedy = "count those of this run: `hotrow profile DATA --out`"
-    for name, (rows, _) in found.items():
+    for name, (rows, _) in profile.items():
         if name not in samples.tables:
             raise ValueError(
                 f"embedding.profile = {folder!r} has counts of table {name!r}, and this run has "
                 f"{few(samples.tables)}; {remedy}"
             )
-        counted, here = int(rows.max()) + 1 if len(rows) else 0, samples.tables[name][0]
-        if counted > here:
+        counted, num_rows = int(rows.max()) + 1 if len(rows) else 0, samples.tables[name][0]
+        if counted > num_rows:
             raise ValueError(
                 f"embedding.profile = {folder!r} has counts of table {name!r} with at least "
-                f"{counted:,} rows, and in this run it has {here:,}; {remedy}"
+                f"{counted:,} rows, and in this run it has {num_rows:,}; {remedy}"
             )
-    return found
 
 
 def tables_of(config: RunConfig, samples: Samples) -> list[EmbeddingBagConfig]:
-    dim = config.model.row_width
+    dim, tables = config.model.row_width, samples.tables.items()
     if config.model.num_steps is None:
-        return [
-            EmbeddingBagConfig(name, num_rows, dim, features)
-            for name, (num_rows, features) in samples.tables.items()
-        ]
+        return [EmbeddingBagConfig(name, rows, dim, features) for name, (rows, features) in tables]
     return [
-        EmbeddingConfig(name, num_rows, dim, features, padding_idx=num_rows - 1)
-        for name, (num_rows, features) in samples.tables.items()
+        EmbeddingConfig(name, rows, dim, features, padding_idx=rows - 1)
+        for name, (rows, features) in tables
     ]
+
+
+# -- systems: which samples a run trains, and in what order -----------------------------
+
+
+def _system(
+    config: RunConfig, samples: Samples, profile: Profile | None, first: int
+) -> System[AnyBatch] | None:
+    """Return the system that the run's strategy names; None: batches are trained as they are."""
+    named = find_named(config.embedding.strategy)
+    if named.system is None and named.skip is None:
+        return None  # an evaluation needs no full batch of training samples
+    # At least one: a run may have trained all steps before its record was written.
+    steps, test = max(1, total_steps(config, samples) - first), _validation(samples)
+    epoch = min(steps, samples.batches_per_epoch)
+    skip = None
+    if named.skip is not None:
+        skip_profile = profile if named.system is None else None
+        skip = _skip(named.skip, config, epoch, test, skip_profile)
+    if named.system is None:
+        return skip
+    if named.system == "hotline":
+        return Hotline(batches_per_epoch=epoch, skip=skip)
+    return FAE(
+        hot_budget=config.system.hot_budget,
+        profile=profile,
+        cold="hybrid" if named.system == "fae-hybrid" else "fetched",
+        test=test,
+        epochs=None if _has_sample_numbers(samples, steps) else -(-steps // epoch),
+        seed=config.data.seed,
+        skip=skip,
+        # Whole epochs end by themselves.
+        most_samples=steps * config.data.batch_size if steps % epoch else None,
+    )
+
+
+def _skip(
+    name: str,
+    config: RunConfig,
+    epoch: int,
+    test: Iterable[AnyBatch] | None,
+    profile: Profile | None,
+) -> RandomDrop | Slipstream:
+    section = config.system
+    if name == "random-drop":
+        return RandomDrop(section.target, batches_per_epoch=epoch)
+    hot = config.embedding.budget if section.hot_budget is None else section.hot_budget
+    return Slipstream(
+        section.skipping(), hot_budget=hot, profile=profile, test=test, batches_per_epoch=epoch
+    )
+
+
+def _validation(samples: Samples) -> Iterable[AnyBatch] | None:
+    """Return the batches that systems evaluate; None, with a warning: there are none."""
+    try:
+        samples.split("validation")
+    except ValueError as error:
+        warn(str(error))
+        return None
+    return Again(lambda: iter(samples.split("validation").batches))
+
+
+def _has_sample_numbers(samples: Samples, steps: int) -> bool:
+    """Return whether FAE can sort samples by their numbers. It copies those of a part of an epoch,
+    because it must train the samples that a run without FAE trains."""
+    return hasattr(samples, "loader") and steps >= samples.batches_per_epoch
+
+
+class Again:
+    """Batches that are read from the beginning each time."""
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterator[AnyBatch]],
+        count: int | None = None,
+        batches_per_epoch: int | None = None,
+    ) -> None:
+        self._batches, self._count, self.batches_per_epoch = batches, count, batches_per_epoch
+
+    def __iter__(self) -> Iterator[AnyBatch]:
+        return self._batches()
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError("the number of batches is not known")
+        return self._count
+
+
+def skip_of(system: System[AnyBatch] | None) -> RandomDrop | Slipstream | None:
+    """Return what skips samples of a run; None: nothing does."""
+    skip = getattr(system, "skip", system)
+    return skip if isinstance(skip, RandomDrop | Slipstream) else None
+
+
+def record_of(system: System[AnyBatch] | None) -> dict[str, Any]:
+    """Return the records of a system and of what skips samples; empty: there is no system."""
+    records: dict[str, Any] = {}
+    if isinstance(system, FAE | Hotline):
+        records["hotline" if isinstance(system, Hotline) else "fae"] = asdict(system.record)
+    if (skip := skip_of(system)) is not None:
+        records["skip"] = asdict(skip.record)
+    return records
+
+
+def told_of(system: System[AnyBatch] | None) -> dict[str, str]:
+    """Return the same facts for people."""
+    facts = {}
+    if isinstance(system, FAE):
+        facts["hot and cold"] = system.described()
+    if isinstance(system, Hotline):
+        r = system.record
+        pinned, times = sum(r.pinned_rows.values()), len(r.learned)
+        facts["popular samples"] = (
+            f"{r.popular_share:.1%} of {r.samples:,}; {r.split_batches:,} of {r.batches:,} batches "
+            f"trained in two parts; {pinned:,} rows pinned, chosen {many(times, 'time')}"
+            if r.samples
+            else f"none: all {r.batches:,} batches were trained while rows were learned"
+        )
+    if (skip := skip_of(system)) is not None:
+        s = skip.record
+        stale, hot = sum(s.stale_rows.values()), sum(s.hot_rows.values())
+        rows = f"; {stale:,} of {hot:,} hot rows are stale" if hot else ""
+        stopped = f"; {s.stopped}" if s.stopped else ""
+        facts["left out"] = f"{s.dropped:,} of {s.offered:,} samples offered{rows}{stopped}"
+    return facts

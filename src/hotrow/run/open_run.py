@@ -1,25 +1,29 @@
-"""A run that has ended, opened again with the model it has trained. Shows nothing."""
+"""A run that has ended: open it with the model it trained, and write its scores. Shows nothing."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hotrow.checkpoint import SavedModel
 from hotrow.checkpoint.folder import IN_RUN, latest_in
-from hotrow.run.config import RowOptimizerSection, RunConfig
+from hotrow.run.config import RowOptimizerSection, RunConfig, from_settings
 from hotrow.run.files import MODEL_FOLDER, RUN_FILE, STEPS_FILE, read_run
 from hotrow.run.job import Job, build, open_data
-from hotrow.run.source import Samples, why_other
+from hotrow.run.resume import settings_of
+from hotrow.run.source import AnyBatch, Description, Samples
 from hotrow.sizing.budgets import AUTO
-from hotrow.support import toml
+from hotrow.support.files import PARTIAL, make_durable
 from hotrow.support.messages import few, warn
 from hotrow.support.records import RunRecord
 from hotrow.support.units import parse_bytes
+
+_GROUP_SAMPLES = 1 << 20  # of a row group, which stay in memory until it is written
 
 
 def open_trained(
@@ -29,20 +33,24 @@ def open_trained(
     data: str | Path | None = None,
     overrides: Iterable[str] = (),
 ) -> Job:
-    """The job of a run, with its trained weights.
+    """Return the job of a run, with its trained weights.
 
-    `run` is a run's folder, or its name in `runs`; `data` is a prepared folder to take the place of
-    the run's own, and `overrides` change settings as they do for training.
+    `run` is the folder of a run, or its name in `runs`. `data` is a prepared folder to read instead
+    of the run's own, and `overrides` change settings as they do for training.
     """
     folder = find_run(run, runs)
     _refuse_unended(folder)
     record = read_run(folder)
-    config = _settings(record, folder, data, overrides)
+    settings = dict(record.settings)
+    if data is not None:
+        settings["data"] = settings.get("data", {}) | {"kind": "prepared", "folder": str(data)}
+    config = from_settings(settings, overrides, where=str(folder / RUN_FILE))
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     saved = _saved(folder, record)
     samples = _open_data(config, data)
-    _refuse_other_data(record, samples, config)
+    if record.data:
+        _refuse_other_data(record, samples, config)
     saved.verify()
     job = build(_without_row_state(config, samples), samples)
     saved.check(job.model)
@@ -52,7 +60,7 @@ def open_trained(
 
 
 def find_run(run: str | Path, runs: str | Path) -> Path:
-    """The folder of a run, ended or not."""
+    """Return the folder of a run, ended or not."""
     for file in (RUN_FILE, STEPS_FILE):
         for folder in (Path(run), Path(runs) / run):
             if (folder / file).is_file():
@@ -60,14 +68,24 @@ def find_run(run: str | Path, runs: str | Path) -> Path:
     if Path(run).is_dir():
         return Path(run)  # readers say what it lacks
     known = [path.name for path in runs_in(Path(runs))]
-    there = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
-    raise ValueError(f"there is no run {run}{there}")
+    hint = f"; in {runs} there are {few(known)}" if known else f"; {runs} has none either"
+    raise ValueError(f"there is no run {run}{hint}")
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs that lie in a folder, ended or not, by name."""
+    """Return the runs in a folder, ended or not, by name."""
     files = (path for name in (RUN_FILE, STEPS_FILE) for path in folder.glob(f"*/{name}"))
     return sorted({path.parent for path in files})
+
+
+def settings_in(source: Path, runs: Path) -> RunConfig:
+    """Return the settings of the run that a run folder, checkpoint or model belongs to."""
+    parents = (source, *source.absolute().parents[:2])
+    folder = next((path for path in parents if (path / STEPS_FILE).is_file()), None)
+    folder = folder or find_run(source, runs)
+    if not (folder / RUN_FILE).is_file():
+        return settings_of(folder, ())
+    return from_settings(read_run(folder).settings, where=str(folder / RUN_FILE))
 
 
 def _refuse_unended(folder: Path) -> None:
@@ -83,24 +101,6 @@ def _refuse_unended(folder: Path) -> None:
     )
 
 
-def settings_of_record(folder: Path) -> RunConfig:
-    """The settings of a run that has ended."""
-    return _settings(read_run(folder), folder, None, ())
-
-
-def _settings(
-    record: RunRecord, folder: Path, data: str | Path | None, overrides: Iterable[str]
-) -> RunConfig:
-    found = json.loads(json.dumps(record.settings))  # a copy to change
-    where = str(folder / RUN_FILE)
-    if data is not None:
-        found.setdefault("data", {}).update(kind="prepared", folder=str(data))
-    for text in overrides:
-        toml.override(RunConfig, found, text)
-        where = f"{folder / RUN_FILE} with --set"
-    return toml.build(RunConfig, found, where=where, section="")
-
-
 def _saved(folder: Path, record: RunRecord) -> SavedModel:
     place, has_diverged = folder / MODEL_FOLDER, record.outcome == "diverged"
     if not place.is_dir() and has_diverged:
@@ -114,19 +114,16 @@ def _saved(folder: Path, record: RunRecord) -> SavedModel:
             "save it. Train it again"
         )
     if record.resumed_after and record.has_model is False:
+        why = "it failed, was stopped at once, or could not save it"
+        if has_diverged:
+            why = "its loss or its weights became NaN or infinite"
+        elif not record.settings.get("run", {}).get("save", True):
+            why = "run.save was false then"
         warn(
             f"{place} is of before the run went on after step {record.resumed_after[-1]:,}, and "
-            f"not of its end: {_why_not_saved(record)}"
+            f"not of its end: {why}"
         )
     return SavedModel(place)
-
-
-def _why_not_saved(record: RunRecord) -> str:
-    if record.outcome == "diverged":
-        return "its loss or its weights became NaN or infinite"
-    if not record.settings.get("run", {}).get("save", True):
-        return "run.save was false then"
-    return "it failed, was stopped at once, or could not save it"
 
 
 def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
@@ -139,26 +136,22 @@ def _open_data(config: RunConfig, data: str | Path | None) -> Samples:
 
 
 def _refuse_other_data(record: RunRecord, samples: Samples, config: RunConfig) -> None:
-    try:
-        other = why_other(record.data, samples.described()) if record.data else []
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"the record of run {record.name} is damaged: what it says of its data lacks "
-            f"something ({type(error).__name__} {error})"
-        ) from error
-    if other:
+    trained = Description.read(record.data, where=f"the record of run {record.name}")
+    now = Description.read(samples.described(), where="this run")
+    if texts := trained.differences(now):
         what = config.data.folder or "the generated data"
         raise ValueError(
             f"{what} cannot be read by this model, which was trained on other data: "
-            + few(other, between="; ")
+            + few(texts, between="; ")
         )
 
 
 def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
-    """Nothing is updated, so rows need no state: with Adam a third of the memory is left.
+    """Return the run without optimizer state in rows: nothing is updated, and with Adam rows take a
+    third of the memory.
 
-    The budget stays what it was in bytes, in which more rows find room than before; "auto" was
-    decided by the machine that trained, and a tenth serves those that only read.
+    The budget stays the same in bytes, and holds more rows. "auto" was decided by the machine that
+    trained; a tenth is enough for reading.
     """
     width, rule = config.model.row_width, config.embedding.optimizer.rule()
     rows = sum(rows for rows, _ in samples.tables.values())
@@ -170,3 +163,46 @@ def _without_row_state(config: RunConfig, samples: Samples) -> RunConfig:
         budget=parse_bytes("10%" if given == AUTO else given, total=total),
     )
     return replace(config, embedding=embedding)
+
+
+def write_scores(
+    job: Job, batches: Iterable[AnyBatch], out: Path, *, group_samples: int = _GROUP_SAMPLES
+) -> int:
+    """Write the probability of a click for every sample as Parquet; return the number of samples.
+
+    The file is written beside its place and renamed, so that it is there only when it is whole.
+    """
+    import pyarrow  # takes a while to import
+    import pyarrow.parquet
+
+    kinds = {"row": pyarrow.int64(), "score": pyarrow.float64(), "label": pyarrow.int8()}
+    schema = pyarrow.schema(kinds)
+    beside, done = out.with_name(out.name + PARTIAL), 0
+    try:
+        with pyarrow.parquet.ParquetWriter(beside, schema) as writer:
+            for scores, labels in _groups(job, batches, group_samples):
+                rows = torch.arange(done, done + len(scores))
+                columns = [column.numpy() for column in (rows, scores, labels)]
+                writer.write_table(pyarrow.table(columns, schema=schema))
+                done += len(scores)
+        make_durable(beside)
+        os.replace(beside, out)
+        make_durable(out.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+    return done
+
+
+def _groups(job: Job, batches: Iterable[AnyBatch], samples: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the scores and labels of row groups."""
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in batches:
+        # In double precision, as evaluation ranks them.
+        scores.append(job.trainer.predict(batch).double().sigmoid().cpu())
+        labels.append(batch.label.cpu().to(torch.int8))
+        if sum(map(len, scores)) >= samples:
+            yield torch.cat(scores), torch.cat(labels)
+            scores, labels = [], []
+    if scores:
+        yield torch.cat(scores), torch.cat(labels)

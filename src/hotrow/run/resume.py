@@ -1,70 +1,64 @@
-"""A run that goes on from its last checkpoint. Shows nothing."""
+"""A run that is resumed from its last checkpoint. Shows nothing."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from hotrow.checkpoint import Checkpoint
 from hotrow.checkpoint.folder import IN_RUN, LATEST, latest_in, saved_in, why_not_latest
 from hotrow.checkpoint.loading import RowsReplaced
 from hotrow.checkpoint.manifest import CHECKPOINT_FILE, MODEL_FILE, NewerFormat
-from hotrow.run.config import RunConfig
+from hotrow.run.config import RunConfig, from_settings
 from hotrow.run.files import MODEL_FOLDER, read_run, read_steps
 from hotrow.run.job import Job, build
-from hotrow.run.saving import checkpoints_of, parts_of
-from hotrow.run.source import Samples, why_other
+from hotrow.run.saving import RunState, checkpoints_of, parts_of
+from hotrow.run.source import Description, Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.run.tally import Tally
-from hotrow.support import toml
+from hotrow.support.manifests import in_words
 from hotrow.support.messages import few
-from hotrow.support.records import EvalRecord
 
-# What the bits of a run depend on; everything else may be another when it goes on. A folder of
-# data is known by what is in it.
+# The settings that decide the bits of a run; all others may change when it is resumed. A folder of
+# data is recognized by its contents.
 _DECIDING = (
     "run.seed", "data.", "model.", "embedding.optimizer.", "training.optimizer.",
     "training.schedule.", "training.clip_norm", "system.",
 )  # fmt: skip
-_ELSEWHERE = ("data.folder", "data.eval_batches")
+_NOT_DECIDING = ("data.folder", "data.eval_batches")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run as its checkpoint has left it."""
+    """A run with the state of a checkpoint."""
 
     job: Job
     checkpoint: Path
     tally: Tally
     started: str
-    resumed_after: tuple[int, ...]  # this time, too
-
-    @property
-    def step(self) -> int:
-        return self.job.done
+    resumed_after: tuple[int, ...]  # steps, with that of this checkpoint
 
 
 def find_run_to_resume(config: RunConfig, runs: Path) -> Path | None:
-    """The folder of the newest run of this name that has a checkpoint."""
+    """Return the folder of the newest run of this name that has a checkpoint."""
     pattern = re.compile(re.escape(config.run.name) + r"(?:-(\d+))?")
-    found = [
+    folders = [
         (int(match[1] or 1), path)
         for path in (runs.iterdir() if runs.is_dir() else ())
         if (match := pattern.fullmatch(path.name))
         and latest_in(checkpoints_of(config.checkpoint, path)) is not None
     ]
-    return max(found)[1] if found else None
+    return max(folders)[1] if folders else None
 
 
 def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
-    """Whether a run has ended by itself, and settings as they are now make it no longer."""
+    """Return whether a run has finished, and the new settings make it no longer."""
     try:
         record = read_run(run)
     except ValueError:
@@ -72,35 +66,28 @@ def has_ended(run: Path, config: RunConfig, steps: int) -> bool:
     if record.outcome != "finished":
         return False
     if config.run.save and not (run / MODEL_FOLDER / MODEL_FILE).is_file():
-        return False  # there was no room for it
+        return False  # the disk was full
     then, now = record.settings.get("training", {}), config.training
-    # It may have settled, or have left samples out, and so have taken fewer; or have begun an epoch
-    # anew, and taken more.
+    # A run that settled or skipped samples took fewer steps; one that restarted an epoch took more.
     is_as_long = all(then.get(key) == getattr(now, key) for key in ("epochs", "steps", "patience"))
     is_counted = find_named(config.embedding.strategy).contract != "changed"
     return is_as_long or (is_counted and record.summary.steps >= steps)
 
 
 def settings_of(run: Path, overrides: Iterable[str]) -> RunConfig:
-    """The settings that a run's newest whole checkpoint was saved with."""
-    found, folder = _settings_in(run)
-    for text in overrides:
-        toml.override(RunConfig, found, text)
-    return toml.build(RunConfig, found, where=f"the settings of {folder}", section="")
-
-
-def _settings_in(run: Path) -> tuple[dict[str, Any], Path]:
-    """Of the newest checkpoint that has any; `resume` tells what is wrong with the others."""
-    errors = []
-    for folder in _newest_first(run / IN_RUN):
+    """Return the settings of the newest checkpoint that can be read; `resume` warns of others."""
+    root, errors = run / IN_RUN, []
+    for folder in _newest_first(root):
         try:
-            return _plain(_about(Checkpoint(folder))["settings"]), folder
+            settings = _state(Checkpoint(folder)).settings
         except NewerFormat:
             raise
         except ValueError as error:
             errors.append(str(error))
+            continue
+        return from_settings(settings, overrides, where=f"the settings of {folder}")
     if errors:
-        raise _none_is_whole(run / IN_RUN, errors)
+        raise _none_is_whole(root, errors)
     if saved_in(run) or (run / CHECKPOINT_FILE).is_file():
         raise ValueError(
             f"{run} is no run: give the folder of the run that it belongs to. Of its checkpoints "
@@ -116,40 +103,23 @@ def _none_is_whole(root: Path, errors: list[str]) -> ValueError:
 
 
 def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str], None]) -> Resumed:
-    """The job of a run with all that its newest whole checkpoint has; damaged ones are told."""
+    """Build a job with the state of the newest whole checkpoint; warn of damaged ones."""
     root = checkpoints_of(config.checkpoint, run)
     if (why_not := why_not_latest(root)) is not None:
         warn(why_not)
     errors = []
     for folder in _newest_first(root):
         try:
-            found = Checkpoint(folder)
-            about = _about(found)
-            with _believed(found):
-                _refuse_other(about, found, config, samples)
-            job = build(config, samples, done=found.step, position=_position(about, found))
-            found.check(job.model, parts_of(job))
+            return _resume(Checkpoint(folder), config, run, samples, warn)
         except NewerFormat:
             raise
-        except _Other as error:
+        except _OtherRun as error:
             raise ValueError(str(error)) from None
         except ValueError as error:
-            errors.append(str(error))
-            warn(f"{folder} cannot be used: {error}")
-            continue
-        try:
-            _load(job, found)
-            with _believed(found):
-                _tell_what_is_not_kept(config, about, job, warn)
-                tally = _tally(run, about, found.step, warn)
-                resumed_after = (*about["resumed_after"], found.step)
-        except ValueError as error:
-            # The next one is for a job of its own, in which no row was replaced.
+            # The next one gets a new job, in which no row was replaced.
             why = error.why if isinstance(error, RowsReplaced) else error
             errors.append(str(why))
             warn(f"{folder} cannot be used: {why}")
-            continue
-        return Resumed(job, folder, tally, about["started"], resumed_after)
     if not errors:
         raise ValueError(
             f"{run} has checkpoints in {run / IN_RUN}, and none in {root}, where "
@@ -158,115 +128,99 @@ def resume(config: RunConfig, run: Path, samples: Samples, warn: Callable[[str],
     raise _none_is_whole(root, errors)
 
 
-def _position(about: Mapping[str, Any], found: Checkpoint) -> int:
-    position = about.get("position", found.step)  # which older ones do not have
-    if not isinstance(position, int) or position < 0:
-        raise ValueError(f"{found.folder} says that its run goes on with batch {position!r}")
-    return position
+def _resume(
+    checkpoint: Checkpoint,
+    config: RunConfig,
+    run: Path,
+    samples: Samples,
+    warn: Callable[[str], None],
+) -> Resumed:
+    step, state = checkpoint.step, _state(checkpoint)
+    before = from_settings(state.settings, where=f"the settings of {checkpoint.folder}")
+    _refuse_other_run(checkpoint.folder, state, before, config, samples)
+    job = build(config, samples, done=step, position=state.position)
+    checkpoint.check(job.model, parts_of(job))
+    _load(job, checkpoint)
+    _warn_of_changes(before, config, warn)
+    tally = _tally(run, step, warn)
+    tally.evaluations = state.evaluations
+    return Resumed(job, checkpoint.folder, tally, state.started, (*state.resumed_after, step))
 
 
-@contextmanager
-def _believed(found: Checkpoint) -> Iterator[None]:
-    """What a checkpoint says of its run may be anybody's, and of any shape."""
+def _state(checkpoint: Checkpoint) -> RunState:
     try:
-        yield
-    except (ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        return msgspec.convert(checkpoint.state.get("extra"), RunState)
+    except msgspec.ValidationError as error:
         raise ValueError(
-            f"what {found.folder} says of its run lacks something: {type(error).__name__} {error}"
-        ) from error
+            f"{checkpoint.folder} was not saved by `hotrow train`, but by another training loop "
+            f"({in_words(error)}); hotrow.load_checkpoint reads it there"
+        ) from None
 
 
-class _Other(ValueError):
+class _OtherRun(ValueError):
     """The checkpoint is whole, and not of this run."""
 
 
 def _newest_first(root: Path) -> list[Path]:
-    """The latest, and then those before it."""
-    found, latest = saved_in(root), latest_in(root)
-    return list(reversed(found[: found.index(latest) + 1])) if latest in found else []
+    """Return the latest checkpoint, and then those before it."""
+    folders, latest = saved_in(root), latest_in(root)
+    return list(reversed(folders[: folders.index(latest) + 1])) if latest in folders else []
 
 
-def _about(found: Checkpoint) -> dict[str, Any]:
-    about = found.state.get("extra")
-    wanted = {"started", "resumed_after", "settings", "data", "evaluations", "environment"}
-    if (
-        not isinstance(about, dict)
-        or not wanted <= about.keys()
-        or not isinstance(about["settings"], dict)
-    ):
-        raise ValueError(
-            f"{found.folder} was not saved by `hotrow train`, but by another training loop; "
-            "hotrow.load_checkpoint reads it there"
-        )
-    return about
-
-
-def _refuse_other(
-    about: Mapping[str, Any], found: Checkpoint, config: RunConfig, samples: Samples
+def _refuse_other_run(
+    folder: Path, state: RunState, before: RunConfig, config: RunConfig, samples: Samples
 ) -> None:
-    data, here = about["data"], samples.described()
-    if unlike := why_other(data, here):
-        raise _Other(f"{found.folder} was trained on other data: {few(unlike, between='; ')}")
+    data = Description.read(state.data, where=str(folder))
+    now = Description.read(samples.described(), where="this run")
+    if texts := data.differences(now):
+        raise _OtherRun(f"{folder} was trained on other data: {few(texts, between='; ')}")
     for section in ("embedding", "training"):
-        settings = (about["settings"], asdict(config))
-        then, now = (each[section]["optimizer"]["name"] for each in settings)
-        if then != now:
-            raise _Other(
-                f"{found.folder} was saved with {section}.optimizer.name = {then!r}, and {now!r} "
+        then, name = (getattr(run, section).optimizer.name for run in (before, config))
+        if then != name:
+            raise _OtherRun(
+                f"{folder} was saved with {section}.optimizer.name = {then!r}, and {name!r} "
                 "cannot go on with that one's state"
             )
     if not config.checkpoint.strict:
         return
-    unlike = [
-        f"{key} is {_said(now)}, and was {_said(then)}"
-        for key, then, now in _differences(about["settings"], config)
+    settings = dict(_flat(asdict(before)))
+    texts = [
+        f"{key} is {_said(value)}, and was {_said(settings[key])}"
+        for key, value in _flat(asdict(config))
+        if key.startswith(_DECIDING) and key not in _NOT_DECIDING and settings[key] != value
     ]
-    if "samples" in data and "samples" in here and data["samples"] != here["samples"]:
-        unlike.append("data.folder holds other samples than it held")
-    if unlike:
-        raise _Other(
-            f"{found.folder} was saved with other settings: {few(unlike, between='; ')}. Give "
+    if None not in (data.samples, now.samples) and data.samples != now.samples:
+        texts.append("data.folder holds other samples than it held")
+    if texts:
+        raise _OtherRun(
+            f"{folder} was saved with other settings: {few(texts, between='; ')}. Give "
             "those, or go on all the same with checkpoint.strict=false"
         )
 
 
-def _differences(saved: Any, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    then = _flat(asdict(RunConfig())) | _flat(_plain(saved))  # what is new had its default
-    now = _flat(_plain(asdict(config)))
-    return [
-        (key, then.get(key), value)
-        for key, value in now.items()
-        if key.startswith(_DECIDING) and key not in _ELSEWHERE and then.get(key) != value
-    ]
-
-
-def _plain(settings: Any) -> Any:
-    """As TOML would have them: lists, and no tuples."""
-    return json.loads(json.dumps(settings))
-
-
 def _said(value: Any) -> str:
-    return "left out" if value is None else repr(value)
+    return "left out" if value is None else repr(list(value) if type(value) is tuple else value)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield values with their keys, such as `training.optimizer.lr`."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return found
+            yield prefix + key, value
 
 
-def _load(job: Job, found: Checkpoint) -> None:
-    """Settings of optimizers stay those of the run, which are the same if it is strict."""
-    groups = [group for each in job.optimizers for group in each.param_groups]
-    before = [{key: _kept(value) for key, value in group.items()} for group in groups]
-    found.load(job.model, parts_of(job))
-    groups = [group for each in job.optimizers for group in each.param_groups]
-    for group, settings in zip(groups, before, strict=True):
-        settings["initial_lr"] = _kept(settings["lr"])  # of which schedules take a part
+def _load(job: Job, checkpoint: Checkpoint) -> None:
+    """Load all state. The optimizers keep the settings of the run, which may be new ones."""
+
+    def groups() -> list[dict[str, Any]]:
+        return [group for optimizer in job.optimizers for group in optimizer.param_groups]
+
+    before = [{key: _copy(value) for key, value in group.items()} for group in groups()]
+    checkpoint.load(job.model, parts_of(job))
+    for group, settings in zip(groups(), before, strict=True):
+        settings["initial_lr"] = _copy(settings["lr"])  # which schedules multiply
         for key, value in settings.items():
             if isinstance(group.get(key), Tensor):
                 group[key].copy_(value)
@@ -274,30 +228,28 @@ def _load(job: Job, found: Checkpoint) -> None:
                 group[key] = value
 
 
-def _kept(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _tally(run: Path, about: Mapping[str, Any], step: int, warn: Callable[[str], None]) -> Tally:
-    """What was recorded before."""
+def _tally(run: Path, step: int, warn: Callable[[str], None]) -> Tally:
+    """Add up the steps that were recorded before."""
     tally = Tally()
     try:
         for record in read_steps(run):
             if record.step > step:
                 break
             tally.add(record)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         warn(f"the records of steps in {run} cannot be read: {error}")
     if tally.steps != step:
         warn(f"{run} has records of {tally.steps:,} steps, and goes on after step {step:,}")
-    tally.evaluations = [EvalRecord(**each) for each in about["evaluations"]]
     return tally
 
 
-def _tell_what_is_not_kept(
-    config: RunConfig, about: Mapping[str, Any], job: Job, warn: Callable[[str], None]
-) -> None:
-    now, then = config.embedding.strategy, about["settings"]["embedding"]["strategy"]
+def _warn_of_changes(before: RunConfig, config: RunConfig, warn: Callable[[str], None]) -> None:
+    """Warn of state that is not saved, and of settings that change the last bits."""
+    then, now = before.embedding.strategy, config.embedding.strategy
     named = find_named(now)
     if named.contract == "changed":
         warn(
@@ -308,8 +260,7 @@ def _tell_what_is_not_kept(
         warn(f"{now} learns its popular rows anew; results are the same up to rounding")
     elif named.contract != find_named(then).contract:
         warn(f"rows were trained by {then}, and {now} goes on; {named.contract} from here on")
-    before, device = about["settings"]["run"], config.run
-    if before["device"].split(":")[0] != device.device.split(":")[0]:
-        warn(f"it was trained on {before['device']}, and goes on up to rounding")
-    elif before["threads"] != device.threads:
+    if before.run.device.split(":")[0] != config.run.device.split(":")[0]:
+        warn(f"it was trained on {before.run.device}, and goes on up to rounding")
+    elif before.run.threads != config.run.threads:
         warn("run.threads is another, which can change the last bits")

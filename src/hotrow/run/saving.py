@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are made, and what is done where one cannot be. Shows nothing."""
+"""The checkpoints of a run: when they are saved, and what happens if one fails. Shows nothing."""
 
 from __future__ import annotations
 
@@ -20,25 +20,40 @@ from hotrow.run.files import RunWriter, environment
 from hotrow.run.job import Job
 from hotrow.run.tally import Tally
 from hotrow.support.files import make_folder
+from hotrow.support.manifests import Count
+from hotrow.support.records import EvalRecord
 from hotrow.support.units import show_bytes
 
-_SECONDS_TOLD = 1.0  # that training has waited; of less only the record tells
+_SECONDS_TOLD = 1.0  # warn if training waited at least this long; the record has shorter waits
 
 
 def checkpoints_of(section: CheckpointSection, run: Path) -> Path:
-    """Where the checkpoints of a run are."""
+    """Return the folder of a run's checkpoints."""
     return run / IN_RUN if section.folder is None else Path(section.folder) / run.name
 
 
 @dataclass(frozen=True)
+class RunState:
+    """What a checkpoint says of its run, beside weights and the states of optimizers."""
+
+    started: str
+    resumed_after: list[int]
+    settings: dict[str, Any]
+    data: dict[str, Any]
+    evaluations: list[EvalRecord]
+    environment: dict[str, Any]
+    position: Count | None = None  # the next batch; None: as many as steps (earlier versions)
+
+
+@dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A whole checkpoint."""
 
     folder: Path
     step: int
     seconds: float = math.nan
-    pause: float = math.nan  # of them, those in which training stood still
-    waited: float = 0.0  # seconds that training has waited for its log
+    pause: float = math.nan  # the part of `seconds` in which training stopped
+    waited: float = 0.0  # seconds for which training waited because the log was full
 
 
 class Saving:
@@ -59,17 +74,17 @@ class Saving:
         self.last, self._position = last, job.position
         self._job, self._run, self._tally = job, run, tally
         self._section, self._warn, self._tell = job.config.checkpoint, warn, tell
-        self._about = {"started": started, "resumed_after": list(resumed_after)}
+        self._started, self._resumed_after = started, list(resumed_after)
         self._saved_at = monotonic()
         self._under_way: Save | None = None
-        self._was_told: set[str] = set()
+        self._warned: set[str] = set()
         self._figures = {"saved": 0, "seconds": 0.0, "pause_seconds": 0.0, "waited_seconds": 0.0}
         self.root = checkpoints_of(self._section, run.folder)
         if self._section.folder is not None:
-            self._make_elsewhere()
+            self._make_folder()
 
-    def _make_elsewhere(self) -> None:
-        """The run's own folder leads there, for all who know no other."""
+    def _make_folder(self) -> None:
+        """Make the folder of `checkpoint.folder`, and a link to it in the folder of the run."""
         try:
             make_folder(self.root)
         except OSError as error:  # now, and not after hours
@@ -78,7 +93,7 @@ class Saving:
                 raise OSError(f"{message}; give another checkpoint.folder") from error
             self._warn(f"{message}. Training goes on, and tries again when one is due")
         link = self._run.folder / IN_RUN
-        with suppress(OSError):  # there are checkpoints of before, or no links on this disk
+        with suppress(OSError):  # it has earlier checkpoints, or the file system has no links
             if link.is_symlink():
                 link.unlink()
             link.symlink_to(self.root.resolve())
@@ -90,17 +105,17 @@ class Saving:
         if not self._is_due(step):
             return
         if self._under_way is not None:
-            self._wait_for_the_one_before(step)
+            self._wait_for_previous(step)
         try:
             self._save(step, background=self._section.background)
         except OSError as error:
-            self._refuse(step, error)
+            self._failed(step, error)
 
     def _is_due(self, step: int) -> bool:
         steps, seconds = self._section.every_steps, self._section.every_seconds
         if steps is not None and step % steps == 0:
             return True
-        is_over = self._under_way is None  # the time between two begins at the end of the first
+        is_over = self._under_way is None  # seconds count from the end of the previous one
         return seconds is not None and is_over and monotonic() - self._saved_at >= seconds
 
     def save(self, step: int) -> None:
@@ -109,22 +124,22 @@ class Saving:
         self._save(step, background=False)
 
     def end(self) -> None:
-        """Wait for what is under way; a failure only warns."""
+        """Wait for a save in the background; a failure only warns."""
         if self._under_way is not None:
             self._finish(may_stop=False)
 
     def abandon(self) -> None:
-        """Leave at once: what is under way is no checkpoint yet, and will be none."""
+        """Stop a save in the background: it leaves no checkpoint."""
         if self._under_way is not None:
             self._under_way.abandon()
             self._under_way = None
 
     def figures(self) -> dict[str, float]:
-        """How often this process has saved, and what that has cost; empty: it has not."""
+        """Return how often this process has saved, and the time it took; empty: never."""
         return dict(self._figures) if self._figures["saved"] else {}
 
     def _save(self, step: int, *, background: bool) -> None:
-        position = self._job.position  # that an epoch is over is known after its last step
+        position = self._job.position  # the end of an epoch is known after its last step
         if self.last is not None and self.last.step == step and self._position == position:
             return
         begun = perf_counter()
@@ -132,21 +147,27 @@ class Saving:
         self._tally.finish()
         if math.isnan(self._tally.loss):
             return
-        if (name := not_finite(self._job)) is not None:  # the loss of the next step will tell
+        if (name := not_finite(self._job)) is not None:  # the loss of the next step will be NaN
             self._warn(
                 f"the checkpoint of step {step:,} was not saved: {name} holds NaN or infinite "
                 f"values; {self._kept()}"
             )
             return
         self._position = position
-        section, options = self._section, self._options(step)
+        options = {
+            "step": step,
+            "extra": asdict(self._state(position)),
+            "keep": self._section.keep,
+            "full_every": self._section.full_every,
+            **parts_of(self._job),
+        }
         if not background:
             folder = save_checkpoint(self.root, self._job.model, **options)
             seconds = perf_counter() - begun
             self._note(Saved(folder, step, seconds, seconds))
             return
         save = self._under_way = begin_checkpoint(
-            self.root, self._job.model, log=section.log, **options
+            self.root, self._job.model, log=self._section.log, **options
         )
         save.pause = perf_counter() - begun
         if save.why_at_once is not None:
@@ -154,17 +175,19 @@ class Saving:
             self._warn_once("at once", reason)
             self._finish()
 
-    def _options(self, step: int) -> dict[str, Any]:
-        section = self._section
-        return {
-            "step": step,
-            "extra": self._extra(),
-            "keep": section.keep,
-            "full_every": section.full_every,
-            **parts_of(self._job),
-        }
+    def _state(self, position: int) -> RunState:
+        config = self._job.config
+        return RunState(
+            self._started,
+            self._resumed_after,
+            settings=asdict(config),
+            data=self._job.samples.described(),
+            evaluations=self._tally.evaluations,
+            environment=environment(device=config.run.device, threads=torch.get_num_threads()),
+            position=position,
+        )
 
-    def _wait_for_the_one_before(self, step: int) -> None:
+    def _wait_for_previous(self, step: int) -> None:
         assert self._under_way is not None
         before, begun = self._under_way.step, perf_counter()
         self._under_way.join()
@@ -181,15 +204,15 @@ class Saving:
         self._finish()
 
     def _finish(self, *, may_stop: bool = True) -> None:
-        """Take in what has ended in the background."""
+        """Wait for the save in the background, and note its result."""
         save = self._under_way
         assert save is not None
         save.join()
-        self._under_way = None  # not before: Ctrl-C in the meantime abandons it
+        self._under_way = None  # not before: Ctrl-C during the wait abandons it
         try:
             folder = save.wait()
         except OSError as error:
-            self._refuse(save.step, error, may_stop=may_stop)
+            self._failed(save.step, error, may_stop=may_stop)
             return
         except Exception as error:
             message = (
@@ -221,7 +244,7 @@ class Saving:
         self._figures["waited_seconds"] += saved.waited
         self._tell(saved)
 
-    def _refuse(self, step: int, error: OSError, *, may_stop: bool = True) -> None:
+    def _failed(self, step: int, error: OSError, *, may_stop: bool = True) -> None:
         self._saved_at = monotonic()
         message = f"the checkpoint of step {step:,} was not saved: {error}; {self._kept()}"
         if self._section.on_error == "stop" and may_stop:
@@ -232,31 +255,20 @@ class Saving:
         return "there is none yet" if self.last is None else f"{self.last.folder} stays"
 
     def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._was_told:
-            self._was_told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             self._warn(message)
-
-    def _extra(self) -> dict[str, Any]:
-        config = self._job.config
-        return {
-            **self._about,
-            "position": self._job.position,
-            "settings": asdict(config),
-            "data": self._job.samples.described(),
-            "evaluations": [asdict(each) for each in self._tally.evaluations],
-            "environment": environment(device=config.run.device, threads=torch.get_num_threads()),
-        }
 
 
 def not_finite(job: Job) -> str | None:
-    """Return the name of a dense weight that is not finite; None: all are. The loss of a step is
-    that of the weights before it."""
-    for name, each in dense_state(job.model).items():
-        if each.is_floating_point() and not bool(each.isfinite().all()):
+    """Return the name of a dense weight that is NaN or infinite; None: there is none. The loss of a
+    step does not tell: it is that of the weights before the step."""
+    for name, weight in dense_state(job.model).items():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
             return name
     return None
 
 
 def parts_of(job: Job) -> dict[str, Any]:
-    dense = job.trainer.dense_optimizer
-    return {} if dense is None else {"dense_optimizer": dense}
+    """Return what a checkpoint holds beside the model."""
+    return {"dense_optimizer": job.dense_optimizer}

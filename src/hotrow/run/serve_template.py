@@ -1,6 +1,6 @@
-"""The end of every serve.py: tables out of files, and a model on top. Needs torch and numpy alone.
+"""The end of every serve.py: loads tables and a model from files. Needs torch and numpy alone.
 
-Copied as it is by hotrow.run.serving; what stands above it there is the model.
+hotrow.run.serving copies it; above it in the copy is the source of the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TYPES = {
 
 
 class Batch(NamedTuple):
-    """What a model is called with. `sparse`: ids [batch, features], or (values, offsets) feature by
-    feature, sample by sample; `lengths`: of histories, where the model reads any."""
+    """The input of a model. `sparse`: ids [batch, features], or (values, offsets) by feature and
+    sample; `lengths`: the lengths of histories, if the model reads any."""
 
     dense: Tensor
     sparse: Any
@@ -36,11 +36,11 @@ class Table(NamedTuple):
     feature_names: Sequence[str]
     pooling: str
     padding_idx: int | None
-    weight: Tensor  # mapped from its file: rows are read when they are looked up
+    weight: Tensor  # mapped from its file: lookups read rows
 
 
-class Found:
-    """Vectors by feature."""
+class Vectors:
+    """The vectors of a batch, by feature."""
 
     def __init__(self, vectors: dict[str, Tensor]) -> None:
         self._vectors = vectors
@@ -53,16 +53,16 @@ class Found:
 
 
 class Tables(nn.Module):
-    """Looks rows up where they lie on the disk, or in the machine's memory of it."""
+    """Looks up rows in mapped files."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         super().__init__()
         self.tables = list(tables)
         self.features = [name for table in tables for name in table.feature_names]
 
-    def forward(self, sparse: Any) -> Found:
+    def forward(self, sparse: Any) -> Vectors:
         ids = self._ids(sparse)
-        return Found(
+        return Vectors(
             {
                 name: _look_up(table, *ids[name])
                 for table in self.tables
@@ -79,11 +79,11 @@ class Tables(nn.Module):
         )
         values, offsets = values.cpu().long(), offsets.cpu().long()
         size = (len(offsets) - 1) // len(self.features)
-        found = {}
+        ids = {}
         for place, name in enumerate(self.features):
-            mine = offsets[place * size : (place + 1) * size + 1]
-            found[name] = values[mine[0] : mine[-1]], mine - mine[0]
-        return found
+            ends = offsets[place * size : (place + 1) * size + 1]
+            ids[name] = values[ends[0] : ends[-1]], ends - ends[0]
+        return ids
 
 
 def _look_up(table: Table, ids: Tensor, offsets: Tensor | None) -> Tensor:
@@ -109,14 +109,14 @@ def _look_up(table: Table, ids: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file, mapped."""
+    """Map a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     memory = (
         np.memmap(path, np.uint8, "c", 8 + length) if path.stat().st_size > 8 + length else None
     )
-    found = {}
+    tensors = {}
     for name, about in header.items():
         if name == "__metadata__":
             continue
@@ -124,24 +124,24 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if last - first != math.prod(about["shape"]) * dtype.itemsize:
             raise ValueError(f"{path} is damaged")
         if last == first or memory is None:
-            found[name] = torch.zeros(about["shape"], dtype=dtype)
+            tensors[name] = torch.zeros(about["shape"], dtype=dtype)
         else:
             part = torch.from_numpy(memory[first:last])
             part = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
-            found[name] = part.view(dtype).view(about["shape"])
-    return found
+            tensors[name] = part.view(dtype).view(about["shape"])
+    return tensors
 
 
 def load(folder: str | Path = Path(__file__).parent) -> nn.Module:
-    """The model, ready to score: `torch.sigmoid(load()(Batch(dense, ids)))`."""
+    """Return the model, ready to score: `torch.sigmoid(load()(Batch(dense, ids)))`."""
     folder = Path(folder)
     about = json.loads((folder / "model.json").read_text())
     tables = [
-        Table(weight=_tensors(folder / each.pop("file"))["weight"], **each)
-        for each in about["tables"]
+        Table(weight=_tensors(folder / table.pop("file"))["weight"], **table)
+        for table in about["tables"]
     ]
-    made: nn.Module = globals()[about["model"]](
+    model: nn.Module = globals()[about["model"]](
         Tables(tables), about["num_dense"], **about["arguments"]
     )
-    made.load_state_dict({k: v.clone() for k, v in _tensors(folder / "dense.safetensors").items()})
-    return made.eval()
+    model.load_state_dict({k: v.clone() for k, v in _tensors(folder / "dense.safetensors").items()})
+    return model.eval()

@@ -1,9 +1,9 @@
 """A trained model as a folder that needs torch and numpy alone.
 
-serve.py            the model's own source, and a few lines that load it
-model.json          what it is built with
+serve.py            the source of the model, and code that loads it
+model.json          the arguments of the model
 dense.safetensors   its dense part
-tables/000.safetensors  one for each table, mapped into memory when they are read
+tables/000.safetensors  one file for each table, mapped into memory when it is read
 export.json         every file with its size and checksum, for `hotrow verify`
 """
 
@@ -16,12 +16,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hotrow.checkpoint.exported import SERVED, ExportedTable, write_export
 from hotrow.checkpoint.shards import table_parts
-from hotrow.checkpoint.tables import Weights, dense_numbers, open_weights, row_numbers
+from hotrow.checkpoint.tables import (
+    SERVED,
+    ExportedTable,
+    Weights,
+    dense_numbers,
+    open_weights,
+    row_numbers,
+    write_export,
+)
 from hotrow.checkpoint.tensors import packed
 from hotrow.models import MODELS, layers
-from hotrow.run import serve_template as _served
+from hotrow.run import serve_template
 from hotrow.run.config import RunConfig
 from hotrow.run.job import open_data, tables_of
 from hotrow.run.source import Samples
@@ -66,8 +73,10 @@ def _export(config: RunConfig, weights: Weights, samples: Samples, folder: Path)
 
 
 def _source(model: type) -> str:
-    """Layers, the model and what loads it, as one module."""
-    parts = [_without_imports(each) for each in (layers, inspect.getmodule(model), _served)]
+    """Return layers, the model and the template as one module."""
+    parts = [
+        _without_imports(module) for module in (layers, inspect.getmodule(model), serve_template)
+    ]
     imports = sorted({line for _, lines in parts for line in lines})
     future = "from __future__ import annotations\n"
     about = '"""A model that hotrow has trained: `import serve; model = serve.load()`."""\n'
@@ -75,9 +84,9 @@ def _source(model: type) -> str:
 
 
 def _without_imports(module: Any) -> tuple[str, list[str]]:
-    """A module's own lines, and what it imports beside hotrow."""
+    """Return the lines of a module, and its imports that are not hotrow's."""
     text = inspect.getsource(module)
-    # On a GPU a kernel of hotrow's would take this place, with the same result up to rounding.
+    # Drops the branch for a kernel of hotrow, which has the same result up to rounding.
     text = text.replace("if dense.is_cuda:", "if False:")
     lines, imports = text.splitlines(keepends=True), []
     for node in reversed(ast.parse(text).body):
@@ -87,5 +96,5 @@ def _without_imports(module: Any) -> tuple[str, list[str]]:
             del lines[node.lineno - 1 : node.end_lineno]
         if is_import:
             imports.append(ast.unparse(node))
-    kept = [each for each in imports if "hotrow" not in each and "__future__" not in each]
+    kept = [line for line in imports if "hotrow" not in line and "__future__" not in line]
     return "".join(lines), kept

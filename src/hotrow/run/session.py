@@ -5,29 +5,39 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol, Self
 
 import torch
 
 from hotrow.checkpoint import save_model
 from hotrow.checkpoint.folder import go_back
 from hotrow.checkpoint.model import bytes_of
-from hotrow.embedding.row_verifier import CorruptRows, Shadow
+from hotrow.embedding.row_verifier import CorruptRows, RowVerifier
 from hotrow.run.board import Board, TensorBoard, check_board
 from hotrow.run.config import RunConfig
 from hotrow.run.files import MODEL_FOLDER, RunWriter, environment, now, refuse_busy
-from hotrow.run.job import Job, all_fast, build, differences, open_data, total_steps
-from hotrow.run.resume import Resumed, has_ended
-from hotrow.run.resume import resume as go_on
+from hotrow.run.job import (
+    Job,
+    all_fast,
+    build,
+    differences,
+    open_data,
+    record_of,
+    told_of,
+    total_steps,
+)
+from hotrow.run.resume import Resumed, has_ended, resume
 from hotrow.run.saving import Saved, Saving, not_finite
-from hotrow.run.stopping import StopAfterStep
 from hotrow.run.tally import Tally, limit_of
 from hotrow.run.tracing import ChromeTrace, Traced, Tracing
-from hotrow.run.training import record_of, told_of
 from hotrow.support.records import EvalRecord, Limit, RunRecord, StartRecord, TableRecord
 from hotrow.support.units import show_bytes
 
@@ -35,7 +45,7 @@ Advance = Callable[[Tally], None]
 
 
 class Observer(Protocol):
-    """What a run reports to while it goes on."""
+    """Receives what happens in a run."""
 
     def warn(self, message: str) -> None: ...
     def start(self, job: Job, folder: Path) -> None: ...
@@ -46,13 +56,40 @@ class Observer(Protocol):
     def end(self, result: Result) -> None: ...
 
 
+class StopAfterStep:
+    """Handles Ctrl-C: the first one stops after the current step, the second one at once.
+
+    SIGTERM is handled in the same way; only the exit code of a saved run differs.
+    """
+
+    asked = False
+    to_terminate = False
+    _signals = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> Self:
+        self._before: list[Any] = []
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+            self._before = [signal.signal(number, self._ask) for number in self._signals]
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked, self.to_terminate = True, number == signal.SIGTERM
+        print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(self._signals, self._before, strict=False):
+            signal.signal(number, handler)
+
+
 @dataclass(frozen=True)
 class Result:
     record: RunRecord
     folder: Path
     model: Path | None  # where it was saved
     saved: Saved | None  # the last checkpoint
-    unsaved: OSError | None  # why one of both was not
+    unsaved: OSError | None  # why the model or the last checkpoint was not saved
 
 
 def train_run(
@@ -64,7 +101,7 @@ def train_run(
     observer: Observer,
     stop: StopAfterStep,
 ) -> Result | None:
-    """Train in a new folder of `runs`, or go on in `folder`. None: that run has ended before."""
+    """Train in a new folder of `runs`, or resume the run in `folder`; None: it has ended."""
     if config.run.tensorboard:
         check_board()
     if folder is not None:
@@ -72,53 +109,42 @@ def train_run(
     samples = open_data(config)
     steps = total_steps(config, samples)
     traced = None if traced is None else traced.within(steps)
-    samples.split("test")  # refuses one that is empty, before anything was trained
+    samples.split("test")  # refuses an empty split before training
     if config.training.eval_every is not None:
         samples.split("validation")
-    if folder is not None and has_ended(folder, config, steps):
+    before = None
+    if folder is None:
+        job = build(config, samples)
+    elif has_ended(folder, config, steps):
         observer.warn(
             f"{folder} has ended, and there is nothing to go on with; more training.epochs, "
             "training.steps or training.patience make it longer"
         )
         return None
-    if folder is None:
-        before, job = None, build(config, samples)
     else:
-        before = go_on(config, folder, samples, observer.warn)
+        before = resume(config, folder, samples, observer.warn)
         job = before.job
     with (
-        _writer(runs, config, folder, before) as run,
-        _board(config, run.folder, job.done) as board,
+        RunWriter(runs, name=config.run.name)
+        if folder is None
+        else RunWriter.going_on(folder, after=job.done) as run,
+        TensorBoard(run.folder, config, job.done) if config.run.tensorboard else Board() as board,
         stop,
     ):
         observer.start(job, run.folder)
         if before is not None:
-            observer.resumed(before.step, before.checkpoint)
+            observer.resumed(job.done, before.checkpoint)
         if config.run.save:
-            _warn_of_little_room(job, run.folder, observer)
-        tracing = _tracing(config, run.folder, traced)
+            _warn_of_little_space(job, run.folder, observer)
+        tracing = Tracing()
+        if traced is not None:
+            tracing = ChromeTrace(run.folder, traced, device=config.run.device)
         result = Session(job, run, board, observer, stop, tracing, before).run(steps)
         observer.end(result)
     return result
 
 
-def _writer(
-    runs: Path, config: RunConfig, folder: Path | None, before: Resumed | None
-) -> RunWriter:
-    if folder is None or before is None:
-        return RunWriter(runs, name=config.run.name)
-    return RunWriter.going_on(folder, after=before.step)
-
-
-def _board(config: RunConfig, folder: Path, done: int) -> Board:
-    return TensorBoard(folder, config, done) if config.run.tensorboard else Board()
-
-
-def _tracing(config: RunConfig, folder: Path, traced: Traced | None) -> Tracing:
-    return Tracing() if traced is None else ChromeTrace(folder, traced, device=config.run.device)
-
-
-def _warn_of_little_room(job: Job, folder: Path, observer: Observer) -> None:
+def _warn_of_little_space(job: Job, folder: Path, observer: Observer) -> None:
     needed, free = bytes_of(job.model), shutil.disk_usage(folder).free
     if free < needed:
         observer.warn(
@@ -129,7 +155,7 @@ def _warn_of_little_room(job: Job, folder: Path, observer: Observer) -> None:
 
 
 class Session:
-    """A run under way. Whatever happens, its record says how far it came."""
+    """A run while it is trained. Its record says how far it got, whatever happens."""
 
     def __init__(
         self,
@@ -148,7 +174,7 @@ class Session:
         if before is not None:
             self._tally, started = before.tally, before.started
             self._resumed_after = before.resumed_after
-            last = Saved(before.checkpoint, before.step)
+            last = Saved(before.checkpoint, job.done)
         self._saving = Saving(
             job, run, self._tally, started=started, resumed_after=self._resumed_after, last=last,
             warn=observer.warn, tell=observer.saved,
@@ -181,7 +207,7 @@ class Session:
         except Exception as error:
             saving.end()
             if saving.last is not None:
-                self._observer.warn(_how_to_go_on(error, self._run.folder, saving.last))
+                self._observer.warn(_how_to_resume(error, self._run.folder, saving.last))
             raise
         finally:
             saving.end()
@@ -194,14 +220,49 @@ class Session:
                 raise OSError(f"{error}; {saved}") from unsaved
         return Result(record, self._run.folder, self._model, saving.last, unsaved)
 
+    def _train(self, steps: int) -> None:
+        job, tally, training = self._job, self._tally, self._config.training
+        every, verify_every = training.eval_every, training.verify_every
+        verifier = RowVerifier([job.embedding], step=job.done) if verify_every else None
+        is_verified = True  # all steps so far
+        with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
+            for record in job.train():
+                tracing.step(tally.steps + 1)
+                tally.add(record)
+                self._run.step(record)
+                self._board.step(record)
+                tally.expected = job.known_steps
+                if every and record.step % every == 0 and record.step != tally.expected:
+                    self._evaluate()
+                advance(tally)
+                if verifier is not None and verify_every:
+                    is_verified = record.step % verify_every == 0
+                    if is_verified:
+                        verifier.verify(record.step)  # before wrong rows are saved
+                self._saving.after_step(record.step)
+                settled = _has_settled(tally.evaluations, training.patience)
+                if self._stop.asked or settled or self._has_diverged():
+                    break
+        if verifier is not None:
+            if not is_verified:  # the last rows are saved, too
+                verifier.verify(record.step)
+            verifier.end()
+        tally.finish()
+        limit = self._limit()
+        if limit is not None and limit.is_to_be_told:
+            self._observer.warn(limit.message)
+        if self._has_diverged():
+            self._saving.end()  # the last good checkpoint may still be written
+            self._warn_of_divergence()
+
     def _after_training(self) -> None:
         config, stop, warn = self._config, self._stop, self._observer.warn
         why_not = self._why_no_model()
-        ended = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
+        outcome = "interrupted" if stop.asked else "finished" if why_not is None else "diverged"
         self._save_last()
         place = self._run.folder / MODEL_FOLDER
-        if config.run.save:  # first: whatever fails from here on, what was trained is kept
-            self._outcome = "interrupted"  # unless it gets further
+        if config.run.save:  # first: a later failure does not lose the model
+            self._outcome = "interrupted"  # the record of a run that is killed from here on
             with contextlib.suppress(OSError):  # raised at the end, when it is tried again
                 self._finish()  # before the disk may be full
             self._outcome = "failed"
@@ -213,7 +274,7 @@ class Session:
             warn(f"{place} stays as it was before this run went on")
         if not stop.asked:
             self._evaluate(at_end=True)
-        self._outcome = ended
+        self._outcome = outcome
         if config.training.check_equality and not stop.asked:
             self._is_equal = self._is_equal_to_all_fast()
 
@@ -223,19 +284,19 @@ class Session:
         return record
 
     def _save_last(self) -> None:
-        """A run that was stopped, or has checkpoints, leaves one of its last step."""
+        """Save the last step of a run that was stopped, or that has checkpoints."""
         config, saving = self._config, self._saving
-        has_some = config.checkpoint.is_on or saving.last is not None
-        if has_some or (self._stop.asked and config.run.save):
+        has_checkpoints = config.checkpoint.is_on or saving.last is not None
+        if has_checkpoints or (self._stop.asked and config.run.save):
             try:
                 saving.save(self._job.trainer.step)
             except OSError as error:
                 self._unsaved.append(f"the last checkpoint was not saved: {error}")
 
     def _save_model(self, folder: Path) -> None:
-        """A full disk does not take the record of what was trained with it."""
+        """Save the model. A full disk does not lose the record of the run."""
         try:
-            if folder.exists():  # of the same run, before it went on
+            if folder.exists():  # of the same run, before it was resumed
                 shutil.rmtree(folder)
             save_model(folder, self._job.model)
             self._model = folder
@@ -245,41 +306,6 @@ class Session:
     def _evaluate(self, *, at_end: bool = False) -> None:
         self._tally.evaluations.append(self._job.evaluate(at_end=at_end))
         self._board.evaluation(self._tally.evaluations[-1])
-
-    def _train(self, steps: int) -> None:
-        job, tally, training = self._job, self._tally, self._config.training
-        every, verify_every = training.eval_every, training.verify_every
-        shadow = Shadow([job.embedding], step=job.done) if verify_every else None
-        is_verified = True  # what was trained so far
-        with self._observer.progress("training", steps=steps) as advance, self._tracing as tracing:
-            for record in job.train():
-                tracing.step(tally.steps + 1)
-                tally.add(record)
-                self._run.step(record)
-                self._board.step(record)
-                tally.expected = job.known_steps
-                if every and record.step % every == 0 and record.step != tally.expected:
-                    self._evaluate()
-                advance(tally)
-                if shadow is not None and verify_every:
-                    is_verified = record.step % verify_every == 0
-                    if is_verified:
-                        shadow.verify(record.step)  # before what is wrong is saved
-                self._saving.after_step(record.step)
-                settled = _has_settled(tally.evaluations, training.patience)
-                if self._stop.asked or settled or self._has_diverged():
-                    break
-        if shadow is not None:
-            if not is_verified:  # the last rows are saved, too
-                shadow.verify(record.step)
-            shadow.end()
-        tally.finish()
-        limit = self._limit()
-        if limit is not None and limit.is_to_be_told:
-            self._observer.warn(limit.message)
-        if self._has_diverged():
-            self._saving.end()  # the last good checkpoint may be under way
-            self._warn_of_divergence()
 
     def _warn_of_divergence(self) -> None:
         losses, last = self._tally.losses, self._saving.last
@@ -297,18 +323,18 @@ class Session:
         self._observer.warn(message)
 
     def _has_diverged(self) -> bool:
-        """Return whether the loss is NaN: so are the dense weights, from that step on."""
+        """Return whether the loss is NaN: from that step on, so are the dense weights."""
         return bool(self._tally.losses) and math.isnan(self._tally.loss)
 
     def _why_no_model(self) -> str | None:
-        """Return what is wrong with the model, if anything."""
+        """Return why the model must not be saved; None: it can be."""
         if self._has_diverged():
             return "its loss is NaN"
-        name = not_finite(self._job)  # the loss of the last step is that of weights before it
-        return None if name is None else f"{name} holds values that are no numbers"
+        name = not_finite(self._job)  # the last loss is that of the weights before the last step
+        return None if name is None else f"{name} holds NaN or infinite values"
 
     def _is_equal_to_all_fast(self) -> bool | None:
-        """Train the same job with every row in fast memory and compare all bits of both."""
+        """Train the same job with all rows in fast memory and compare all bits; None: stopped."""
         losses = self._tally.losses
         reference, tally = build(all_fast(self._config)), Tally()
         with self._observer.progress("all-fast", steps=len(losses)) as advance:
@@ -320,12 +346,12 @@ class Session:
                 if tally.steps == len(losses):
                     break
         tally.finish()
-        # As text, in which a NaN equals a NaN and floats are written to their last bit.
-        unlike = [] if repr(losses) == repr(tally.losses) else ["losses"]
-        unlike += differences(self._job, reference)
-        if unlike:
-            self._observer.differs(unlike)
-        return not unlike
+        # As text, in which NaN equals NaN and floats have all digits.
+        unequal = [] if repr(losses) == repr(tally.losses) else ["losses"]
+        unequal += differences(self._job, reference)
+        if unequal:
+            self._observer.differs(unequal)
+        return not unequal
 
     def _record(self) -> RunRecord:
         job, tally, start = self._job, self._tally, self._start
@@ -365,7 +391,7 @@ class Session:
         return limit_of(self._tally.times(), device=self._config.run.device, remedy=remedy)
 
 
-def _how_to_go_on(error: Exception, folder: Path, saved: Saved) -> str:
+def _how_to_resume(error: Exception, folder: Path, saved: Saved) -> str:
     if isinstance(error, CorruptRows) and saved.step > error.since:
         text = f"the checkpoint of step {saved.step:,} in {saved.folder} may hold wrong rows"
         before = go_back(saved.folder.parent, error.since)
@@ -389,8 +415,8 @@ def _whole(folder: Path, saved: Saved) -> str:
 
 
 def _has_settled(evaluations: Sequence[EvalRecord], patience: int | None) -> bool:
-    """Return whether the last `patience` evaluations were no better than the best before them."""
+    """Return whether the last `patience` evaluations are no better than the best before them."""
     if patience is None or len(evaluations) <= patience:
         return False
-    aucs = [-1.0 if math.isnan(each.auc) else each.auc for each in evaluations]
+    aucs = [-1.0 if math.isnan(evaluation.auc) else evaluation.auc for evaluation in evaluations]
     return not max(aucs[-patience:]) > max(aucs[:-patience])

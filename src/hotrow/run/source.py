@@ -1,4 +1,4 @@
-"""The samples of a run: generated, or prepared before. Knows no model."""
+"""The samples of a run: generated, or read from a prepared folder. Knows no model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, Protocol
 
+import msgspec
 from torch import Tensor
 
 from hotrow.data import (
@@ -20,68 +21,59 @@ from hotrow.data import (
     SyntheticClicks,
     SyntheticSequences,
 )
-from hotrow.data.loader import MIXED, BatchReader
+from hotrow.data.loader import MIXED, BatchReader, check_histories, histories_of
 from hotrow.data.prepared import Prepared
 from hotrow.data.prepared.format import SPLITS
-from hotrow.data.sequence_loader import check_histories, histories_of
 from hotrow.data.sources import numbers_of
 from hotrow.data.synthetic import SyntheticConfig
-from hotrow.embedding.ahead import map_tensors
 from hotrow.engine.profile import Profile
+from hotrow.inputs.tree import map_tensors
 from hotrow.run.config import DataSection
 from hotrow.support.files import FileRecord
+from hotrow.support.manifests import in_words
 from hotrow.support.messages import few, warn
 
-# Rows of each, and the features that read it. With sequences the last row is padding.
+# The rows of each table, and the features that read it. With sequences the last row is padding.
 Tables = dict[str, tuple[int, list[str]]]
 AnyBatch = ClickBatch | SequenceBatch
-_READ_TOGETHER = 1 << 15  # samples as they lie: of few batches no more than needed shall be read
+_READ_TOGETHER = 1 << 15  # samples in stored order: few batches must not read much more
 
 
 @dataclass(frozen=True)
 class Split:
-    """Samples that belong together, in the order in which they lie."""
+    """Samples of one split, in stored order."""
 
     batches: Iterable[AnyBatch]
     samples: int  # in these batches
-    total: int  # in all of the split
+    total: int  # in the whole split
 
 
 class Samples(Protocol):
-    """What a run needs to know of its data."""
+    """The data of a run."""
 
     tables: Tables
     num_dense: int
-    lookups: dict[str, int] | None  # of each feature in a sample, where all have as many
+    lookups: dict[str, int] | None  # of each feature in a sample; None: samples differ
 
     @property
     def batches_per_epoch(self) -> int: ...
 
     def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        """So many batches of the training samples, epoch after epoch, without the first `start`."""
-
-    @property
-    def validation(self) -> Iterable[AnyBatch]:
-        """What is evaluated on the way."""
-
-    @property
-    def test(self) -> Iterable[AnyBatch]:
-        """What is evaluated at the end."""
+        """Yield batches `start` to `steps` of the training samples, epoch after epoch."""
 
     @property
     def profile(self) -> Profile | None:
-        """How often rows are read in training, where that was counted."""
+        """How often training reads each row, if that was counted."""
 
     def split(self, name: str, *, whole: bool = False) -> Split:
-        """One of SPLITS: what is evaluated of it, or all."""
+        """Return one of SPLITS: the batches that are evaluated, or the whole split."""
 
     def described(self) -> dict[str, Any]:
-        """What a model that is trained on it can read, in plain values; and "samples": by which a
-        folder that was made anew is recognized."""
+        """Return a `Description` in plain values."""
 
 
 def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = None) -> Samples:
-    """Clicks, or with `steps` sequences of so many steps before their targets."""
+    """Open clicks, or with `steps` sequences of that many steps before their targets."""
     if steps is None and section.constant:
         raise ValueError(
             f"constant = {list(section.constant)} is for sequences, and this model learns from "
@@ -93,8 +85,8 @@ def open_samples(section: DataSection, *, pin_memory: bool, steps: int | None = 
 
 
 class Generated:
-    """Clicks or sequences with a known truth; rows are read by a power law, or as often as those of
-    a folder are."""
+    """Clicks or sequences with a known truth. Rows are read by a power law, or as often as in a
+    folder."""
 
     def __init__(self, section: DataSection, *, pin_memory: bool, steps: int | None = None) -> None:
         self._section, self._pins, self._data = section, pin_memory, None
@@ -118,8 +110,8 @@ class Generated:
         }
         self.num_dense = config.num_dense + is_sequence
         self.batches_per_epoch = section.samples // section.batch_size
-        each = config.lookups_per_table if steps is None else [steps + 1] * len(names)
-        self.lookups: dict[str, int] | None = dict(zip(names, each, strict=True))
+        lookups = config.lookups_per_table if steps is None else [steps + 1] * len(names)
+        self.lookups: dict[str, int] | None = dict(zip(names, lookups, strict=True))
 
     def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
         for step in range(start, steps):
@@ -127,15 +119,11 @@ class Generated:
             yield map_tensors(batch, Tensor.pin_memory) if self._pins else batch
 
     @cached_property
-    def validation(self) -> list[AnyBatch]:
-        """Batches that follow the training data, kept because every evaluation reads them."""
+    def _held_back(self) -> list[AnyBatch]:
+        """The batches after the training data, for test and validation; every evaluation reads
+        them."""
         first, count = self.batches_per_epoch, self._section.eval_batches or 8
         return list(self.drawn.batches(first, first + count))
-
-    @property
-    def test(self) -> list[AnyBatch]:
-        """The same: nothing was chosen by them."""
-        return self.validation
 
     @property
     def profile(self) -> Profile | None:
@@ -143,10 +131,9 @@ class Generated:
 
     def split(self, name: str, *, whole: bool = False) -> Split:
         _check_split(name)
-        held_back = None if name == "train" else self.validation
-        count = self.batches_per_epoch if held_back is None else len(held_back)
+        count = self.batches_per_epoch if name == "train" else len(self._held_back)
+        batches = self.drawn.batches(0, count) if name == "train" else self._held_back
         samples = count * self._section.batch_size
-        batches = self.drawn.batches(0, count) if held_back is None else held_back
         return Split(batches, samples, samples)
 
     def described(self) -> dict[str, Any]:
@@ -154,16 +141,16 @@ class Generated:
             name: {"rows": rows, "features": features, "values": "generated"}
             for name, (rows, features) in self.tables.items()
         }
-        found = {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
+        facts = {"dense": [f"dense_{i}" for i in range(self.num_dense)], "tables": tables}
         if self._data is None:
-            return found
-        return found | {"samples": _sum_of(each.counts for each in self._data.manifest.tables)}
+            return facts
+        return facts | {"samples": _sum_of(table.counts for table in self._data.manifest.tables)}
 
 
 def _like(
     data: Prepared, config: SyntheticConfig, steps: int | None, *, num_dense: int
 ) -> SyntheticConfig:
-    """Tables as a folder has them. A sample reads each as often as the folder's do, on average."""
+    """Return tables as in a folder. A sample reads a table as often as the folder's samples do."""
     rows, samples = data.table_rows, max(1, data.samples("train"))
     lookups = [max(1, round(int(data.counts(name).sum()) / samples)) for name in rows]
     return replace(
@@ -177,27 +164,27 @@ def _like(
 
 
 def _constant(data: Prepared) -> tuple[str, ...]:
-    """The tables that no history reads."""
-    tables = {each.name: each.table for each in data.schema.features}
+    """Return the tables that no history reads."""
+    tables = {feature.name: feature.table for feature in data.schema.features}
     changing = {tables[past] for past in _histories(data).values() if past is not None}
     return tuple(name for name in data.table_rows if name not in changing)
 
 
 def _histories(data: Prepared) -> dict[str, str | None]:
-    found = histories_of(data.schema)
-    if not found:
+    histories = histories_of(data.schema)
+    if not histories:
         raise ValueError(
             f"{data.folder} has no sequences: its features are "
-            f"{few(each.name for each in data.schema.features)}. A model like tbsm needs a "
+            f"{few(feature.name for feature in data.schema.features)}. A model like tbsm needs a "
             "column x and lists of what came before, history_x, which read one table; `hotrow "
             "prepare taobao` makes them"
         )
-    check_histories(data.schema, found)
-    return found
+    check_histories(data.schema, histories)
+    return histories
 
 
 class FromFolder:
-    """What `hotrow prepare` has made."""
+    """A folder of `hotrow prepare`."""
 
     def __init__(self, section: DataSection, *, pin_memory: bool, steps: int | None = None) -> None:
         self._section, self._pins, self._steps = section, pin_memory, steps
@@ -207,7 +194,7 @@ class FromFolder:
         schema, rows = self._data.schema, self._data.table_rows
         self._histories = {} if steps is None else _histories(self._data)
         if steps is None:
-            _tell_of_pooled_histories(self._data)
+            _warn_of_pooled_histories(self._data)
         features: dict[str, list[str]] = {table: [] for table in schema.tables}
         for feature in schema.features:
             if steps is None or feature.name in self._histories:
@@ -218,7 +205,7 @@ class FromFolder:
             if names
         }
         self._order = [name for names in features.values() for name in names]
-        self._padding = {name: rows[table] for table, each in features.items() for name in each}
+        self._padding = {name: rows[table] for table, names in features.items() for name in names}
         numbers = numbers_of(self._data, section.dense)
         self._numbers = list(numbers)
         self.num_dense = len(numbers) + (steps is not None)
@@ -259,23 +246,12 @@ class FromFolder:
         )
 
     def batches(self, steps: int, start: int = 0) -> Iterator[AnyBatch]:
-        seed = self._section.seed if self._section.shuffle else None
-        epochs = -(-steps // self.batches_per_epoch)
-        loader = self._loader("train", seed=seed, epochs=epochs, drop_last=True)
-        yield from loader.batches(start, steps)
+        yield from self.loader(-(-steps // self.batches_per_epoch)).batches(start, steps)
 
     def loader(self, epochs: int) -> BatchReader[AnyBatch]:
-        """All training samples so often, for who tells them apart by their numbers."""
+        """Read all training samples `epochs` times; FAE sorts them by their numbers."""
         seed = self._section.seed if self._section.shuffle else None
         return self._loader("train", seed=seed, epochs=epochs, drop_last=True)
-
-    @property
-    def validation(self) -> Iterable[AnyBatch]:
-        return self.split("validation").batches
-
-    @property
-    def test(self) -> Iterable[AnyBatch]:
-        return self.split("test").batches
 
     def split(self, name: str, *, whole: bool = False) -> Split:
         _check_split(name)
@@ -286,7 +262,7 @@ class FromFolder:
         return Split(batches, min(samples, loader.samples), loader.samples)
 
     def described(self) -> dict[str, Any]:
-        records = {each.name: each for each in self._data.manifest.tables}
+        records = {table.name: table for table in self._data.manifest.tables}
         tables = {}
         for name, (rows, features) in self.tables.items():
             keys = records[name].keys
@@ -306,11 +282,11 @@ class FromFolder:
 
 
 def _sum_of(files: Iterable[FileRecord]) -> str:
-    """What is in files, by what their folder says of them."""
-    return sha256("".join(each.sha256 for each in files).encode()).hexdigest()
+    """Return one checksum of the checksums of files."""
+    return sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
-def _tell_of_pooled_histories(data: Prepared) -> None:
+def _warn_of_pooled_histories(data: Prepared) -> None:
     past = [name for name in histories_of(data.schema).values() if name is not None]
     if past:
         warn(
@@ -324,29 +300,51 @@ def _check_split(name: str) -> None:
         raise ValueError(f"there is no split {name!r}; there are {', '.join(SPLITS)}")
 
 
-def why_other(trained: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptions so that a model of the one cannot read the other."""
-    found = []
-    layouts = trained.get("layout"), here.get("layout")
-    if None not in layouts and layouts[0] != layouts[1]:
-        found.append(f"it was prepared from {layouts[1]} instead of {layouts[0]}")
-    if trained["dense"] != here["dense"]:
-        found.append(f"numbers: {_listed(here['dense'])} instead of {_listed(trained['dense'])}")
-    before, now = trained["tables"], here["tables"]
-    found += [f"table {name} is missing" for name in before if name not in now]
-    found += [f"table {name} is new" for name in now if name not in before]
-    for name in (each for each in before if each in now):
-        one, other = before[name], now[name]
-        if one["features"] != other["features"]:
-            found.append(
-                f"table {name} is read by {_listed(other['features'])} instead of "
-                f"{_listed(one['features'])}"
-            )
-        if one["rows"] != other["rows"]:
-            found.append(f"table {name} has {other['rows']:,} rows instead of {one['rows']:,}")
-        elif one["values"] != other["values"]:
-            found.append(f"the rows of table {name} are of other values")
-    return found
+@dataclass(frozen=True)
+class _TableDescription:
+    rows: int
+    features: list[str]
+    values: Any
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model trained on some samples can read. `samples` is a checksum of those for training:
+    it tells whether a folder was made again."""
+
+    dense: list[str]
+    tables: dict[str, _TableDescription]
+    layout: str | None = None
+    samples: str | None = None
+
+    @classmethod
+    def read(cls, values: Any, *, where: str) -> Description:
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{where} is damaged: data: {in_words(error)}") from None
+
+    def differences(self, other: Description) -> list[str]:
+        """Return why a model that was trained on these data cannot read others."""
+        texts = []
+        if None not in (self.layout, other.layout) and self.layout != other.layout:
+            texts.append(f"it was prepared from {other.layout} instead of {self.layout}")
+        if self.dense != other.dense:
+            texts.append(f"numbers: {_listed(other.dense)} instead of {_listed(self.dense)}")
+        texts += [f"table {name} is missing" for name in self.tables if name not in other.tables]
+        texts += [f"table {name} is new" for name in other.tables if name not in self.tables]
+        for name in (name for name in self.tables if name in other.tables):
+            then, now = self.tables[name], other.tables[name]
+            if then.features != now.features:
+                texts.append(
+                    f"table {name} is read by {_listed(now.features)} instead of "
+                    f"{_listed(then.features)}"
+                )
+            if then.rows != now.rows:
+                texts.append(f"table {name} has {now.rows:,} rows instead of {then.rows:,}")
+            elif then.values != now.values:
+                texts.append(f"the rows of table {name} are of other values")
+        return texts
 
 
 def _listed(names: Sequence[str]) -> str:

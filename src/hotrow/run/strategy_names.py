@@ -1,8 +1,8 @@
-"""What a run's strategy names: where rows are, what orders or splits samples, what leaves some out.
+"""Names of strategies: where rows are, which system orders or splits samples, what skips some.
 
-find_named("lookahead")              # a collection's strategy alone
-find_named("hotline")                # a system that trains on one
-find_named("fae+slipstream")         # and samples that are left out
+find_named("lookahead")              # a strategy of a collection
+find_named("hotline")                # a system
+find_named("fae+slipstream")         # a system, and samples that are skipped
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hotrow.support.numbers import plain_fields
 from hotrow.support.units import parse_bytes
 from hotrow.systems.slipstream.skip import SkipSettings
 
-# Systems, what they do, and what they promise next to all-fast; rows are pinned, others fetched.
+# Systems, what they do, and what they promise compared with all-fast.
 SYSTEMS = {
     "fae": ("hot samples and cold ones in turns, rows of cold ones fetched", "changed"),
     "fae-hybrid": ("hot samples and cold ones in turns, cold ones on the CPU", "changed"),
@@ -28,7 +28,7 @@ SKIPS = {
     "slipstream": "samples left out whose rows have stopped changing",
     "random-drop": "samples left out at random",
 }
-PLAIN = "hybrid-plain"  # which `hotrow compare` has beside them
+PLAIN = "hybrid-plain"  # `hotrow compare` alone knows it
 _ROWS_OF_SYSTEMS = "static"
 
 
@@ -58,18 +58,18 @@ class Named:
 
 
 def followed(name: str) -> str | None:
-    """What a strategy with random-drop leaves out as many samples as, if it is trained, too."""
+    """Return the strategy of a comparison whose number of skipped samples random-drop follows."""
     base, _, skip = name.partition("+")
     return f"{base}+slipstream" if skip == "random-drop" else None
 
 
 def find_named(name: str) -> Named:
-    """A strategy, a system, or one of them with `+slipstream` or `+random-drop`."""
+    """Return a strategy or a system, each also with `+slipstream` or `+random-drop`."""
     base, plus, skip = name.partition("+")
     if plus and skip not in SKIPS:
         raise ValueError(
             f"there is no {'+' + skip!r} to put on a strategy; there are "
-            f"{' and '.join('+' + each for each in SKIPS)}"
+            f"{' and '.join('+' + name for name in SKIPS)}"
         )
     if base in SKIPS:
         raise ValueError(f"{base} goes on top of a strategy, such as 'lookahead+{base}'")
@@ -86,17 +86,18 @@ def find_named(name: str) -> Named:
     hint = did_you_mean(base, known)
     raise ValueError(
         f"there is no strategy {base!r}{hint}; known are {', '.join(known)}, each also with "
-        f"{' or '.join('+' + each for each in SKIPS)}"
+        f"{' or '.join('+' + name for name in SKIPS)}"
     )
 
 
 @dataclass(frozen=True)
 class SystemSection:
-    """`[system]`: for strategies that order, split or leave out samples. `hot_budget`: bytes of
-    rows that fae and slipstream take as hot, at most; None: all that can be pinned, or where
-    nothing is, as many as the run's budget of fast memory. `target`: the share of hot samples that
-    slipstream leaves out, and of all samples that random-drop does where it is not compared with
-    slipstream; the rest is slipstream's, as `SkipSettings` has it."""
+    """`[system]`: settings of strategies that order, split or skip samples.
+
+    `hot_budget`: the largest number of bytes of hot rows of fae and slipstream; None: all that can
+    be pinned, or, if nothing is pinned, the run's budget. `target`: the share of hot samples that
+    slipstream skips, and of all samples that random-drop skips when it is not compared with
+    slipstream. The others are `SkipSettings` of slipstream."""
 
     hot_budget: str | int | None = None
     target: float = 0.3

@@ -1,4 +1,4 @@
-"""A run in numbers while it is under way, and what limits it. Knows records alone."""
+"""A run in numbers while it is trained, and what limits it. Knows records alone."""
 
 from __future__ import annotations
 
@@ -8,37 +8,30 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from hotrow.support.records import (
-    EvalRecord,
-    LateStepRecord,
-    Limit,
-    StepRecord,
-    Summary,
-    Times,
-)
+from hotrow.support.records import EvalRecord, LateStepRecord, Limit, StepRecord, Summary, Times
 
-_SETTLING = 16  # steps before times are added up: caches are cold, and graphs are captured
+_SETTLING = 16  # steps that are not timed: caches are cold, and graphs are captured
 STEPS_BEHIND = 8  # more than a device lags behind the host
 
 
-class Arriving:
-    """Hands records on: at once, or a few steps later where the loss is on its way."""
+class PendingRecords:
+    """Passes records on: at once, or a few steps later if the device still computes the loss."""
 
-    def __init__(self, hand_on: Callable[[StepRecord], None]) -> None:
-        self._hand_on = hand_on
+    def __init__(self, pass_on: Callable[[StepRecord], None]) -> None:
+        self._pass_on = pass_on
         self._waiting: deque[StepRecord] = deque()
 
     def add(self, record: StepRecord) -> None:
         self._waiting.append(record)
-        self._leave(STEPS_BEHIND if isinstance(record, LateStepRecord) else 0)
+        self._keep(STEPS_BEHIND if isinstance(record, LateStepRecord) else 0)
 
     def finish(self) -> None:
-        """Hands on all that is left; waits for the device."""
-        self._leave(0)
+        """Pass on all records; waits for the device."""
+        self._keep(0)
 
-    def _leave(self, count: int) -> None:
+    def _keep(self, count: int) -> None:
         while len(self._waiting) > count:
-            self._hand_on(self._waiting.popleft())
+            self._pass_on(self._waiting.popleft())
 
 
 class Tally:
@@ -46,9 +39,9 @@ class Tally:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.expected: int | None = None  # steps of the whole run, where that is known
-        self.losses: list[float] = []  # of fewer steps, while some are on their way from a device
-        self._arriving = Arriving(lambda record: self.losses.append(record.loss))
+        self.expected: int | None = None  # steps of the whole run, if known
+        self.losses: list[float] = []  # fewer than steps, while a device still computes some
+        self._pending = PendingRecords(lambda record: self.losses.append(record.loss))
         self.evaluations: list[EvalRecord] = []
         self.samples = self.lookups = self.fetched_rows = self.rows_moved = self.bytes_moved = 0
         self.seconds = 0.0
@@ -57,7 +50,7 @@ class Tally:
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
-        self._arriving.add(record)
+        self._pending.add(record)
         self.samples += record.samples
         self.seconds += record.seconds
         self.lookups += record.lookups
@@ -79,12 +72,12 @@ class Tally:
                 self._waited += record.waited
 
     def finish(self) -> None:
-        """Takes in the losses that are still on their way; waits for the device."""
-        self._arriving.finish()
+        """Add the losses that are still missing; waits for the device."""
+        self._pending.finish()
 
     @property
     def loss(self) -> float:
-        """The newest that has arrived."""
+        """The newest loss that is known."""
         return self.losses[-1] if self.losses else math.nan
 
     @property
@@ -135,12 +128,12 @@ class Tally:
         )
 
 
-# -- what a run waits for most, from times that were measured anyway -------------------
+# -- what a run waits for most ---------------------------------------------------------
 
-# Beside a GPU the host has to be busy with one thing for half of the time before that can be what
-# holds the GPU up; how long training waits for rows is measured there.
+# The host is the limit of a GPU only if one thing takes at least half of its time. How long
+# training waits for rows is measured on the GPU.
 _PART_OF_HOST, _WAITED = 0.5, 0.15
-_CHUNKS = 0.1  # of a step: less than this is not worth advice
+_CHUNKS = 0.1  # smallest share of a step that is worth advice
 
 _ADVICE = {
     "loader": "Data that hotrow prepare has written are read fastest",
@@ -155,15 +148,15 @@ _ADVICE = {
 
 
 def limit_of(times: Times | None, *, device: str, remedy: str = "") -> Limit | None:
-    """The part that a run is limited by; None where too little was measured. `remedy`: what would
-    hold the batches that passed in chunks, if any did."""
+    """Return what limits a run; None: too little was measured. `remedy` says which budget would
+    hold the batches that were trained in chunks, if there were any."""
     if times is None or times.seconds <= 0:
         return None
     return _on_cpu(times, remedy) if device == "cpu" else _on_gpu(times, remedy)
 
 
 def _on_cpu(times: Times, remedy: str) -> Limit:
-    """Parts come one after the other: the largest is what limits."""
+    """On a CPU parts run one after the other: the largest one limits."""
     shares = {
         "loader": times.read_seconds / times.seconds,
         "planning": times.plan_seconds / times.seconds,
@@ -177,41 +170,40 @@ def _on_cpu(times: Times, remedy: str) -> Limit:
         f"moving rows {shares['link']:.0%}, reading batches {shares['loader']:.0%}{in_chunks}"
     )
     most = 1 / (1 - shares["planning"] - shares["link"] - shares["chunks"])
+    advice = _ADVICE | {
+        "chunks": remedy,
+        "dense part": f"With every row in fast memory it would be {most:.1f} times as fast at most",
+    }
     if remedy and shares["chunks"] >= _CHUNKS:
-        # To plan for them, and to move rows for them, is in vain.
+        # Planning and moving rows for chunks is in vain.
         shares["chunks"] += shares.pop("planning") + shares.pop("link")
     part = max(shares, key=shares.__getitem__)
-    if part == "chunks":
-        return _limit(part, shares[part], measured, remedy)
-    if part == "dense part":
-        advice = f"With every row in fast memory it would be {most:.1f} times as fast at most"
-    else:
-        advice = _ADVICE[part]
+    text = advice[part]
     if part in ("planning", "link"):
-        advice += ". Here both memories are RAM; a GPU plans, and moves rows, beside training"
-    return _limit(part, shares[part], measured, advice)
+        text += ". Here both memories are RAM; a GPU plans, and moves rows, beside training"
+    return _limit(part, shares[part], measured, text)
 
 
 def _on_gpu(times: Times, remedy: str) -> Limit | None:
     reading, planning = times.read_seconds / times.seconds, times.plan_seconds / times.seconds
     chunks = times.chunk_seconds / times.seconds
     if reading >= _PART_OF_HOST:
-        told = f"the host waited for batches for {reading:.0%} of a step"
-        return _limit("loader", reading, told, _ADVICE["loader"])
+        text = f"the host waited for batches for {reading:.0%} of a step"
+        return _limit("loader", reading, text, _ADVICE["loader"])
     if remedy and chunks >= _CHUNKS and chunks + planning >= _PART_OF_HOST:
-        told = f"the host was busy with batches in chunks for {chunks + planning:.0%} of a step"
-        return _limit("chunks", chunks + planning, told, remedy)
+        text = f"the host was busy with batches in chunks for {chunks + planning:.0%} of a step"
+        return _limit("chunks", chunks + planning, text, remedy)
     if planning >= _PART_OF_HOST:
-        told = f"the host was launching plans for {planning:.0%} of a step"
-        return _limit("planning", planning, told, _ADVICE["planning"])
+        text = f"the host was launching plans for {planning:.0%} of a step"
+        return _limit("planning", planning, text, _ADVICE["planning"])
     if math.isnan(times.waited):
         return None
-    told = f"training waited for rows for {times.waited:.0%} of a step"
+    text = f"training waited for rows for {times.waited:.0%} of a step"
     if times.waited >= _WAITED:
-        return _limit("link", times.waited, told, _ADVICE["link"])
-    return _limit("dense part", 1 - times.waited, told, "A larger budget would hardly help")
+        return _limit("link", times.waited, text, _ADVICE["link"])
+    return _limit("dense part", 1 - times.waited, text, "A larger budget would hardly help")
 
 
 def _limit(part: str, share: float, measured: str, advice: str) -> Limit:
-    found = Limit(part, share, "")
-    return replace(found, message=f"limited by {found.name}: {measured}. {advice}")
+    limit = Limit(part, share, "")
+    return replace(limit, message=f"limited by {limit.name}: {measured}. {advice}")

@@ -1,6 +1,6 @@
-"""A few steps of a run as a Chrome trace: stages by their names, and what torch does inside them.
+"""A few steps of a run as a Chrome trace: named stages, and the operations of torch in them.
 
-chrome://tracing and ui.perfetto.dev open the file. A profiler slows down what it looks at.
+chrome://tracing and ui.perfetto.dev open the file. The profiler slows these steps down.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hotrow.support.messages import warn
 from hotrow.support.records import Span
 
 TRACE_FILE = "trace.json.gz"
-_USUAL_FIRST = 68  # step, where a run is long enough: caches have filled, graphs are captured
-_PREPARING = 2  # steps before, in which a profiler gets ready
+_DEFAULT_FIRST = 68  # step of a long run: caches are filled, graphs are captured
+_WARM_UP = 2  # steps before, in which the profiler gets ready
 
 
 @dataclass(frozen=True)
@@ -29,32 +29,32 @@ class Traced:
     """Which steps are traced."""
 
     steps: int
-    first: int | None = None  # None: in the middle of the run, the 68th at most
+    first: int | None = None  # None: the middle of the run, at most step 68
 
     def within(self, total: int) -> Traced:
-        """The same, of a run of so many steps."""
-        first = self.first or max(1, min(_USUAL_FIRST, (total - self.steps) // 2))
+        """Return the steps to trace in a run of `total` steps."""
+        first = self.first or max(1, min(_DEFAULT_FIRST, (total - self.steps) // 2))
         if first > total:
             raise ValueError(f"--trace steps={self.steps},from={first}: the run has {total} steps")
         return replace(self, first=first)
 
 
 def parse_traced(text: str) -> Traced:
-    """ "steps=20", or "steps=20,from=500"."""
-    found = dict(each.strip().partition("=")[::2] for each in text.split(","))
+    """Read "steps=20" or "steps=20,from=500"."""
+    options = dict(part.strip().partition("=")[::2] for part in text.split(","))
     wrong = ValueError(f"--trace takes steps=20 or steps=20,from=500, not {text!r}")
-    if "steps" not in found or found.keys() - {"steps", "from"}:
+    if "steps" not in options or options.keys() - {"steps", "from"}:
         raise wrong
-    if not all(value.isdecimal() and int(value) > 0 for value in found.values()):
+    if not all(value.isdecimal() and int(value) > 0 for value in options.values()):
         raise wrong
-    return Traced(int(found["steps"]), int(found["from"]) if "from" in found else None)
+    return Traced(int(options["steps"]), int(options["from"]) if "from" in options else None)
 
 
 class Tracing:
-    """What looks at a run's steps. This one does not."""
+    """Traces the steps of a run. This one does nothing."""
 
     def step(self, done: int) -> None:
-        """Note that so many steps have been taken."""
+        """Note that `done` steps have been taken."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,12 +63,12 @@ class Tracing:
 
 
 class ChromeTrace(Tracing):
-    """Writes the trace into `folder` when its steps have been taken, or when the run ends."""
+    """Writes the trace to `folder` after its steps, or at the end of the run."""
 
     def __init__(self, folder: Path, traced: Traced, *, device: str) -> None:
         first = traced.first or 1
         self._path, self._first, self._last = folder / TRACE_FILE, first, first + traced.steps - 1
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say when it starts, and ends
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print when it starts and ends
         activities = [ProfilerActivity.CPU]
         if device.startswith("cuda"):
             activities.append(ProfilerActivity.CUDA)
@@ -78,7 +78,7 @@ class ChromeTrace(Tracing):
     def step(self, done: int) -> None:
         if self._profile is None:
             return
-        if not self._is_ready and done + 1 + _PREPARING >= self._first:
+        if not self._is_ready and done + 1 + _WARM_UP >= self._first:
             self._profile.prepare_trace()
             self._is_ready = True
         if not self._is_on and done + 1 >= self._first:
@@ -103,12 +103,12 @@ class ChromeTrace(Tracing):
         if self._profile is None or not self._is_ready:
             return
         if not self._is_on:
-            self._profile.start_trace()  # one that got ready can only be stopped
+            self._profile.start_trace()  # a profiler that is ready must start before it can stop
         self._finish()
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The named stages of a trace, in order of time."""
+    """Return the named stages of a trace, in order of time."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
@@ -117,7 +117,7 @@ def read_trace(path: Path) -> list[Span]:
             f"{path} is damaged: {error}. Without this file the run can be drawn"
         ) from error
     places = {"user_annotation": "host", "gpu_user_annotation": "GPU"}
-    found = [
+    spans = [
         Span(
             place=places[event["cat"]],
             name=event["name"].removeprefix(PREFIX),
@@ -129,4 +129,4 @@ def read_trace(path: Path) -> list[Span]:
         and event.get("cat") in places
         and event["name"].startswith(PREFIX)
     ]
-    return sorted(found, key=lambda span: span.start)
+    return sorted(spans, key=lambda span: span.start)

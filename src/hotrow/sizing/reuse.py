@@ -1,24 +1,23 @@
-"""How many rows slots of any number would have to fetch, from one pass over a trace.
+"""How many rows are fetched with any number of slots, from one pass over a trace.
 
-Sees batch numbers only: of each row of a batch, which batch used it last. All rows of a batch are
-resident together, and a row is counted once in it, however many lookups it has.
+The pass sees batch numbers only: for each row of a batch, the batch that used it last. All rows of
+a batch are resident together. A row counts once in a batch, however many lookups it has.
 
-Rows whose last use is the same batch are equally recent, so least-recent leaves open which of them
-leaves first. Let a row's last use before batch b be batch a. More recent than it are the rows last
-used between the two, S of them; equally recent are the L whose last use is still a, itself among
-them. Of those L, C - S are in C slots, if that is between 0 and L. With every order equally likely,
-the row is there with probability (C - S) / L; which order it was can change the sum over all rows
-only within bounds that are known, too. So one pass that keeps the number of rows by their last
-batch serves any number of slots.
+Rows whose last use is the same batch are equally recent, so LRU does not say which of them leaves
+first. Let a row's last use before batch b be batch a. S rows, last used between the two, are more
+recent. L rows, the row itself among them, were last used by a and are equally recent. Of those L,
+C - S are in C slots, if that is between 0 and L. With every order equally likely, the row is
+resident with probability (C - S) / L. The order changes the sum over all rows only within known
+bounds. So one pass that keeps the number of rows by their last batch serves any number of slots.
 
-Belady's choice needs as little: residents are told apart only by the batch that uses them next.
+Belady's choice needs as little: residents differ only by the batch that uses them next.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,12 +36,12 @@ Amounts = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MissCurve:
-    """Rows that are fetched, in all, by how many slots there are. NaN: a batch does not fit."""
+    """Rows fetched in all, by the number of slots. NaN: a batch does not fit."""
 
     policy: str
     slots: Numbers  # [n], ascending
     misses: Amounts  # [n]
-    low: Amounts  # [n]: what it may be at the least, by an order that is open or by sampling
+    low: Amounts  # [n]: the least, over orders of equally recent rows and by sampling
     high: Amounts  # [n]
     batches: int  # that are counted
     unique_rows: float  # of these batches, together
@@ -53,25 +52,25 @@ class MissCurve:
 
     @property
     def ratio(self) -> Amounts:
-        """Of the rows of a batch, the share that is fetched."""
+        """The share of a batch's rows that is fetched."""
         return self.misses / max(1.0, self.unique_rows)
 
 
 @dataclass(frozen=True)
 class NextUses:
-    """For each batch: how many of its rows are used next by which later batch."""
+    """For each batch: which later batches use its rows next, and how many rows each of them."""
 
     sizes: Amounts  # [T]: rows of each batch
     starts: Numbers  # [T + 1]: batch a has the entries starts[a] to starts[a + 1]
-    batch: Batches  # [entries]: which uses them next
-    rows: NDArray[np.float32]  # [entries]: how many of them
+    batch: Batches  # [entries]: the next user
+    rows: NDArray[np.float32]  # [entries]: its rows
 
 
 class Reuse:
-    """Counts of one trace, batch by batch.
+    """Counts of one trace, batch by batch; `RowReuse` keeps `last_use` as well.
 
     reuse = Reuse(slots=[1000, 5000])
-    for rows in batches:              # different ones each
+    for rows in batches:              # no row twice in a batch
         reuse.add(last_use[rows])
         last_use[rows] = reuse.batches - 1
     reuse.least_recent().misses
@@ -80,7 +79,7 @@ class Reuse:
     def __init__(
         self, slots: Sequence[int] = (), *, first: int = 0, next_uses_bytes: int = 1 << 62
     ) -> None:
-        """Misses are counted from batch `first` on. Next uses are kept while they fit."""
+        """Count misses from batch `first` on; keep next uses while they fit `next_uses_bytes`."""
         self.slots = np.unique(np.asarray(slots, dtype=np.int64))
         self.first = first
         self._most_bytes = next_uses_bytes
@@ -96,9 +95,9 @@ class Reuse:
         return len(self._sizes)
 
     def add(self, last_use: Batches, weights: Amounts | None = None) -> None:
-        """The next batch: of each of its rows the batch that used it last, or NEVER.
+        """Add the next batch: for each of its rows the batch that used it last, or NEVER.
 
-        `weights`: how many rows each one stands for, where rows are sampled.
+        `weights`: rows that each sampled row stands for.
         """
         number = self.batches
         counted = np.bincount(last_use + 1, weights, minlength=number + 1).astype(np.float64)
@@ -122,7 +121,7 @@ class Reuse:
         live = self._live[:number]
         as_recent = live[used]
         more_recent = live[::-1].cumsum()[::-1][used] - as_recent
-        # From `whole` on all are there; from `some` to there a part is.
+        # With slots from `whole` on, all rows are resident; from `some` to `whole`, a part is.
         some = np.searchsorted(self.slots, more_recent, side="right")
         whole = np.searchsorted(self.slots, more_recent + as_recent, side="left")
         self._hits += np.bincount(whole, rows, minlength=len(self.slots) + 1)[None].cumsum(1)
@@ -131,11 +130,10 @@ class Reuse:
         if not len(which):
             return
         place = np.arange(len(which)) - np.repeat(many.cumsum() - many, many) + some[which]
-        there = self.slots[place] - more_recent[which]
-        mine, among = rows[which], as_recent[which]
-        for kind, hits in enumerate(
-            (mine * there / among, np.maximum(0, mine - (among - there)), np.minimum(mine, there))
-        ):
+        left = self.slots[place] - more_recent[which]
+        used_now, among = rows[which], as_recent[which]
+        least = np.maximum(0, used_now - (among - left))
+        for kind, hits in enumerate((used_now * left / among, least, np.minimum(used_now, left))):
             self._hits[kind] += np.bincount(place, hits, minlength=len(self.slots) + 1)
 
     def _keep(self, used: Numbers, rows: Amounts) -> None:
@@ -149,8 +147,7 @@ class Reuse:
         self._pairs.append(kept)
 
     def least_recent(self, *, largest: int | None = None) -> MissCurve:
-        """Misses if the least recent rows leave first. `largest`: rows of the largest batch, where
-        they are counted and not sampled."""
+        """Return LRU's misses. `largest`: rows of the largest batch, where rows are sampled."""
         sizes = np.array(self._sizes)
         unique = float(sizes[self.first :].sum())
         fits = self.slots >= (sizes.max(initial=0.0) if largest is None else largest)
@@ -159,22 +156,22 @@ class Reuse:
         return MissCurve("lru", self.slots, expected, low, high, counted, unique)
 
     def working_sets(self, batches: int) -> Amounts:
-        """Different rows of each `batches` consecutive ones, [T - batches + 1]."""
+        """Return the different rows of every `batches` consecutive batches, [T - batches + 1]."""
         if not 1 <= batches <= LONGEST_HOLD:
             raise ValueError(f"batches must be 1 to {LONGEST_HOLD}, not {batches}")
         apart = np.array(self._apart).reshape(-1, LONGEST_HOLD)
         windows = max(0, len(apart) - batches + 1)
-        found = np.zeros(windows)
-        for later in range(batches):  # rows that no batch of the window has used before
-            found += apart[later : later + windows, later]
-        return found
+        rows = np.zeros(windows)
+        for later in range(batches):  # rows that no earlier batch of the window has used
+            rows += apart[later : later + windows, later]
+        return rows
 
     def floor(self, hold_batches: int) -> int:
-        """The fewest slots in which the rows of so many consecutive batches fit together."""
+        """Return the fewest slots that hold the rows of so many consecutive batches together."""
         return floor_of([self], hold_batches)
 
     def next_uses(self) -> NextUses | None:
-        """The same by the other end; None: they did not fit."""
+        """Return the next uses of each batch's rows; None: they did not fit."""
         if self._pairs is None:
             return None
         many = np.array([len(used) for used, _ in self._pairs], dtype=np.int64)
@@ -189,28 +186,31 @@ class Reuse:
 
 
 def floor_of(samples: Sequence[Reuse], hold_batches: int) -> int:
-    """The same, of one trace of which rows were sampled several times."""
+    """Return `Reuse.floor` of one trace, from several samples of its rows."""
     held = min(hold_batches, max(1, samples[0].batches))
     windows = np.mean([each.working_sets(held) for each in samples], axis=0)
     return math.ceil(float(windows.max(initial=0.0)))
 
 
-def fewest_misses(uses: NextUses, slots: Sequence[int], *, past: int = 0) -> Amounts:
-    """Rows that each batch must fetch if all is known, [slots, T]: Belady's bound.
+def fewest_misses(
+    uses: NextUses, slots: Sequence[int], *, past: int = 0, block: int = _BLOCK
+) -> Amounts:
+    """Return the rows that each batch must fetch if all batches are known, [slots, T]: Belady's
+    bound.
 
-    All rows of a batch must be resident together, so those leave, among the rows that it does not
-    use, whose next use is farthest, never used again first. The residents whose next use is batch
-    t are the hits of batch t. Rows of the `past` batches before may not leave, either, where a hold
-    says so. NaN: what must be resident together does not fit.
+    All rows of a batch must be resident together. Rows leave that the batch does not use and whose
+    next use is farthest, rows never used again first. The residents whose next use is batch t are
+    the hits of batch t. Rows of the `past` batches before may not leave, either. NaN: what must be
+    resident together does not fit. `block` changes the speed only.
     """
-    found = [_fewest(uses, each, past) for each in slots]
-    return np.array(found).reshape(len(found), len(uses.sizes))
+    misses = [_fewest(uses, size, past, block) for size in slots]
+    return np.array(misses).reshape(len(misses), len(uses.sizes))
 
 
-def _fewest(uses: NextUses, slots: int, past: int) -> Amounts:
+def _fewest(uses: NextUses, slots: int, past: int, block: int) -> Amounts:
     last = len(uses.sizes)
-    resident, held = _Residents(last + 1), deque[_Held]()
-    total, misses = 0.0, np.empty(last)  # all residents, whether they are held or not
+    resident, held = _Residents(last + 1, block), deque[_Held]()
+    total, misses = 0.0, np.empty(last)  # total: all residents, held ones included
     for number, size in enumerate(uses.sizes.tolist()):
         hits = resident.take(number) + sum(each.take(number) for each in held)
         misses[number] = size - hits
@@ -219,8 +219,9 @@ def _fewest(uses: NextUses, slots: int, past: int) -> Amounts:
             return np.full(last, np.nan)
         resident.drop_farthest(leaving)
         total += size - hits - leaving
-        here = slice(uses.starts[number], uses.starts[number + 1])
-        held.append(_Held(uses.batch[here], uses.rows[here].astype(np.float64), size))
+        entries = slice(uses.starts[number], uses.starts[number + 1])
+        next_rows = uses.rows[entries].astype(np.float64)
+        held.append(_Held(uses.batch[entries], next_rows, size))
         if len(held) > past:
             resident.add(held.popleft())
     return misses
@@ -234,22 +235,23 @@ class _Held:
         self.never = size - float(rows.sum())
 
     def take(self, number: int) -> float:
-        """Those that are used now."""
+        """Remove and count the rows that batch `number` uses."""
         if not len(self.numbers) or self.numbers[0] != number:
             return 0.0
-        found = float(self.rows[0])
+        count = float(self.rows[0])
         self.numbers, self.rows = self.numbers[1:], self.rows[1:]
-        return found
+        return count
 
 
 class _Residents:
-    """Rows in slots, counted by the batch that uses them next; the last number is none.
+    """Rows in slots, counted by the batch that uses them next; the last number means never.
 
-    In blocks with a sum each, so that the farthest are found without a look at all of them.
+    Counts are in blocks with a sum each, so that the farthest are found without reading all.
     """
 
-    def __init__(self, numbers: int) -> None:
-        self._rows = np.zeros((-(-numbers // _BLOCK), _BLOCK))
+    def __init__(self, numbers: int, block: int) -> None:
+        self._block = block
+        self._rows = np.zeros((-(-numbers // block), block))
         self._flat = self._rows.reshape(-1)
         self._sums = np.zeros(len(self._rows))
         self._never = numbers - 1
@@ -259,23 +261,23 @@ class _Residents:
         return float(self._sums.sum())
 
     def take(self, number: int) -> float:
-        """Those that are used now; they are counted anew by their next use."""
+        """Remove and count the rows that batch `number` uses; `add` counts them again."""
         rows = float(self._flat[number])
         self._flat[number] = 0
-        self._sums[number // _BLOCK] -= rows
+        self._sums[number // self._block] -= rows
         return rows
 
     def add(self, rows: _Held) -> None:
         self._flat[rows.numbers] += rows.rows
         self._flat[self._never] += rows.never
-        self._sums += np.bincount(rows.numbers // _BLOCK, rows.rows, minlength=len(self._sums))
+        self._sums += np.bincount(rows.numbers // self._block, rows.rows, minlength=len(self._sums))
         self._sums[-1] += rows.never
 
     def drop_farthest(self, count: float) -> None:
         if count <= 0:
             return
         from_end = self._sums[::-1].cumsum()
-        whole = int(np.searchsorted(from_end, count, side="right"))  # blocks that leave at once
+        whole = int(np.searchsorted(from_end, count, side="right"))  # blocks that leave entirely
         end = len(self._sums) - whole
         if whole:
             count -= float(from_end[whole - 1])
@@ -297,23 +299,33 @@ def belady(
     counted: int | None = None,
     past: int = 0,
 ) -> MissCurve:
-    """The bound for the `counted` batches from `first` on, by default for all of them; `past`: see
+    """Return the bound for `counted` batches from `first` on, by default for all; `past`: see
     fewest_misses."""
     ordered = np.unique(np.asarray(slots, dtype=np.int64))
-    end = len(uses.sizes) if counted is None else first + counted
-    here = slice(first, end)
-    misses = fewest_misses(uses, ordered.tolist(), past=past)[:, here].sum(1)
-    unique = float(uses.sizes[here].sum())
-    return MissCurve("belady", ordered, misses, misses, misses, len(uses.sizes[here]), unique)
+    counts = slice(first, None if counted is None else first + counted)
+    misses = fewest_misses(uses, ordered.tolist(), past=past)[:, counts].sum(1)
+    sizes = uses.sizes[counts]
+    return MissCurve("belady", ordered, misses, misses, misses, len(sizes), float(sizes.sum()))
 
 
-def next_uses_of(batches: Sequence[NDArray[np.integer]], *, num_rows: int) -> NextUses:
-    """Of batches of different rows each, numbered from 0 to `num_rows` - 1."""
-    reuse = Reuse()
-    last_use = np.full(num_rows, NEVER, dtype=np.int32)
+class RowReuse(Reuse):
+    """`Reuse` that remembers the last use of each row itself."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.last_use = np.full(num_rows, NEVER, dtype=np.int32)
+
+    def add_rows(self, rows: NDArray[np.integer]) -> None:
+        """Add a batch of different rows, numbered from 0 on."""
+        self.add(self.last_use[rows])
+        self.last_use[rows] = self.batches - 1
+
+
+def next_uses_of(batches: Iterable[NDArray[np.integer]], *, num_rows: int) -> NextUses:
+    """Return the next uses in a trace of different rows each, numbered from 0 to num_rows - 1."""
+    reuse = RowReuse(num_rows)
     for rows in batches:
-        reuse.add(last_use[rows])
-        last_use[rows] = reuse.batches - 1
-    found = reuse.next_uses()
-    assert found is not None
-    return found
+        reuse.add_rows(rows)
+    uses = reuse.next_uses()
+    assert uses is not None
+    return uses

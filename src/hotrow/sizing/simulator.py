@@ -1,10 +1,10 @@
-"""The planner over a trace of ids, with no rows at all: hit rates and traffic in seconds."""
+"""The planner over a trace of ids, without rows: hit rates and traffic in seconds."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,44 +16,43 @@ from hotrow.engine.planner import Planner
 from hotrow.engine.rules import Pins
 from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
-from hotrow.kernels import for_device
-from hotrow.kernels.reference import SortedIds
+from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
 
-_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable; it changes no decision
+_DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable
 _CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What one strategy would have moved over the batches after the warm-up."""
+    """What one strategy would move for the batches after the warm-up."""
 
     strategy: str
     slots: int
     depth: int
-    batches: int
-    lookups: int
-    unique_rows: int
-    fetched_rows: int
-    evicted_rows: int
-    chunked_batches: int
-    planning_seconds: float  # sorting the ids included
-    loaded_rows: int = 0  # fetched to be pinned, before any lookup asked for them
+    batches: int = 0
+    lookups: int = 0
+    unique_rows: int = 0
+    fetched_rows: int = 0
+    evicted_rows: int = 0
+    chunked_batches: int = 0
+    planning_seconds: float = 0.0  # sorting the ids included
+    loaded_rows: int = 0  # prefetched for pinning
 
     @property
     def hit_rate(self) -> float:
-        """The share of lookups that cause no fetch."""
+        """Share of lookups that cause no fetch."""
         return 1 - self.fetched_rows / max(1, self.lookups)
 
     @property
     def rows_per_batch(self) -> float:
-        """Rows fetched for a batch, on average."""
+        """Rows fetched per batch, on average."""
         return self.fetched_rows / max(1, self.batches)
 
     @property
     def lookups_per_second(self) -> float:
-        """How fast it was planned."""
+        """Speed of planning."""
         return self.lookups / max(self.planning_seconds, 1e-9)
 
 
@@ -72,10 +71,9 @@ def simulate(
     """Plan every batch of `trace`, ids in [0, num_rows), for each strategy and number of slots.
 
     `depth` batches are known ahead where a strategy does not say how many. The first `warm_up`
-    batches are not counted, and of the others only the next `counted` (by default all): those
-    after them are known ahead, and no more. `hottest(n)` names the n rows to pin, for strategies
-    that pin; without it `static` learns them. `as_trained`: it takes as long as in training, where
-    a budget decides how rows are found.
+    batches are not counted, then `counted` batches are (by default all); later ones are only known
+    ahead. `hottest(n)` names the n rows to pin, for strategies that pin; without it `static` learns
+    them. `as_trained`: choose the row map as training does, so that planning takes as long.
     """
     lanes = [
         _Lane(
@@ -84,7 +82,7 @@ def simulate(
             num_rows,
             depth,
             hottest,
-            dense_map=choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS,
+            dense_map=has_dense_map(slots, num_rows, as_trained=as_trained),
         )
         for strategy, slots in choices
     ]
@@ -101,6 +99,11 @@ def simulate(
     for lane in lanes:
         lane.drain()
     return [lane.result() for lane in lanes]
+
+
+def has_dense_map(slots: int, num_rows: int, *, as_trained: bool) -> bool:
+    """Return whether rows are found by a dense map; it changes the speed only."""
+    return choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
 
 
 @dataclass(frozen=True)
@@ -151,18 +154,18 @@ class _Lane:
         wanted = depth if strategy.look_ahead is None else strategy.look_ahead
         self._depth = max(wanted, strategy.hold.future)
         self._known: deque[_Known] = deque()
-        self._counts = torch.zeros(7, dtype=torch.int64)
+        self._counts: Counter[str] = Counter()
         self._seconds = 0.0
 
     def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
-        """Another batch is known; the one that is `depth` older is planned."""
+        """Make a batch known, and plan the one that is `depth` batches older."""
         self._known.append(_Known(ids, sort_seconds, counts))
         self._timed(lambda: self._planner.expect(ids), counts)
         if len(self._known) > self._depth:
             self._plan(self._known.popleft())
 
     def drain(self) -> None:
-        """Plan what is left, as far as it counts."""
+        """Plan the batches left, as far as they count."""
         while any(batch.counts for batch in self._known):
             self._plan(self._known.popleft())
 
@@ -172,12 +175,13 @@ class _Lane:
             return
         self._seconds += batch.sort_seconds
         unique = batch.ids.ids.numel()
-        if plan is None:  # the direct way: read and written once, kept nowhere
-            moved = [unique, unique, 0, 1]
+        self._counts.update(batches=1, lookups=batch.ids.order.numel(), unique_rows=unique)
+        if plan is None:  # the direct path: read and written once, kept in no slot
+            self._counts.update(fetched_rows=unique, evicted_rows=unique, chunked_batches=1)
         else:
             leaving = int((plan.moves.leaving >= 0).sum())
-            moved = [plan.moves.entering.numel() - plan.loaded, leaving, plan.loaded, 0]
-        self._counts += torch.tensor([1, batch.ids.order.numel(), unique, *moved])
+            fetched = plan.moves.entering.numel() - plan.loaded
+            self._counts.update(fetched_rows=fetched, evicted_rows=leaving, loaded_rows=plan.loaded)
 
     def _timed(self, do: Callable[[], Result], counts: bool) -> Result:
         start = time.perf_counter()
@@ -186,25 +190,16 @@ class _Lane:
         return result
 
     def result(self) -> Simulated:
-        slots = self._planner.pad.num_slots
-        batches, lookups, unique, fetched, evicted, loaded, chunked = self._counts.tolist()
         return Simulated(
             strategy=self._name,
-            slots=slots,
+            slots=self._planner.pad.num_slots,
             depth=self._depth,
-            batches=batches,
-            lookups=lookups,
-            unique_rows=unique,
-            fetched_rows=fetched,
-            evicted_rows=evicted,
-            chunked_batches=chunked,
             planning_seconds=self._seconds,
-            loaded_rows=loaded,
+            **self._counts,
         )
 
 
 def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
-    sort_ids = for_device(_CPU).sort_ids
     for values in trace:
         start = time.perf_counter()
         yield sort_ids(values, num_rows), time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Bytes of fast memory, shared out between width groups. Everything counts."""
+"""Bytes of fast memory, shared out between width groups. Everything is counted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotrow.support.units import show_bytes
 
 @dataclass(frozen=True)
 class Share:
-    """What one width group gets of the budget."""
+    """The part of the budget that one width group gets."""
 
     slots: int
     buffer_rows: int  # rows that may be on their way, or pass through when a batch has no slots
@@ -20,11 +20,11 @@ class Share:
     packet_rows: int = 0  # rows of one packet where a GPU's rows are staged; 0: any number
 
     def with_packets(self, packets: int, row_bytes: int) -> Share:
-        """The same bytes with room for packets, which takes slots away."""
+        """Return a share of the same bytes with room for packets, and so with fewer slots."""
         return self.with_room(packets * self.packet_rows * row_bytes, row_bytes)
 
     def with_room(self, num_bytes: int, row_bytes: int) -> Share:
-        """The same bytes with room for something else."""
+        """Return a share of the same bytes with `num_bytes` kept free."""
         return replace(self, slots=max(1, self.slots + -num_bytes // slot_bytes(row_bytes)))
 
 
@@ -44,12 +44,12 @@ HASH_BYTES = 8
 
 
 def slot_bytes(row_bytes: int) -> int:
-    """What a slot costs, the hashed map's part included; a dense map is only taken if smaller."""
+    """Bytes of a slot with its part of the hashed map; a dense map is only used if smaller."""
     return row_bytes + SLOT_STATE_BYTES + HASH_BYTES
 
 
 def choose_map(slots: int, num_rows: int) -> bool:
-    """Whether the dense row-to-slot map is the smaller one."""
+    """Return whether the dense row-to-slot map is the smaller one."""
     return 4 * num_rows <= HASH_BYTES * slots
 
 
@@ -64,7 +64,7 @@ def _least_bytes(row_bytes: int) -> int:
 
 
 def smallest_budget(row_bytes: list[int]) -> int:
-    """The smallest budget that holds a few rows of every width and a window of ids."""
+    """Return the smallest budget that holds a few rows of every width and a window of ids."""
     return -(-sum(map(_least_bytes, row_bytes)) * 16 // 15) + 1
 
 
@@ -76,7 +76,7 @@ def share_out(
     parts: list[float],
     buffer_part: float,
 ) -> Budget:
-    """Slots, buffers and look-ahead ids for each width group within `budget_bytes`.
+    """Share out slots, buffers and look-ahead ids to width groups within `budget_bytes`.
 
     `parts` says how much of the bytes each group gets (it sums to one). Groups that reach all
     their rows hand what is left to the others; what no group can use stays unused.
@@ -91,14 +91,14 @@ def share_out(
             f"that works here is {show_bytes(smallest, beside=budget_bytes)} ({smallest:,} bytes)"
             f"{hint}"
         )
-    # Where every row has a slot nobody has to leave, so that there is nothing to look ahead for:
-    # no budget makes the window larger than tables that fit would have it.
+    # Where every row has a slot no row leaves, so there is nothing to look ahead for: a larger
+    # budget gives no larger window than tables that fit.
     sizes = zip(row_bytes, num_rows, strict=True)
     enough = sum(_least_bytes(size) + (slot_bytes(size) + size) * count for size, count in sizes)
     window_bytes = min(budget_bytes, enough) // 16
     spare = float(budget_bytes - window_bytes - sum(map(_least_bytes, row_bytes)))
     weight, shares = 1.0, {}
-    # Those that need the least of their part come first, so that what they leave reaches others.
+    # Groups that need the least of their part come first, so that the rest reaches others.
     need = [slot_bytes(size) * count for size, count in zip(row_bytes, num_rows, strict=True)]
     for g in sorted(range(len(parts)), key=lambda g: need[g] / parts[g]):
         least = _least_bytes(row_bytes[g])
@@ -115,17 +115,17 @@ def share_out(
     return Budget(tuple(shares[g] for g in range(len(parts))), window_bytes, budget_bytes)
 
 
-# Batches differ: the largest that was seen is not the largest there is.
+# Batches differ: a later one may be larger than all so far.
 _SPARE = 1 / 32
 
 
 def larger_budget(
     share: Callable[[int], Budget], budget_bytes: int, group: int, slots: int, instead_of: int
 ) -> int:
-    """The bytes that give a group so many slots, and some to spare.
+    """Return the bytes that give a group `slots` slots and some to spare.
 
-    `share` shares out a budget; `budget_bytes` are too few. `instead_of` are the slots that the
-    group has now, which may be fewer than it was given: on a GPU some make room for plans.
+    `share` shares out a budget; `budget_bytes` is too small. `instead_of` is the group's present
+    number of slots, which may be less than its share: on a GPU some make room for plans.
     """
 
     def slots_of(num_bytes: int) -> int:
@@ -137,7 +137,7 @@ def larger_budget(
 
 
 def least_budget(holds: Callable[[int], bool], low: int) -> int:
-    """The fewest bytes, `low` at least, for which something holds; it goes on to hold for more."""
+    """Return the fewest bytes, at least `low`, for which `holds`; it must hold for more, too."""
     high = low
     while not holds(high):
         low, high = high + 1, 2 * high

@@ -1,8 +1,7 @@
 """Rows in page-locked host memory, which a GPU can read and write by itself.
 
-Knows bytes and the system's limits; nothing about what the rows hold. Where the system refuses to
-lock memory, the rows lie in ordinary memory and a sentence says why: they can still be moved by way
-of a buffer.
+Knows bytes and the system's limits, not what the rows hold. If the system refuses to lock memory,
+the rows lie in ordinary memory and move through a buffer; `reason` says why.
 """
 
 from __future__ import annotations
@@ -104,13 +103,13 @@ def _lock(
     chunk_bytes: int,
     progress: Callable[[int, int], None] | None,
 ) -> str:
-    """Register all of `flat`, noting what is done in `chunks`; why not, if it is refused."""
+    """Register all of `flat` and add addresses to `chunks`; return why not if it is refused."""
     total, done = flat.numel() * 4, 0
     for part in flat.split(chunk_bytes // 4):
-        # Locking finds pages that are there much faster than it makes them, and making them is
-        # work for all cores, which torch gives to the main thread alone.
+        # Locking is much faster where pages exist. Making them is work for all cores, which torch
+        # uses in the main thread only.
         part.zero_()
-        with uninterrupted():  # what is locked is noted, or nobody would unlock it
+        with uninterrupted():  # a locked chunk must be in `chunks`, or it stays locked
             why = register(part.data_ptr(), part.numel() * 4)
             if not why:
                 chunks.append(part.data_ptr())
@@ -138,12 +137,14 @@ def _refused(why: str, done: int, total: int) -> str:
     )
 
 
-def _memlock() -> str:
+def _memlock(limit: int | None = None) -> str:
+    """Name the limit on locked memory, the process's own if none is given."""
     try:
         import resource
     except ImportError:  # not a POSIX system
         return ""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     return f" (the limit on locked memory is {show_bytes(limit)})"
@@ -157,15 +158,15 @@ def _cuda_register(address: int, num_bytes: int) -> str:
     error = runtime.cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)
     if int(error) == 0:
         return ""
-    # CUDA keeps the error for whoever asks next, which is torch after its next kernel.
+    # CUDA keeps the error for the next call that asks, which is torch's after its next kernel.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return f"CUDA error {int(error)}, {runtime.cudaGetErrorString(error)}"
 
 
 def _cuda_unregister(address: int) -> None:
-    # A kernel may still be reading. After an error CUDA answers nothing, and the end of the process
-    # unlocks the memory: nobody is helped by a second error.
+    # A kernel may still be reading. After an error every call fails, and the end of the process
+    # unlocks the memory, so a second error is dropped.
     with contextlib.suppress(RuntimeError):
         synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)

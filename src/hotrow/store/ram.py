@@ -1,7 +1,7 @@
-"""All rows, in slow memory. Knows ids and bytes; never decides anything.
+"""All rows, in slow memory. Knows ids and bytes; decides nothing.
 
 A row is its weights followed by its optimizer state. The mapping is kept out of forked children
-(a forked data loader would otherwise copy or pin every page of it).
+(a forked data loader would otherwise copy every page of it).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hotrow.store.changed import ChangedRows, TouchedRows
 from hotrow.store.frozen import FrozenRows
 from hotrow.store.snapshot import Snapshot
 from hotrow.support.forks import bind_to_this_process
+from hotrow.support.hashing import mixed
 from hotrow.support.host_memory import check_fits
 
 _CHUNK_FLOATS = 1 << 20
@@ -66,14 +67,14 @@ class Store:
         self.rows.index_copy_(0, ids, rows)
 
     def will_write(self, ids: Tensor) -> None:
-        """Rows are about to be replaced, -1 is none: so says whoever writes to `rows` itself."""
+        """Call this before writing to `rows` directly; -1 in `ids` is no row."""
         self.note(ids)
-        snapshot = self.snapshot  # once: whoever reads may end meanwhile
+        snapshot = self.snapshot  # read once: another thread may end it meanwhile
         if snapshot is not None:
             snapshot.keep(ids)
 
     def note(self, ids: Tensor) -> None:
-        """Rows get other bits, here or in slots."""
+        """Note that rows get other bits, here or in slots."""
         touched = self.touched
         if touched is not None:
             touched.note(ids)
@@ -83,15 +84,15 @@ class Store:
         return self.snapshot is not None or self.touched is not None
 
     def write_alone(self, ids: Tensor, rows: Tensor) -> None:
-        """`write`, on a host, by the thread that calls; ids of -1 are left out.
+        """`write` on the host, in the calling thread; ids of -1 are skipped.
 
-        Rows as single items, which numpy copies several times as fast as a thread of torch does.
+        Rows are single items, which numpy copies several times as fast as one thread of torch.
         """
         self.will_write(ids)
         places, items = ids.numpy(), _as_items(rows)
-        there = places >= 0
-        if not there.all():
-            places, items = places[there], items[there]
+        present = places >= 0
+        if not present.all():
+            places, items = places[present], items[present]
         _as_items(self.rows)[places] = items
 
 
@@ -101,7 +102,7 @@ def _as_items(rows: Tensor) -> np.ndarray:
 
 
 def host_rows(num_rows: int, width: int) -> Tensor:
-    """Rows in a mapping of their own, untouched and all zero."""
+    """Return rows of zeros in a mapping of their own; no page is touched."""
     check_fits(num_rows, width)
     memory = mmap.mmap(-1, max(1, num_rows * width * 4))
     if hasattr(mmap, "MADV_DONTFORK"):
@@ -110,38 +111,29 @@ def host_rows(num_rows: int, width: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float32, count=num_rows * width).view(-1, width)
 
 
-def initialise(rows: Tensor, group: WidthGroup, state: list[float], seed: int) -> None:
-    """Start every row as a function of (seed, table name, row), chunk by chunk on all cores.
-
-    `state` holds the starting value of each state column.
-    """
-    _initialise(rows, group, list(enumerate(group.tables)), state, seed)
-
-
-def initialise_table(
-    rows: Tensor, group: WidthGroup, table: EmbeddingBagConfig, state: list[float], seed: int
-) -> None:
-    """`initialise` for one of a group's tables."""
-    _initialise(rows, group, [(group.tables.index(table), table)], state, seed)
-
-
-def _initialise(
+def initialise(
     rows: Tensor,
     group: WidthGroup,
-    tables: list[tuple[int, EmbeddingBagConfig]],
     state: list[float],
     seed: int,
+    *,
+    tables: Sequence[EmbeddingBagConfig] | None = None,
+    chunk_floats: int = _CHUNK_FLOATS,
 ) -> None:
-    step = max(1, _CHUNK_FLOATS // rows.shape[1])
+    """Start rows as a function of (seed, table name, row), chunk by chunk on all cores.
+
+    `state` holds the starting value of each state column; `tables`: only the rows of these.
+    """
+    step = max(1, chunk_floats // rows.shape[1])
     jobs = [
-        (position, first, min(first + step, table.num_embeddings))
-        for position, table in tables
+        (table, base, first, min(first + step, table.num_embeddings))
+        for table, base in zip(group.tables, group.bases, strict=True)
+        if tables is None or table in tables
         for first in range(0, table.num_embeddings, step)
     ]
 
-    def start(job: tuple[int, int, int]) -> None:
-        position, first, last = job
-        table, base = group.tables[position], group.bases[position]
+    def start(job: tuple[EmbeddingBagConfig, int, int, int]) -> None:
+        table, base, first, last = job
         chunk = start_weights(table.start, group.dim, first, last, table=table.name, seed=seed)
         if table.padding_idx is not None and first <= table.padding_idx < last:
             chunk[table.padding_idx - first] = 0  # as in torch, for those who export the table
@@ -181,7 +173,7 @@ def start_weights(
 
 def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
     """Return uniform floats in [0, 1), [n, dim], hashed from (word, row, column)."""
-    key = _mix64(rows ^ np.uint64(word))
+    key = mixed(rows ^ np.uint64(word))
     low = key.astype(np.uint32)[:, None]
     stride = (key >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1)
     x = low + stride * np.arange(dim, dtype=np.uint32)[None, :]
@@ -191,12 +183,6 @@ def _unit_floats(rows: np.ndarray, dim: int, word: int) -> np.ndarray:
     x *= np.uint32(0x846CA68B)
     x ^= x >> np.uint32(16)
     return (x >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 def seed_words(seed: int, table: str, dim: int) -> list[int]:

@@ -1,10 +1,8 @@
-"""All rows of a store as they were at one moment, read while others go on writing.
+"""All rows of a store as they were at one moment, read while other threads write.
 
-Whoever is about to write says so (`keep`): rows that were neither read nor kept yet are copied to
-a log first. It has room for so many; where it is full, whoever writes waits until some were read.
-Rows are read in the order of their ids, so that what was read is told by one number.
-
-Knows ids and bytes; not who writes, nor where rows that were read go.
+Writers call `keep` first: it copies rows that were neither read nor kept yet to a log. While the
+log is full, writers wait until some of its rows were read. Rows are read in the order of their
+ids, so one number says which were read. Knows ids and bytes.
 """
 
 from __future__ import annotations
@@ -19,27 +17,26 @@ from torch import Tensor
 from hotrow.kernels.reference import in_bits
 from hotrow.store.changed import ChangedRows
 
-_SECONDS = 0.5  # after which whoever waits looks whether somebody has pressed Ctrl-C
+_SECONDS = 0.5  # of waiting, after which Ctrl-C is handled
 
 
 class Waits:
-    """How long others have waited; whoever asks need not keep what they waited for."""
+    """How long writers have waited. An object of its own, so that it outlives the snapshot."""
 
     seconds = 0.0
 
 
 class Snapshot:
-    """Of rows on the host, from when this is made until `end()`."""
+    """A snapshot of rows on the host, from its creation until `end()`."""
 
     def __init__(self, rows: Tensor, *, most: int, only: ChangedRows | None = None) -> None:
-        """A log of `most` rows. `only`: those that will be read, which nobody adds to any more;
-        None: all will."""
+        """`most`: rows of the log. `only`: the rows that will be read; None: all."""
         self.waits = Waits()  # for room in the log
         self.only, self._rows = only, rows
         most = max(1, min(most, len(rows)))
         self._log = torch.empty(most, rows.shape[1])
         self._ids = torch.full((most,), -1)  # whose old rows the log has, by place
-        self._free = torch.arange(most - 1, -1, -1)  # places; the first `_left` are none's
+        self._free = torch.arange(most - 1, -1, -1)  # places; the first `_left` are free
         self._left, self._used = most, 0  # no place from `_used` on was ever taken
         self._kept = ChangedRows(len(rows))
         self._read = 0  # rows with smaller ids were read
@@ -53,13 +50,12 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes beside the rows, at most."""
+        """Bytes beside those of the rows, at most."""
         parts = (self._log, self._ids, self._free, self._kept.bits)
-        return sum(each.nbytes for each in parts)
+        return sum(part.nbytes for part in parts)
 
     def keep(self, ids: Tensor) -> None:
-        """These rows, each given once (-1: none), are about to be replaced: when this returns they
-        may be."""
+        """Keep rows, each given once (-1: none), which the caller replaces when this returns."""
         ids = ids.to("cpu", torch.int64)
         begun = None
         with self._room:
@@ -76,7 +72,7 @@ class Snapshot:
                 self.waits.seconds += perf_counter() - begun
 
     def _needed(self, ids: Tensor) -> Tensor:
-        """Those that will be read from the store, unless they are kept."""
+        """Return the rows that will still be read from the store and are not kept."""
         ids = ids[ids >= self._read]
         if self.only is not None:
             ids = ids[in_bits(self.only.bits, ids)]
@@ -91,25 +87,24 @@ class Snapshot:
         self._kept.note(ids)
 
     def read(self, ids: slice | Tensor, out: Tensor) -> Tensor:
-        """Rows as they were, in the order of their ids: a part of `out`. By one thread, and none
-        before those with smaller ids."""
-        # Not by torch, whose threads would take the cores that train.
-        rows, log, kept = (each.numpy() for each in (self._rows, self._log, self._ids))
+        """Return rows as they were, a part of `out`. One thread reads, in the order of ids."""
+        # Not with torch, whose threads would take the cores that train.
+        rows, log, kept = (tensor.numpy() for tensor in (self._rows, self._log, self._ids))
         if isinstance(ids, slice):
             first, last, found = ids.start, ids.stop, out[: ids.stop - ids.start]
             np.copyto(found.numpy(), rows[ids])
         else:
             first, last, found = int(ids[0]), int(ids[-1]) + 1, out[: len(ids)]
             np.take(rows, ids.numpy(), axis=0, out=found.numpy(), mode="clip")
-        # Whatever was replaced meanwhile was kept before, so that bytes torn here do not stay.
+        # Rows that were replaced meanwhile were kept before: the log replaces their torn bytes.
         with self._room:
             self._read = last
         # None of these is kept from here on.
         kept = kept[: self._used]
         places = np.flatnonzero((kept >= first) & (kept < last))
         if len(places):
-            mine = kept[places]
-            at = mine - first if isinstance(ids, slice) else np.searchsorted(ids.numpy(), mine)
+            old = kept[places]
+            at = old - first if isinstance(ids, slice) else np.searchsorted(ids.numpy(), old)
             found.numpy()[at] = log[places]
             with self._room:
                 kept[places] = -1
@@ -119,7 +114,7 @@ class Snapshot:
         return found
 
     def end(self) -> None:
-        """Nothing is read any more, and nobody waits."""
+        """End reading, so that no writer waits any more."""
         with self._room:
             self._has_ended = True
             self._room.notify_all()

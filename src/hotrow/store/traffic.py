@@ -1,4 +1,4 @@
-"""What was looked up and moved, counted per table."""
+"""Counters of lookups and moved rows, per table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TableTraffic:
-    """Lookups and moves of one table. `unique_rows` counts a row once per batch; `loaded_rows` were
-    fetched before any lookup asked for them, to be pinned, and `bytes_fetched` has theirs, too."""
+    """Lookups and moves of one table.
+
+    `unique_rows` counts a row once per batch. `loaded_rows` were fetched to be pinned, before any
+    lookup; `bytes_fetched` includes them, `fetched_rows` does not.
+    """
 
     lookups: int = 0
     unique_rows: int = 0
@@ -37,7 +40,7 @@ class Traffic(TableTraffic):
 
     per_table: Mapping[str, TableTraffic] = field(default_factory=dict)
     chunked_batches: int = 0  # batches whose rows did not fit the slots together
-    made_rows: int = 0  # of the rows fetched: nobody had written them, so none crossed a link
+    made_rows: int = 0  # fetched rows that were never written: made in their slots, not moved
 
     @classmethod
     def of(

@@ -1,6 +1,6 @@
 // Rows to their places in the store and from there, by threads that know nothing of Python.
 //
-// Jobs are done one after the other, each by all threads, part by part. Whoever asks does not wait.
+// Jobs are done one after the other, each by all threads, part by part. The caller does not wait.
 
 #include <pthread.h>
 #include <stdint.h>

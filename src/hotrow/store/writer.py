@@ -1,9 +1,8 @@
-"""Rows to their places in the store and from there, by a few threads of C.
+"""A few threads of C that copy rows to and from the store.
 
-Threads of Python would do: numpy copies rows without Python's lock. But they take it in between,
-and whoever launches kernels then waits for it, some two tenths of a millisecond a step
-(benchmarks/LOG.md). Where Triton runs there is a C compiler, since it needs one itself.
-Knows bytes and ids; not why rows move.
+Python threads could do it, since numpy copies rows without Python's lock. But they take the lock
+in between, and the thread that launches kernels waits for it: 0.2 ms a step (benchmarks/LOG.md).
+Triton needs a C compiler itself. Knows bytes and ids; not why rows move.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SECONDS = 60
 
 
 class Writer:
-    """Does one job after the other; whoever asks does not wait."""
+    """Does one job after the other; callers do not wait."""
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is None:
@@ -38,25 +37,25 @@ class Writer:
         self._code = code
         self._writer = code.hotrow_begin(threads)
         if not self._writer:
-            raise RuntimeError(f"the system gives no {threads} more threads")
-        # Jobs know addresses only: what lies there must stay until they are done.
+            raise RuntimeError(f"the system cannot start {threads} more threads")
+        # Jobs know addresses only: these tensors must live until their jobs are done.
         self._kept: dict[int, tuple[Tensor, ...]] = {}
         self.owner = os.getpid()  # a forked child has none of the threads
-        # Not at the end of the program: whoever is taken down later may still write.
+        # Not at the end of the program: objects that are finalized later may still write.
         weakref.finalize(self, _end, code, self._writer, self.owner).atexit = False
 
     def write(self, store: Tensor, ids: Tensor, rows: Tensor) -> int:
-        """Replace the rows of `ids` (each given once, -1 for none); the number of the job.
+        """Replace the rows of `ids` (each given once, -1 for none); return the job's number.
 
-        Nobody may change ids or rows until it is done.
+        Do not change ids or rows until it is done.
         """
         return self._move(store, ids, rows, reads=False)
 
     def read(self, store: Tensor, ids: Tensor, out: Tensor) -> int:
-        """Copy the rows of `ids` (-1 for none) into `out`, after all that was asked for before; the
-        number of the job.
+        """Copy the rows of `ids` (-1 for none) into `out` after all earlier jobs; return the
+        job's number.
 
-        Nobody may change ids, or look at `out`, until it is done.
+        Do not change ids or read `out` until it is done.
         """
         return self._move(store, ids, out, reads=True)
 
@@ -65,7 +64,7 @@ class Writer:
             raise ValueError(f"{len(rows)} rows for {len(ids)} ids of {ids.dtype}")
         if store.shape[1:] != rows.shape[1:] or store.dtype != rows.dtype:
             raise ValueError(f"rows of {rows.shape[1:]} do not fit a store of {store.shape[1:]}")
-        if not all(each.is_contiguous() and not each.is_cuda for each in (store, ids, rows)):
+        if not all(x.is_contiguous() and not x.is_cuda for x in (store, ids, rows)):
             raise ValueError("rows move within the host's memory, where they lie side by side")
         self._let_go()
         if not len(ids):
@@ -80,7 +79,7 @@ class Writer:
         return number
 
     def wait(self, number: int) -> None:
-        """The job of that number is done when this returns, and all before it."""
+        """Wait until a job and all before it are done."""
         bad = self._finish(number)
         if bad != -1:
             raise RuntimeError(
@@ -89,7 +88,7 @@ class Writer:
             )
 
     def wait_for_all(self) -> None:
-        """For whoever is going: of a bad row nobody would hear any more."""
+        """Finalizer path: errors are dropped because no caller remains."""
         self._finish(max(list(self._kept), default=0))
 
     def _finish(self, number: int) -> int:
@@ -108,7 +107,7 @@ class Writer:
 
 
 def add_at(counts: Tensor, places: Tensor, times: int) -> None:
-    """`times` more at each place, by the thread that calls; int64, and places are there."""
+    """Add `times` at each place, in the calling thread; int64, and places are valid."""
     if counts.device.type != "cpu" or why_not() is not None:
         counts.index_add_(0, places, torch.full_like(places[:1], times).expand_as(places))
         return
@@ -120,7 +119,7 @@ def add_at(counts: Tensor, places: Tensor, times: int) -> None:
 
 @cache
 def why_not() -> str | None:
-    """Why there can be no writer here; None if there can. Asked once: compilers take long."""
+    """Return why there can be no writer here, or None. Cached: compilers take long."""
     try:
         _code()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -132,13 +131,13 @@ _known: weakref.ref[Writer] | None = None
 
 
 def shared_writer() -> Writer:
-    """One for all that writes rows, so that they do not take each other's cores."""
+    """Return the writer that all share, so that they do not take each other's cores."""
     global _known
-    found = None if _known is None else _known()
-    if found is None or found.owner != os.getpid():
-        found = Writer()
-        _known = weakref.ref(found)
-    return found
+    writer = None if _known is None else _known()
+    if writer is None or writer.owner != os.getpid():
+        writer = Writer()
+        _known = weakref.ref(writer)
+    return writer
 
 
 def _end(code: ctypes.CDLL, writer: int, owner: int) -> None:
@@ -148,7 +147,7 @@ def _end(code: ctypes.CDLL, writer: int, owner: int) -> None:
 
 @cache
 def _code() -> ctypes.CDLL:
-    """The compiled code, from the user's cache or anew."""
+    """Return the compiled code, from the user's cache or compiled now."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("there is no C compiler (gcc or clang, or the one that CC names)")
@@ -175,7 +174,7 @@ def _code() -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """Of this user alone: what lies there is run."""
+    """Return a folder that only this user can write: its files are executed."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         folder = base / "hotrow"
@@ -190,14 +189,14 @@ def _cache_folder() -> Path:
 
 
 def _build(compiler: str, target: Path) -> None:
-    """Beside its place, and then there: another process may be at the same."""
+    """Compile beside the target and rename: another process may do the same."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [*compiler.split(), *_FLAGS, "-o", str(made), str(_SOURCE)]
+        built = Path(folder) / target.name
+        command = [*compiler.split(), *_FLAGS, "-o", str(built), str(_SOURCE)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
         if done.returncode != 0:
             first = (done.stderr.strip().splitlines() or ["it said nothing"])[0]
             raise RuntimeError(f"{compiler} does not compile {_SOURCE.name}: {first}")
-        made.replace(target)
+        built.replace(target)

@@ -1,11 +1,11 @@
-"""Strategies side by side: one run, trained by each of them in turn, again and again.
+"""Trains one run by several strategies in turn, and compares speed, quality and results.
 
     comparison = Comparison(config, choose(config, ["lookahead", "lru"]))
     for turn in comparison.run(Path("out")):
         print(turn)
     print(comparison.record("finished"))
 
-Knows no screen. One system is in memory at a time: built, trained, looked at, let go.
+One system is in memory at a time: it is built, trained, read and freed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from hotrow.embedding.ahead import tensors_in
 from hotrow.embedding.arguments import usable_device
+from hotrow.inputs.tree import tensors_in
 from hotrow.run.config import RunConfig
 from hotrow.run.files import environment, now
 from hotrow.run.job import open_data, total_steps, with_budget
@@ -32,16 +32,22 @@ from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import followed
 from hotrow.run.tally import Tally
 from hotrow.study.likeness import (
-    ABSOLUTE,
-    OUTLIERS,
-    RELATIVE,
+    SPARE_BYTES,
     Bits,
     Distance,
     Reference,
+    Tolerance,
     bits_of,
     room_for_reference,
 )
-from hotrow.study.systems import SYSTEMS, System, SystemKind, find_system, reordered
+from hotrow.study.systems import (
+    SYSTEMS,
+    OtherBatches,
+    System,
+    SystemKind,
+    find_system,
+    reordered,
+)
 from hotrow.support.host_memory import available_bytes
 from hotrow.support.messages import few, many
 from hotrow.support.records import ComparisonRecord, EvalRecord, Figures, StepRecord
@@ -51,45 +57,54 @@ from hotrow.systems.slipstream.skip import SkipRecord
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
 
 REFERENCE = "all-fast"
-CONTROLS = (1, 2)  # seeds
 BASELINE = "hybrid"
 USUAL = (REFERENCE, BASELINE, "static", "lru", "scratchpipe", "lookahead")
-_MOST_KEPT = 4 << 30  # bytes of batches that are kept in memory
-_MUCH = 0.1  # of a run's time
-_SEEDS_DIFFER = 1e-3  # AUC: a smaller difference between two runs may come from their seed
-_EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # no traceback is wanted
+_CONTROL_SEEDS = (1, 2)
+_MOST_KEPT = 4 << 30  # bytes of batches in memory
+_MUCH = 0.1  # share of a run's time
+_SEEDS_DIFFER = 1e-3  # AUC: a smaller difference between two runs may come from their seeds
+_EXPECTED = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)  # without a traceback
 
 
 @dataclass
 class Entry:
-    """One strategy of a comparison, and what is known of it so far."""
+    """One strategy of a comparison, and its results so far."""
 
     kind: SystemKind
     repetitions: int
-    is_optional: bool = False  # nobody asked for it
-    done: int = 0  # repetitions
-    message: str = ""  # why it failed
-    traceback: str = ""
+    is_optional: bool = False  # not asked for
+    figures: Figures = field(init=False)  # without speeds and counts, which `record` adds
     rates: list[float] = field(default_factory=list)  # samples/s of timed steps
     whole_runs: list[float] = field(default_factory=list)  # samples/s of each repetition
-    tally: Tally | None = None  # of the first repetition, as all below
+    tally: Tally | None = None  # of the first repetition, as everything below
     quality: EvalRecord | None = None
-    memory: dict[str, int] = field(default_factory=dict)
     bits: Bits | None = None
-    equal: str = "not compared"
-    equal_note: str = ""
-    distance: Distance | None = None  # from all-fast, where no bits are promised
-    changes: list[str] = field(default_factory=list)  # repetitions that ended in other bits
+    distance: Distance | None = None  # from all-fast, where equal bits are not promised
+    changes: list[str] = field(default_factory=list)  # repetitions that ended with other bits
+
+    def __post_init__(self) -> None:
+        kind, is_optional = self.kind, self.is_optional
+        self.figures = Figures(
+            kind.name, kind.summary, kind.contract, outcome="not run", is_optional=is_optional
+        )
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.message)
+        return bool(self.figures.message)
+
+    @property
+    def done(self) -> int:
+        """Repetitions so far."""
+        return len(self.whole_runs)
+
+    def note(self, **results: Any) -> None:
+        self.figures = replace(self.figures, **results)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a comparison is: `stage` is "reading" (of batches, before any strategy's turn),
-    "building", "training", "evaluating", "comparing", "finished" or "failed"."""
+    """Progress of a comparison. `stage` is "reading" (batches, before any strategy), "building",
+    "training", "evaluating", "comparing", "finished" or "failed"."""
 
     strategy: str
     repetition: int  # from 1 on
@@ -97,39 +112,41 @@ class Turn:
     stage: str
     steps: int = 0  # of this turn
     loss: float = math.nan
-    samples_per_second: float = math.nan  # of a turn that has finished
+    samples_per_second: float = math.nan  # of a finished turn
     message: str = ""
 
-
-def usual_strategies(config: RunConfig) -> list[str]:
-    """What is compared if nobody says what: the run's own strategy is among it."""
-    mine = config.embedding.strategy
-    return [*USUAL, *([] if mine in USUAL else [mine])]
+    @property
+    def is_over(self) -> bool:
+        return self.stage in ("finished", "failed")
 
 
 def choose(
     config: RunConfig, names: Sequence[str] | None = None, *, repeat: int = 3
 ) -> list[Entry]:
-    """The strategies of a comparison, all-fast first: the others are compared with it. One with
-    random-drop comes after the one with slipstream, as many of whose samples it leaves out."""
+    """Return the entries of a comparison, by default of USUAL and the run's own strategy.
+
+    All-fast is first: the others are compared with it. A strategy with random-drop follows the one
+    with slipstream, and skips as many samples.
+    """
     is_usual = names is None
-    names = usual_strategies(config) if names is None else names
+    names = list(dict.fromkeys([*USUAL, config.embedding.strategy]) if names is None else names)
     for name in names:
-        if list(names).count(name) > 1:
+        if names.count(name) > 1:
             raise ValueError(f"strategy {name!r} is named twice")
     kinds = [find_system(name) for name in names]
-    for kind in [each for each in kinds if followed(each.name) in names]:
-        kinds.remove(kind)
-        kinds.insert(1 + [each.name for each in kinds].index(followed(kind.name) or ""), kind)
+    for control in [kind for kind in kinds if followed(kind.name) in names]:
+        kinds.remove(control)
+        before = [kind.name for kind in kinds].index(followed(control.name) or "")
+        kinds.insert(before + 1, control)
     entries = [Entry(kind, repeat) for kind in kinds if kind.name != REFERENCE]
     is_optional = is_usual or REFERENCE not in names
-    # Where nobody asked for it, once is enough to compare with.
+    # If it was not asked for, once is enough to compare with.
     count = repeat if REFERENCE in names else 1
     return [Entry(SYSTEMS[REFERENCE], count, is_optional), *entries]
 
 
 class Comparison:
-    """`run` trains; `record` tells at any time what is known."""
+    """`run` trains; `record` returns the results so far at any time."""
 
     def __init__(
         self,
@@ -138,10 +155,13 @@ class Comparison:
         *,
         warm_up: int | None = None,
         most_kept: int | None = None,
+        tolerance: Tolerance = Tolerance(),  # noqa: B008
+        spare_bytes: int = SPARE_BYTES,
     ) -> None:
-        """`warm_up`: first steps of each repetition that no speed is of; a tenth if left out.
-        `most_kept`: bytes of batches that may stay in memory."""
-        usable_device(torch.device(config.run.device))  # or says why not
+        """`warm_up`: first steps of each repetition that are not timed, by default a tenth.
+        `most_kept`: bytes of batches that may stay in memory. `spare_bytes`: of the disk, which
+        all-fast's rows leave free."""
+        usable_device(torch.device(config.run.device))  # raises if it is not
         samples = open_data(config)
         config = with_budget(config, samples)
         self.config, self.entries = config, list(entries)
@@ -153,6 +173,7 @@ class Comparison:
                 "timed"
             )
         self._samples, self._most_kept = samples, most_kept
+        self._tolerance, self._spare_bytes = tolerance, spare_bytes
         self._started = now()
         self._notes: list[str] = []
         self._reference: Reference | None = None
@@ -165,15 +186,14 @@ class Comparison:
 
     @property
     def total_steps(self) -> int:
-        """Of all turns together, if none fails."""
+        """Steps of all turns together, if none fails."""
         return self.steps * sum(entry.repetitions for entry in self.entries)
 
     def run(self, folder: Path) -> Generator[Turn]:
-        """All strategies once, then all of them again: what disturbs a machine for a while
-        disturbs them alike. Whoever leaves early has what is done by then. `folder` is for what
-        does not fit memory meanwhile."""
+        """Train all strategies once, then all of them again, so that a disturbance of the machine
+        affects all alike. A caller may stop early. `folder` is for rows that do not fit memory."""
         self._folder = folder
-        gc.freeze()  # what is there already need not be searched whenever a system goes
+        gc.freeze()  # later collections skip the objects that exist now
         try:
             yield from self._keep_batches()
             for repetition in range(1, max(entry.repetitions for entry in self.entries) + 1):
@@ -193,23 +213,29 @@ class Comparison:
         try:
             yield turn
             yield from self._train(entry, turn)
-        except Exception as error:  # whatever it is, the others go on
-            # As text: the error itself holds on to the system by its frames.
-            expected = isinstance(error, _EXPECTED)
-            said = " ".join(str(error).split())
-            entry.message = said if expected and said else f"{type(error).__name__}: {said}"
-            entry.traceback = "" if expected else traceback.format_exc()
+        except Exception as error:  # the other strategies go on
+            # Kept as text: the error's frames would keep the system in memory.
+            is_expected = isinstance(error, _EXPECTED)
+            text = " ".join(str(error).split())
+            entry.note(
+                message=text if is_expected and text else f"{type(error).__name__}: {text}",
+                traceback="" if is_expected else traceback.format_exc(),
+            )
         finally:
-            _let_go()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         if entry.has_failed:
-            yield replace(turn, stage="failed", message=entry.message)
+            yield replace(turn, stage="failed", message=entry.figures.message)
 
     def _train(self, entry: Entry, turn: Turn) -> Iterator[Turn]:
         if (reason := entry.kind.refuses(self.config)) is not None:
             raise ValueError(reason)
         system = entry.kind.build(self.config, self._samples)
         self._follow(entry, system)
-        tally, clock, started = Tally(), _Clock(system.device), perf_counter()
+        is_gpu = system.device.type == "cuda"
+        clock = _Clock(lanes_of(system.device).mark_here if is_gpu else None)
+        tally, started = Tally(), perf_counter()
         for record in system.train():
             tally.add(record)
             clock.add(record)
@@ -221,40 +247,34 @@ class Comparison:
         rates = clock.rates(self.warm_up)
         whole_run = clock.whole_run(self.warm_up, self.steps * self.config.data.batch_size)
         turn = replace(turn, steps=tally.steps, loss=tally.loss)
-        if entry.quality is None:
+        quality = entry.quality
+        if quality is None:
             yield replace(turn, stage="evaluating")
             quality = system.evaluate()
-        else:
-            quality = entry.quality
         yield replace(turn, stage="comparing")
         self._note(entry, turn.repetition, system, tally)
         entry.quality = quality
         entry.rates += rates
         entry.whole_runs.append(whole_run)
-        entry.done += 1
-        yield replace(
-            turn,
-            stage="finished",
-            samples_per_second=whole_run,
-        )
+        yield replace(turn, stage="finished", samples_per_second=whole_run)
 
     def _follow(self, entry: Entry, system: System) -> None:
-        """Leave out as many samples at random as slipstream has, where both are compared."""
+        """Skip as many samples at random as slipstream did, where both are compared."""
         skip, other = getattr(system, "skip", None), followed(entry.kind.name)
         if not isinstance(skip, RandomDrop) or not any(e.kind.name == other for e in self.entries):
             return
-        found, target = self._left_out.get(other or ""), f"{self.config.system.target:.0%} of all"
-        if found is None:
-            said = f"{target} samples, since {other} failed"
-        elif found.mode == "rows":
-            said = f"{target} samples, since {other} leaves out updates of rows and no sample"
+        record, target = self._left_out.get(other or ""), f"{self.config.system.target:.0%} of all"
+        if record is None:
+            count = f"{target} samples, since {other} failed"
+        elif record.mode == "rows":
+            count = f"{target} samples, since {other} leaves out updates of rows and no sample"
         else:
-            skip.follow(found)
-            said = f"as many samples as {other}: {found.dropped:,} of {found.offered:,}"
-        self._notes = list(dict.fromkeys([*self._notes, f"{entry.kind.name} leaves out {said}"]))
+            skip.follow(record)
+            count = f"as many samples as {other}: {record.dropped:,} of {record.offered:,}"
+        self._notes = list(dict.fromkeys([*self._notes, f"{entry.kind.name} leaves out {count}"]))
 
     def _note_evaluated(self, entry: Entry, system: System, seconds: float) -> None:
-        """What a system evaluates while it trains is a part of its speed, and may be most of it."""
+        """Note evaluation during training, which counts for the speed and may be most of it."""
         samples, taken = getattr(system, "on_the_way", (0, 0.0))
         if not entry.done and taken > _MUCH * seconds:
             self._notes.append(
@@ -264,7 +284,7 @@ class Comparison:
             )
 
     def _note(self, entry: Entry, repetition: int, system: System, tally: Tally) -> None:
-        """What a system has become, and how like it is to all-fast or to itself before."""
+        """Compare a trained system with all-fast, or with its own first repetition."""
         if entry.bits is not None:
             unlike = bits_of(system, tally.losses).unlike(entry.bits)
             if unlike:
@@ -274,24 +294,27 @@ class Comparison:
         copy = self._make_reference() if is_reference else None
         bits = bits_of(system, tally.losses, copy=copy)
         if not is_reference:
-            entry.equal, entry.equal_note = self._likeness(entry, system, tally, bits)
-        entry.tally, entry.memory, entry.bits = tally, dict(system.memory()), bits
+            equal, note = self._likeness(entry, system, tally, bits)
+            entry.note(equal=equal, equal_note=note)
+        entry.note(memory=dict(system.memory()))
+        entry.tally, entry.bits = tally, bits
 
     def _make_reference(self) -> Reference | None:
-        """Values are needed for strategies that do not promise bits."""
+        """Keep all-fast's values, if a strategy does not promise equal bits and there is room."""
         if all(entry.kind.contract == "exact" for entry in self.entries):
             return None
-        reason = room_for_reference(self._folder, self.rows_bytes)
+        size, spare = self.rows_bytes, self._spare_bytes
+        reason = room_for_reference(self._folder, size, spare_bytes=spare)
         if reason is not None:
             self._why_no_distance = reason
             return None
-        self._reference = Reference(self._folder)
+        self._reference = Reference(self._folder, self._tolerance)
         return self._reference
 
     def _likeness(self, entry: Entry, system: System, tally: Tally, bits: Bits) -> tuple[str, str]:
         first = self.entries[0]
         if first.bits is None:
-            return "not compared", f"{REFERENCE} failed: {first.message}"
+            return "not compared", f"{REFERENCE} failed: {first.figures.message}"
         unlike = bits.unlike(first.bits)
         if not unlike:
             return "bits", ""
@@ -304,38 +327,37 @@ class Comparison:
         distance = entry.distance = self._reference.distance(system, tally.losses)
         if distance is None:
             return "no", f"it has other things: {few(unlike, most=3)}"
-        return "tolerance" if distance.is_tolerable else "no", str(distance)
+        return "tolerance" if self._tolerance.holds(distance) else "no", str(distance)
 
     def _measure_rounding(self) -> Iterator[Turn]:
-        """Where some are beyond the tolerance: how far all-fast is from itself in another order of
-        sums, and whether they are about as near."""
+        """Compare strategies beyond the tolerance with all-fast in another order of sums."""
         far = [
             (entry, entry.distance)
             for entry in self.entries
-            if entry.distance is not None and not entry.distance.is_tolerable
+            if entry.distance is not None and not self._tolerance.holds(entry.distance)
         ]
         if not far or self._reference is None:
             return
         controls: list[Distance] = []
-        for seed in CONTROLS:
+        for seed in _CONTROL_SEEDS:
             control = Entry(reordered(seed), 1)
             yield from self._turn(control, 1)
             if control.distance is not None:
                 controls.append(control.distance)
         for entry, distance in far:
-            if controls and distance.is_as_near(controls):
-                entry.equal = "tolerance"
-            for each in controls:
-                entry.equal_note += f". Rounding alone, by another order of samples: {each}"
+            if controls and self._tolerance.is_as_near(distance, controls):
+                entry.note(equal="tolerance")
+            rounding = (f". Rounding alone, by another order of samples: {c}" for c in controls)
+            entry.note(equal_note=entry.figures.equal_note + "".join(rounding))
 
     def _keep_batches(self) -> Iterator[Turn]:
-        """The same batches for everybody, from memory if they fit: no speed is that of the data."""
+        """Read the batches once, if they fit memory, so that speeds do not depend on reading."""
         most, samples = self._most_kept, self._samples
         if most is None:
             most = min(_MOST_KEPT, (available_bytes() or 0) // 8)
-        size, batches = 0, []
+        size, batches = 0, list[AnyBatch]()
         for batch in samples.batches(self.steps):
-            size += sum(each.numel() * each.element_size() for each in tensors_in(batch))
+            size += sum(part.numel() * part.element_size() for part in tensors_in(batch))
             if size > most:
                 self._notes.append(
                     f"batches take more than {show_bytes(most)}: they are read anew in every "
@@ -344,9 +366,10 @@ class Comparison:
                 return
             batches.append(batch)
             yield Turn("", 0, 0, "reading", steps=len(batches))
-        self._samples = cast(Samples, _Kept(samples, batches))
+        kept = OtherBatches(samples, lambda steps: iter(batches[:steps]))
+        self._samples = cast(Samples, kept)
 
-    # -- what is known -----------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------
 
     def record(self, outcome: str) -> ComparisonRecord:
         baseline = self._baseline()
@@ -364,15 +387,18 @@ class Comparison:
             baseline=None if baseline is None else baseline.kind.name,
             budget_bytes=self.budget_bytes,
             rows_bytes=self.rows_bytes,
-            tolerance={"relative": RELATIVE, "absolute": ABSOLUTE, "outliers": OUTLIERS},
+            tolerance={
+                name: getattr(self._tolerance, name)
+                for name in ("relative", "absolute", "outliers")
+            },
             notes=(*self._notes, *self._over_budget(), *self._beside_controls()),
             strategies=tuple(self._figures(entry, pace) for entry in self.entries),
         )
 
     def _over_budget(self) -> Iterator[str]:
-        """Who has rows in fast memory by the budget, and takes more for what goes with them."""
+        """Note strategies whose fast memory exceeds the budget, because batches need it."""
         for entry in self.entries:
-            over = sum(entry.memory.values()) - self.budget_bytes
+            over = sum(entry.figures.memory.values()) - self.budget_bytes
             if entry.kind.is_budgeted and over > 0:
                 yield (
                     f"{entry.kind.name} takes {show_bytes(over)} of fast memory beyond the budget "
@@ -380,50 +406,40 @@ class Comparison:
                 )
 
     def _beside_controls(self) -> Iterator[str]:
-        """Say whether dropping stale samples was better than dropping as many at random."""
+        """Note whether dropping stale samples was better than dropping as many at random."""
         quality = {entry.kind.name: entry.quality for entry in self.entries}
-        for control in quality:
+        for control, random in quality.items():
             name = followed(control) or ""
-            mine, other, record = quality.get(name), quality[control], self._left_out.get(name)
-            if mine is None or other is None or record is None or not record.dropped:
+            stale, record = quality.get(name), self._left_out.get(name)
+            if stale is None or random is None or record is None or not record.dropped:
                 continue
-            apart = mine.auc - other.auc
+            apart = stale.auc - random.auc
             if math.isnan(apart):
                 continue
-            size = "no more" if abs(apart) < _SEEDS_DIFFER else "more"
-            differ = "differ by" if abs(apart) < _SEEDS_DIFFER else "usually differ by"
+            is_small = abs(apart) < _SEEDS_DIFFER
+            size = "no more than seeds" if is_small else "more than seeds usually"
             yield (
                 f"{name} ended with an AUC {abs(apart):.5f} {'below' if apart < 0 else 'above'} "
-                f"{control}, which drops as many samples at random: {size} than seeds {differ} "
-                f"(about {_SEEDS_DIFFER}). In the study of docs/systems.md Slipstream was on "
-                "average no better than random-drop: compare several values of run.seed"
+                f"{control}, which drops as many samples at random: {size} "
+                f"differ by (about {_SEEDS_DIFFER}). In the study of docs/systems.md Slipstream "
+                "was on average no better than random-drop: compare several values of run.seed"
             )
 
     def _baseline(self) -> Entry | None:
-        """hybrid; or else the first that was asked for; or else what there is."""
+        """Return hybrid, else the first strategy that was asked for, else the first."""
         timed = [entry for entry in self.entries if entry.rates]
         by_name = [entry for entry in timed if entry.kind.name == BASELINE]
         asked = [entry for entry in timed if not entry.is_optional]
         return next(iter([*by_name, *asked, *timed]), None)
 
     def _figures(self, entry: Entry, pace: float) -> Figures:
-        kind = entry.kind
-        about = Figures(
-            kind.name,
-            kind.summary,
-            kind.contract,
-            outcome=self._outcome(entry),
-            message=entry.message,
-            traceback=entry.traceback,
-            repetitions=entry.done,
-            is_optional=entry.is_optional,
-        )
+        about = replace(entry.figures, outcome=self._outcome(entry), repetitions=entry.done)
         if entry.tally is None or entry.quality is None:
             return about
-        slow, middle, fast = _percentiles(entry.rates)
+        slow, middle, fast = np.percentile(entry.rates or [math.nan], (20, 50, 80)).tolist()
         whole_run = statistics.median(entry.whole_runs)
         tally, samples = entry.tally, entry.tally.samples
-        fast_bytes = sum(entry.memory.values())
+        fast_bytes = sum(about.memory.values())
         return replace(
             about,
             timed_steps=len(entry.rates),
@@ -434,9 +450,8 @@ class Comparison:
             slow_run=min(entry.whole_runs),
             fast_run=max(entry.whole_runs),
             speed_up=whole_run / pace if pace else math.nan,
-            memory=entry.memory,
             fast_bytes=fast_bytes,
-            is_within_budget=kind.is_bounded or fast_bytes <= self.budget_bytes,
+            is_within_budget=entry.kind.is_bounded or fast_bytes <= self.budget_bytes,
             hit_rate=tally.hit_rate,
             rows_per_sample=tally.rows_moved / samples,
             bytes_per_sample=tally.bytes_moved / samples,
@@ -444,8 +459,6 @@ class Comparison:
             auc=entry.quality.auc,
             log_loss=entry.quality.log_loss,
             normalised_entropy=entry.quality.normalised_entropy,
-            equal=entry.equal,
-            equal_note=entry.equal_note,
             repeatable=None if entry.done < 2 else not entry.changes,
             repeat_note="; ".join(entry.changes),
         )
@@ -459,29 +472,13 @@ class Comparison:
         return "diverged" if math.isnan(entry.tally.loss) else "finished"
 
 
-class _Kept:
-    """Samples whose training batches are in memory."""
-
-    def __init__(self, samples: Samples, batches: list[AnyBatch]) -> None:
-        self._rest, self._batches = samples, batches
-
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        yield from self._batches[:steps]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)  # it would read them again, and leave out others
-        return getattr(self._rest, name)
-
-
 class _Clock:
-    """What steps take. On a GPU from one mark in training's lane to the next: what overlaps with
-    training costs nothing, what delays it counts, and nobody waits."""
+    """Times steps. On a GPU it measures between marks in training's stream: work that overlaps
+    training does not count, delays of training do, and the host does not wait."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._mark: Callable[[], Mark] | None = None
-        if device.type == "cuda":
-            self._mark = lanes_of(device).mark_here
+    def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
+        """`mark`: puts a mark into a GPU's stream; None: the host's times count."""
+        self._mark = mark
         self._marks: list[Mark] = []
         self._seconds: list[float] = []
         self._samples: list[int] = []
@@ -494,37 +491,23 @@ class _Clock:
             self._marks.append(self._mark())
 
     def rates(self, warm_up: int) -> list[float]:
-        """Samples per second of each step but the first ones."""
+        """Return samples per second of each step after the warm-up."""
         return [samples / taken for samples, taken in self._timed(warm_up) if taken > 0]
 
     def whole_run(self, warm_up: int, offered: int) -> float:
-        """Samples per second of all of them together, where so many were offered in the run. What
-        is left out counts as done."""
+        """Return samples per second of the whole run after the warm-up; `offered` samples count,
+        skipped ones included."""
         timed = self._timed(warm_up)
         seconds = sum(taken for _, taken in timed)
         before = sum(self._samples[: len(self._samples) - len(timed)])
         return (offered - before) / seconds if seconds > 0 else math.nan
 
     def _timed(self, warm_up: int) -> list[tuple[int, float]]:
-        """Samples and seconds of each step but the first ones."""
+        """Return samples and seconds of each step after the warm-up."""
         seconds = self._seconds
         if self._marks:
             self._marks[-1].wait()
             pairs = zip(self._marks[1:], self._marks, strict=False)
             seconds = [math.inf, *(after.since(before) for after, before in pairs)]
-            warm_up = max(1, warm_up)  # nothing is before the first
+            warm_up = max(1, warm_up)  # no mark is before the first step
         return list(zip(self._samples, seconds, strict=True))[warm_up:]
-
-
-def _percentiles(rates: Sequence[float]) -> tuple[float, float, float]:
-    if not rates:
-        return math.nan, math.nan, math.nan
-    slow, middle, fast = np.percentile(rates, (20, 50, 80))
-    return float(slow), float(middle), float(fast)
-
-
-def _let_go() -> None:
-    """The memory of a system that nobody holds any more is free when this returns."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Which rows samples look up, batch after batch: of a prepared folder, a Parquet file, or a run.
+"""Traces: the rows that batches look up, of a prepared folder, a Parquet file or a run.
 
-Ids only, in one space for all tables. A trace can be read as often as needed, always the same.
+A trace holds ids only, in one space for all tables. It can be read many times, always the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,47 +28,50 @@ from hotrow.data.prepared.arrow import (
     value_type,
 )
 from hotrow.data.prepared.vocabulary import Counted, Tally, Vocabulary
-from hotrow.engine.profile import Profile
 from hotrow.inputs.batch import KeyedJaggedTensor
 from hotrow.run.config import DataSection
-from hotrow.run.source import open_samples
+from hotrow.run.source import AnyBatch, Generated, open_samples
 from hotrow.support.messages import few, many
 
-NO_ROW = -1  # where a sequence is padded
+NO_ROW = -1  # padding of a sequence
 _READ_TOGETHER = 1 << 16
 
 
 @dataclass(frozen=True)
 class LookupBatch:
-    """Ids of some samples: [samples, features], or feature by feature where `lengths` says how many
-    each sample has of each."""
+    """Ids of some samples: [samples, features], or feature by feature where `lengths` is given."""
 
     ids: NDArray[Any]  # [lookups] int32 or int64
     samples: int
-    lengths: NDArray[np.int64] | None = None  # [features, samples]
-    periods: NDArray[np.int64] | None = None  # [samples], never falling: when they were taken
+    lengths: NDArray[np.int64] | None = None  # [features, samples]: ids of each
+    periods: NDArray[np.int64] | None = None  # [samples], ascending: when samples were taken
+
+    @property
+    def rows(self) -> Tensor:
+        """The ids without padding, as int64."""
+        return torch.from_numpy(self.ids[self.ids != NO_ROW]).long()
 
     def per_sample(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The largest of each sample's values, which are one for each id; -1 where it has none."""
+        """Return the largest of each sample's values, one for each id; -1: the sample has none."""
         if self.lengths is None:
-            found: NDArray[Any] = values.reshape(self.samples, -1).max(1, initial=-1)
-            return found
+            largest: NDArray[Any] = values.reshape(self.samples, -1).max(1, initial=-1)
+            return largest
         lengths = self.lengths.reshape(-1)
         starts = np.cumsum(lengths) - lengths
-        # One more, because an empty list at the end starts there.
-        largest = np.maximum.reduceat(np.append(values, -1), starts)
-        largest[lengths == 0] = -1
-        found = largest.reshape(-1, self.samples).max(0)
-        return found
+        # One more value, because an empty list at the end starts there.
+        by_list = np.maximum.reduceat(np.append(values, -1), starts)
+        by_list[lengths == 0] = -1
+        largest = by_list.reshape(-1, self.samples).max(0)
+        return largest
 
     def ids_of(self, first: int, last: int) -> NDArray[Any]:
-        """Of some of the samples."""
+        """Return the ids of samples `first` to `last` - 1."""
         if self.lengths is None:
             return self.ids.reshape(self.samples, -1)[first:last].reshape(-1)
         sample = np.tile(np.arange(self.samples), len(self.lengths))
         is_in = np.repeat((sample >= first) & (sample < last), self.lengths.reshape(-1))
-        found: NDArray[Any] = self.ids[is_in]
-        return found
+        ids: NDArray[Any] = self.ids[is_in]
+        return ids
 
 
 class Lookups(Protocol):
@@ -79,59 +83,59 @@ class Lookups(Protocol):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        """Of each table."""
+        """Rows of each table."""
 
     def batches(self) -> Iterator[LookupBatch]: ...
 
 
-class _Features:
-    """Columns of ids in their tables: puts them into one space, and refuses what is outside."""
+class _IdSpace:
+    """Turns ids of features into ids of one space for all tables; refuses ids outside a table.
 
-    def __init__(self, rows: Mapping[str, int], table_of: Mapping[str, str]) -> None:
-        """`table_of`: the table of each feature, in the order of a batch's columns."""
-        names = list(rows)
-        bases = np.cumsum([0, *rows.values()])
-        self._names = list(table_of)
-        places = [names.index(table) for table in table_of.values()]
-        self._dtype = np.int32 if bases[-1] < 2**31 else np.int64
-        self._bases = bases[places].astype(self._dtype)
-        self._rows = np.array([rows[names[place]] for place in places])
+    Unlike `hotrow.inputs.batch`, it gives padding rows no id: a trace has none of them.
+    """
 
-    def batch(
-        self, sparse: Tensor | KeyedJaggedTensor, samples: int, *, padded: bool = False
-    ) -> LookupBatch:
+    def __init__(
+        self, rows: Mapping[str, int], table_of: Mapping[str, str], *, is_padded: bool = False
+    ) -> None:
+        """`table_of`: the table of each feature, in the order of a batch's columns. `is_padded`: an
+        id equal to a table's number of rows is padding."""
+        base_of = dict(zip(rows, np.cumsum([0, *rows.values()]).tolist(), strict=False))
+        self._features = list(table_of)
+        self._rows = np.array([rows[table] for table in table_of.values()])
+        self._bases = np.array([base_of[table] for table in table_of.values()])
+        self._dtype = _id_type(rows)
+        self._is_padded = is_padded
+
+    def batch(self, sparse: Tensor | KeyedJaggedTensor, samples: int) -> LookupBatch:
+        count = len(self._features)
+        feature, lengths = np.arange(count), None  # by column
         if isinstance(sparse, Tensor):
-            ids = sparse.numpy()
-            self._check(ids.min(0, initial=0), ids.max(0, initial=-1))
-            return LookupBatch((ids + self._bases).reshape(-1).astype(self._dtype), samples)
-        lengths = sparse.lengths().numpy().reshape(len(self._names), samples)
-        many = lengths.sum(1)
-        values = sparse.values().numpy().astype(self._dtype)
-        if padded:
-            return self._padded(values, lengths, many)
-        parts = np.split(values, np.cumsum(many)[:-1])
-        lows, highs = ([f(part, initial=0) for part in parts] for f in (np.min, np.max))
-        self._check(np.array(lows), np.where(many, highs, -1))
-        return LookupBatch(values + np.repeat(self._bases, many), samples, lengths)
-
-    def _padded(
-        self, values: NDArray[Any], lengths: NDArray[np.int64], many: NDArray[np.int64]
-    ) -> LookupBatch:
-        is_padding = values == np.repeat(self._rows, many)
-        ids = np.where(is_padding, NO_ROW, values + np.repeat(self._bases, many))
-        return LookupBatch(ids.astype(self._dtype), lengths.shape[1], lengths)
-
-    def _check(self, low: NDArray[Any], high: NDArray[Any]) -> None:
-        for at in np.flatnonzero((low < 0) | (high >= self._rows))[:1].tolist():
-            bad = low[at] if low[at] < 0 else high[at]
+            values = sparse.numpy()
+        else:
+            values = sparse.values().numpy()
+            lengths = sparse.lengths().numpy().reshape(count, samples)
+            feature = np.repeat(feature, lengths.sum(1))
+        rows = self._rows[feature]
+        is_bad = (values < 0) | (values >= rows + self._is_padded)
+        if is_bad.any():
+            place = np.argwhere(is_bad)[0]
+            bad, which = values[tuple(place)], feature[place[-1]]
             raise ValueError(
-                f"feature {self._names[at]!r} has the id {bad:,}; its table has "
-                f"{self._rows[at]:,} rows"
+                f"feature {self._features[which]!r} has the id {bad:,}; its table has "
+                f"{self._rows[which]:,} rows"
             )
+        ids = values + self._bases[feature]
+        if self._is_padded:
+            ids = np.where(values == rows, NO_ROW, ids)
+        return LookupBatch(ids.reshape(-1).astype(self._dtype), samples, lengths)
+
+
+def _id_type(rows: Mapping[str, int]) -> type[np.integer[Any]]:
+    return np.int32 if sum(rows.values()) < 2**31 else np.int64
 
 
 class OfFolder:
-    """The samples of a prepared folder, as they lie."""
+    """The samples of a prepared folder, in their order on disk."""
 
     def __init__(
         self, folder: Path, *, split: str = "train", batch_size: int, batches: int | None = None
@@ -139,10 +143,9 @@ class OfFolder:
         data = Prepared(folder)
         self.name, self.batch_size = f"{folder}, {split}", batch_size
         self.rows = data.table_rows
-        features = {each.name: each.table for each in data.schema.features}
         if not data.samples(split):
             raise ValueError(f"{folder} holds no sample for {split}")
-        self._features = _Features(self.rows, features)
+        self._space = _IdSpace(self.rows, {each.name: each.table for each in data.schema.features})
         self._loader = Loader(
             PreparedSource(data, split, dense=()),
             batch_size=batch_size,
@@ -153,11 +156,11 @@ class OfFolder:
 
     def batches(self) -> Iterator[LookupBatch]:
         for batch in self._loader.batches(stop=self.num_batches):
-            yield self._features.batch(batch.sparse, len(batch))
+            yield self._space.batch(batch.sparse, len(batch))
 
 
 class OfRun:
-    """What a run would look up, in its order: generated, or read as it reads."""
+    """The lookups of a run, in its order, on generated or prepared data."""
 
     def __init__(
         self,
@@ -166,61 +169,55 @@ class OfRun:
         steps: int | None = None,
         name: str = "a run",
         batches: int | None = None,
+        repeats: bool = True,
     ) -> None:
-        """`steps`: of sequences, before their targets."""
+        """`steps`: of sequences, before their targets. `repeats`: epochs of generated data are
+        equal, as in training; False: every batch is new."""
         self.name, self.batch_size = name, data.batch_size
-        self._padded = steps is not None
         self._samples = open_samples(data, pin_memory=False, steps=steps)
-        tables = self._samples.tables
-        self.rows = {table: rows - self._padded for table, (rows, _) in tables.items()}
-        features = {name: table for table, (_, names) in tables.items() for name in names}
-        self._features = _Features(self.rows, features)
+        self._repeats = repeats
+        tables, is_padded = self._samples.tables, steps is not None
+        self.rows = {table: rows - is_padded for table, (rows, _) in tables.items()}
+        table_of = {name: table for table, (_, names) in tables.items() for name in names}
+        self._space = _IdSpace(self.rows, table_of, is_padded=is_padded)
         self.num_batches = batches or self._samples.batches_per_epoch
 
     @property
-    def profile(self) -> Profile | None:
-        """How often rows are read in training, where that was counted."""
-        return self._samples.profile
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
 
     def batches(self, count: int | None = None) -> Iterator[LookupBatch]:
-        """So many, epoch after epoch; by default those of the trace."""
-        for batch in self._samples.batches(count or self.num_batches):
-            yield self._features.batch(batch.sparse, len(batch), padded=self._padded)
+        """Yield `count` batches, epoch after epoch; by default those of the trace."""
+        count, samples = count or self.num_batches, self._samples
+        batches: Iterator[AnyBatch] = samples.batches(count)
+        if isinstance(samples, Generated) and not self._repeats:
+            batches = samples.drawn.batches(0, count)
+        for batch in batches:
+            yield self._space.batch(batch.sparse, len(batch))
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """Consecutive samples of a Parquet file."""
-
-    samples: int
-    ids: list[NDArray[np.int64]]  # of each feature
-    lengths: list[NDArray[np.int64]]
-    times: NDArray[np.int64] | None
-
-    def part(self, first: int, last: int) -> _Piece:
-        ids = []
-        for values, lengths in zip(self.ids, self.lengths, strict=True):
-            ends = np.cumsum(lengths)
-            ids.append(values[ends[first] - lengths[first] : ends[last - 1]])
-        times = None if self.times is None else self.times[first:last]
-        return _Piece(last - first, ids, [each[first:last] for each in self.lengths], times)
-
-    def joined(self, other: _Piece) -> _Piece:
-        both = [
-            [np.concatenate(each) for each in zip(mine, yours, strict=True)]
-            for mine, yours in ((self.ids, other.ids), (self.lengths, other.lengths))
-        ]
-        times = None
-        if self.times is not None and other.times is not None:
-            times = np.concatenate([self.times, other.times])
-        return _Piece(self.samples + other.samples, both[0], both[1], times)
+    def hottest(self, count: int) -> Tensor:
+        """Return the `count` ids that are looked up most often, hottest first: by the law that data
+        are generated by, or as the training split has counted them."""
+        ids, uses, base = [], [], 0
+        for table, (name, rows) in enumerate(self.rows.items()):
+            if isinstance(self._samples, Generated):
+                most, drawn = min(count, rows), self._samples.drawn
+                hot, counts = drawn.hottest(table, most), drawn.expected_counts(table, most)
+            else:
+                assert self._samples.profile is not None
+                hot, counts = self._samples.profile[name]
+            ids.append(hot + base)
+            uses.append(counts.double())
+            base += rows
+        order = torch.sort(torch.cat(uses), descending=True, stable=True)[1][:count]
+        return torch.cat(ids)[order]
 
 
 class OfParquet:
-    """A Parquet file: every different value of a column is a row of its table.
+    """A Parquet file, in which every distinct value of a column is a row of its table.
 
-    Reads the file once to number the values. Where `time` names a column of seconds or timestamps,
-    each `period` seconds from the first on are a period.
+    Reads the file once to number the values. `time` names a sorted column of seconds or timestamps;
+    `period` seconds from the first one on are a period, and so on.
     """
 
     def __init__(
@@ -236,55 +233,69 @@ class OfParquet:
     ) -> None:
         self.name, self.batch_size = str(file), batch_size
         self._file, self._time, self._period = file, time, period
-        self._categories = list(categories)
+        self._columns = [*categories, *([time] if time else [])]
         self._table_of = {name: (tables or {}).get(name, name) for name in categories}
         self._check()
         self._vocabularies = self._numbered()
         self.rows = {table: len(each.keys) for table, each in self._vocabularies.items()}
-        bases = np.cumsum([0, *self.rows.values()])
-        self._bases = dict(zip(self.rows, bases.tolist(), strict=False))
-        self._dtype = np.int32 if bases[-1] < 2**31 else np.int64
-        all_batches = -(-open_parquet(self._file, mapped=True).metadata.num_rows // batch_size)
-        self.num_batches = min(all_batches, batches or all_batches)
-        if not bases[-1]:
+        if not sum(self.rows.values()):
             raise ValueError(f"{file} has no value in {few(categories)}")
+        bases = np.cumsum([0, *self.rows.values()]).tolist()
+        self._base_of = dict(zip(self.rows, bases, strict=False))
+        all_batches = -(-open_parquet(file, mapped=True).metadata.num_rows // batch_size)
+        self.num_batches = min(all_batches, batches or all_batches)
 
     def _check(self) -> None:
         schema = open_parquet(self._file, mapped=True).schema_arrow
-        for name in (*self._categories, *([self._time] if self._time else [])):
+        for name in self._columns:
             place_of(name, schema.names, self._file)
-        for name in self._categories:
+        for name in self._table_of:
             if kind_of(value_type(schema.field(name).type)) is None:
                 raise ValueError(
                     f"{self._file}: column {name!r} of {schema.field(name).type} cannot be a "
                     "category: only whole numbers and texts can, and lists of them"
                 )
 
-    def _columns(self) -> Iterator[Any]:
-        columns = [*self._categories, *([self._time] if self._time else [])]
-        yield from open_parquet(self._file, mapped=True).iter_batches(
-            batch_size=_READ_TOGETHER, columns=columns
-        )
+    def _tables(self, size: int) -> Iterator[Any]:
+        """Yield `size` samples at a time as Arrow tables; the last one may have fewer."""
+        arrow, rest = pyarrow(), None
+        file = open_parquet(self._file, mapped=True)
+        # Arrow's own batches may be smaller than asked for: they end where a dictionary does.
+        for read in file.iter_batches(batch_size=_READ_TOGETHER, columns=self._columns):
+            table = arrow.Table.from_batches([read])
+            rest = table if rest is None else arrow.concat_tables([rest, table])
+            while rest.num_rows >= size:
+                yield rest.slice(0, size)
+                rest = rest.slice(size)
+        if rest is not None and rest.num_rows:
+            yield rest
 
     def _numbered(self) -> dict[str, Vocabulary]:
         tallies = {table: Tally("uint64") for table in dict.fromkeys(self._table_of.values())}
-        for batch in self._columns():
+        for columns in self._tables(_READ_TOGETHER):
             for name, table in self._table_of.items():
-                tallies[table].add(Counted.of(_keys_of(batch.column(name))[0]))
+                tallies[table].add(Counted.of(_keys_of(columns, name)[0]))
         return {
             table: Vocabulary(tally.vocabulary(min_frequency=1, max_rows=None)[0])
             for table, tally in tallies.items()
         }
 
-    def _pieces(self) -> Iterator[_Piece]:
-        for batch in self._columns():
-            ids, lengths = [], []
+    def batches(self) -> Iterator[LookupBatch]:
+        start: int | None = None
+        for _, columns in zip(range(self.num_batches), self._tables(self.batch_size), strict=False):
+            ids, lengths, periods = [], [], None
             for name, table in self._table_of.items():
-                keys, many = _keys_of(batch.column(name))
-                ids.append(self._vocabularies[table].rows_of(keys) - 1 + self._bases[table])
-                lengths.append(many)
-            times = None if self._time is None else self._seconds(batch.column(self._time))
-            yield _Piece(len(batch), ids, lengths, times)
+                keys, counts = _keys_of(columns, name)
+                ids.append(self._vocabularies[table].rows_of(keys) - 1 + self._base_of[table])
+                lengths.append(counts)
+            if self._time is not None:
+                seconds = self._seconds(columns.column(self._time).combine_chunks())
+                start = int(seconds[0]) if start is None else start
+                periods = (seconds - start) // self._period
+                if (np.diff(periods) < 0).any():
+                    raise ValueError(f"{self._file} is not sorted by {self._time!r}, the time")
+            joined = np.concatenate(ids).astype(_id_type(self.rows))
+            yield LookupBatch(joined, columns.num_rows, np.stack(lengths), periods)
 
     def _seconds(self, column: Any) -> NDArray[np.int64]:
         arrow, where = pyarrow(), f"{self._file}: column {self._time!r}, the time,"
@@ -294,43 +305,17 @@ class OfParquet:
         if arrow.types.is_timestamp(column.type):
             column = column.cast(arrow.timestamp("s", column.type.tz), safe=False)
         try:
-            found: NDArray[np.int64] = column.cast(arrow.int64(), safe=False).to_numpy()
+            seconds: NDArray[np.int64] = column.cast(arrow.int64(), safe=False).to_numpy()
         except ValueError as error:
             raise ValueError(f"{where} cannot be read as seconds: {error}") from None
-        return found
-
-    def batches(self) -> Iterator[LookupBatch]:
-        rest: _Piece | None = None
-        given, start = 0, 0
-        for piece in self._pieces():
-            rest = piece if rest is None else rest.joined(piece)
-            if not given and rest.times is not None:
-                start = int(rest.times[0])
-            at = 0
-            while rest.samples - at >= self.batch_size and given < self.num_batches:
-                yield self._batch(rest.part(at, at + self.batch_size), start)
-                given, at = given + 1, at + self.batch_size
-            if given == self.num_batches:
-                return
-            rest = rest.part(at, rest.samples) if at < rest.samples else None
-        if rest is not None:
-            yield self._batch(rest, start)
-
-    def _batch(self, piece: _Piece, start: int) -> LookupBatch:
-        periods = None if piece.times is None else (piece.times - start) // self._period
-        if periods is not None and (np.diff(periods) < 0).any():
-            raise ValueError(f"{self._file} is not sorted by {self._time!r}, the time")
-        ids = np.concatenate(piece.ids).astype(self._dtype)
-        return LookupBatch(ids, piece.samples, np.stack(piece.lengths), periods)
+        return seconds
 
 
-def _keys_of(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Values as numbers, and how many each sample has."""
-    if not is_lists(column.type):
-        return _keys(column), np.ones(len(column), np.int64)
-    values, lengths = lists_of(column)
-    return _keys(values), lengths
-
-
-def _keys(column: Any) -> NDArray[Any]:
-    return column_keys(column, has_negative=True).keys  # columns of any sign may read one table
+def _keys_of(columns: Any, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values of a column as numbers, and how many each sample has."""
+    column = columns.column(name).combine_chunks()
+    lengths = np.ones(len(column), np.int64)
+    if is_lists(column.type):
+        column, lengths = lists_of(column)
+    # Columns of any sign may read one table.
+    return column_keys(column, has_negative=True).keys, lengths

@@ -1,8 +1,7 @@
-"""Plain PyTorch: tables as nn.EmbeddingBag on the CPU, the dense part on the device.
+"""`hybrid-plain`: tables as nn.EmbeddingBag on the CPU, the dense part on the device.
 
-What published systems were compared with: sparse gradients, torch.optim on the host, and pooled
-vectors that cross the link, one thing after the other. Starts from the rows a collection starts
-from.
+Published systems were compared with this: sparse gradients, torch.optim on the host, and pooled
+vectors that cross the link, without overlap. Rows start as those of a collection do.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.inputs.batch import KeyedJaggedTensor
+from hotrow.inputs.batch import count_ids, parse
 from hotrow.inputs.tables import EmbeddingBagConfig, feature_order, group_by_width
 from hotrow.kernels.rules import RowRule
 from hotrow.models import MODELS
@@ -29,7 +29,7 @@ from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.training.graphed import GraphedStep, label_of
 from hotrow.training.trainer import Trainer, algorithms
 
-# torch's own forms of hotrow's rules on sparse gradients.
+# torch's optimizers that equal hotrow's rules on sparse gradients.
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -39,7 +39,7 @@ _CHUNK_FLOATS = 1 << 22
 
 
 def why_not_plain(config: RunConfig) -> str | None:
-    """Why torch cannot train a run's tables by itself; None if it can."""
+    """Return why torch cannot train a run's tables; None: it can."""
     section = config.embedding.optimizer
     if section.name not in _OPTIMIZERS:
         return (
@@ -55,23 +55,24 @@ def why_not_plain(config: RunConfig) -> str | None:
 
 
 class PlainTables(nn.Module):
-    """Looks rows up on the CPU and gives vectors on a device. Rows are no parameters of it, so
-    that models have the dense ones alone."""
+    """Looks rows up on the CPU and returns vectors on a device.
+
+    Rows are not parameters of this module, so that a model has dense parameters only.
+    """
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], *, seed: int, device: torch.device
     ) -> None:
         super().__init__()
         self.tables, self.features, self.device = tuple(tables), feature_order(tables), device
-        self.crossed = 0  # vectors that went to the device
-        self._table_of = {name: each for each in tables for name in each.feature_names}
+        self.crossed = 0  # vectors copied to the device
+        self._table_of = {name: table for table in tables for name in table.feature_names}
         self._bags: dict[str, nn.Embedding | nn.EmbeddingBag] = {}  # a dict hides them from torch
         for layout in group_by_width(self.tables):
             rows = host_rows(layout.num_rows, layout.dim)
             initialise(rows, layout, [], seed)
             for table, base in zip(layout.tables, layout.bases, strict=True):
-                mine = rows[base : base + table.num_embeddings]
-                self._bags[table.name] = _bag(table, mine)
+                self._bags[table.name] = _bag(table, rows[base : base + table.num_embeddings])
 
     def weight(self, table: str) -> nn.Parameter:
         weight = self._bags[table].weight
@@ -79,31 +80,33 @@ class PlainTables(nn.Module):
         return weight
 
     def forward(self, ids: Any) -> PlainVectors:
-        """`ids` as generated and prepared data have them."""
-        looked_up = _dense(ids) if isinstance(ids, Tensor) else _jagged(ids)
-        vectors = {}
-        for place, name in enumerate(self.features):
-            values, offsets = looked_up(place, name)
-            table = self._table_of[name]
+        batch, vectors = parse(ids.to("cpu"), self.features, None), {}  # evaluation has them there
+        size = batch.num_samples
+        for name in self.features:
+            place, table = batch.keys.index(name), self._table_of[name]
+            if batch.offsets is None:
+                values, starts = batch.values[:, place].contiguous(), torch.arange(size)
+            else:
+                low, high = batch.ends[place : place + 2]
+                starts = batch.offsets[place * size : (place + 1) * size] - low
+                values = batch.values[low:high]
             bag = self._bags[table.name]
-            vectors[name] = bag(values) if table.pooling == "none" else bag(values, offsets)
-        self.crossed += sum(len(each) for each in vectors.values())
+            vectors[name] = bag(values) if table.pooling == "none" else bag(values, starts)
+        self.crossed += sum(map(len, vectors.values()))
         return PlainVectors({name: each.to(self.device) for name, each in vectors.items()})
 
 
 def _bag(table: EmbeddingBagConfig, rows: Tensor) -> nn.Embedding | nn.EmbeddingBag:
-    """A torch module that trains `rows` where they are."""
-    shape = (table.num_embeddings, table.embedding_dim)
-    padding = table.padding_idx
+    """Return a torch module that trains `rows` in place."""
+    shape = table.num_embeddings, table.embedding_dim
+    options: dict[str, Any] = {"sparse": True, "padding_idx": table.padding_idx, "_weight": rows}
     if table.pooling == "none":
-        return nn.Embedding(*shape, sparse=True, padding_idx=padding, _weight=rows)
-    return nn.EmbeddingBag(
-        *shape, sparse=True, padding_idx=padding, mode=table.pooling, _weight=rows
-    )
+        return nn.Embedding(*shape, **options)
+    return nn.EmbeddingBag(*shape, mode=table.pooling, **options)
 
 
 class PlainVectors:
-    """Vectors by feature, as models ask for them."""
+    """Vectors by feature, as models read them."""
 
     def __init__(self, vectors: Mapping[str, Tensor]) -> None:
         self._vectors = vectors
@@ -115,27 +118,8 @@ class PlainVectors:
         return torch.cat(list(self._vectors.values()), dim=1)
 
 
-def _dense(ids: Tensor) -> Any:
-    here = ids.cpu()  # where they are already, but for evaluation
-    starts = torch.arange(len(here))
-    return lambda place, name: (here[:, place].contiguous(), starts)
-
-
-def _jagged(ids: KeyedJaggedTensor) -> Any:
-    values, offsets, keys = ids.values().cpu(), ids.offsets().cpu(), list(ids.keys())
-    size = (len(offsets) - 1) // len(keys)
-
-    def looked_up(place: int, name: str) -> tuple[Tensor, Tensor]:
-        first = keys.index(name) * size
-        starts = offsets[first : first + size + 1]
-        low, high = int(starts[0]), int(starts[-1])
-        return values[low:high], starts[:-1] - low
-
-    return looked_up
-
-
 class PlainHybrid:
-    """A run of a TOML file, trained so."""
+    """A run, trained by plain PyTorch."""
 
     def __init__(self, config: RunConfig, samples: Samples) -> None:
         if (reason := why_not_plain(config)) is not None:
@@ -153,11 +137,15 @@ class PlainHybrid:
         dense = dense_optimizer(config.training.optimizer, self._model, self.device)
         self._rule = config.embedding.optimizer.rule()
         self._row_optimizer = _row_optimizer(
-            config.embedding.optimizer, [self._tables.weight(each.name) for each in tables]
+            config.embedding.optimizer, [self._tables.weight(table.name) for table in tables]
         )
         loss_fn = F.binary_cross_entropy_with_logits
         self._trainer: Trainer[AnyBatch] = Trainer(
-            self._model, loss_fn, dense_optimizer=dense, ids=_sparse, device=self.device
+            self._model,
+            loss_fn,
+            dense_optimizer=dense,
+            ids=attrgetter("sparse"),
+            device=self.device,
         )
         self._step = GraphedStep(
             self._model,
@@ -180,15 +168,15 @@ class PlainHybrid:
             vectors = self._tables.crossed - before
             size = 4 * vectors * self._config.model.row_width
             self._largest_bytes = max(self._largest_bytes, size)
-            lookups = _count(batch)
+            lookups = count_ids(batch.sparse)
             yield StepRecord(
                 step=step,
                 loss=loss,
                 samples=len(batch),
                 seconds=perf_counter() - started,
                 lookups=lookups,
-                unique_rows=0,  # nobody counts them here
-                # Pooled ones cross instead of rows, and also those of samples that look nothing up.
+                unique_rows=0,  # not counted
+                # Pooled vectors cross instead of rows, also those of empty bags.
                 fetched_rows=min(vectors, lookups),
                 evicted_rows=vectors,
                 bytes_fetched=size,
@@ -199,7 +187,7 @@ class PlainHybrid:
     def _once(self, batch: AnyBatch) -> float:
         self._row_optimizer.zero_grad()
         loss = self._step.run(_without_ids(batch, self.device))
-        # As it is by default: to say so keeps torch from warning that nobody did.
+        # This is the default; torch warns if it is not set explicitly.
         with torch.sparse.check_sparse_tensor_invariants(enable=False):
             self._row_optimizer.step()
         for schedule in self._schedules:
@@ -208,7 +196,7 @@ class PlainHybrid:
         return float(loss)
 
     def evaluate(self) -> EvalRecord:
-        return self._trainer.evaluate(self._samples.test)
+        return self._trainer.evaluate(self._samples.split("test").batches)
 
     def dense(self) -> Mapping[str, Tensor]:
         return dense_weights(self._model)
@@ -224,7 +212,7 @@ class PlainHybrid:
             yield first, torch.cat([part[first : first + step] for part in parts], dim=1)
 
     def memory(self) -> Mapping[str, int]:
-        """Vectors and their gradients, where there is a link that they cross."""
+        """Return the bytes of vectors and gradients, where they cross a link."""
         if self.device.type == "cpu":
             return {}
         return {"vectors and gradients": 2 * self._largest_bytes}
@@ -240,29 +228,20 @@ def _row_optimizer(
 def _state(
     rule: RowRule, optimizer: torch.optim.Optimizer, weight: nn.Parameter
 ) -> Iterator[Tensor]:
-    """Row state in the order in which a collection keeps it."""
-    found = optimizer.state.get(weight, {})
+    """Yield row state in the order in which a collection keeps it."""
+    state = optimizer.state.get(weight, {})
     for name in rule.state_names:
-        if name in found:
-            yield found[name]
-        else:  # SparseAdam's comes with the first step
+        if name in state:
+            yield state[name]
+        else:  # SparseAdam makes it in the first step
             yield torch.full_like(weight, rule.start_of_state())
 
 
 def _without_ids(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """A batch on the device, but for its ids, which the CPU reads."""
-    there = {
+    """Return a batch on the device, except its ids, which the CPU reads."""
+    moved = {
         name: getattr(batch, name).to(device, non_blocking=True)
         for name in ("dense", "label", "lengths")
         if isinstance(getattr(batch, name, None), Tensor)
     }
-    return replace(batch, **there)
-
-
-def _sparse(batch: AnyBatch) -> Any:
-    return batch.sparse
-
-
-def _count(batch: AnyBatch) -> int:
-    ids = batch.sparse
-    return ids.numel() if isinstance(ids, Tensor) else ids.values().numel()
+    return replace(batch, **moved)

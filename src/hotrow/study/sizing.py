@@ -1,7 +1,8 @@
 """How much fast memory a run needs: curves of its trace, the planner, and the cost model.
 
-One pass over the trace tells what `lru` would fetch with any number of slots (sizing/reuse.py).
-How much less, or more, `static` and look-ahead fetch, the planner tells for some numbers of slots.
+One pass over the trace gives the rows that `lru` fetches with any number of slots
+(sizing/reuse.py). The planner gives, for some numbers of slots, how many times as many `static` and
+look-ahead fetch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hotrow.embedding.arguments import usable_device
 from hotrow.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
@@ -23,7 +23,6 @@ from hotrow.engine.strategy import STRATEGIES, Strategy
 from hotrow.models import MODELS
 from hotrow.run.config import EmbeddingSection, RunConfig
 from hotrow.run.job import build, open_data, tables_of
-from hotrow.run.source import Samples
 from hotrow.run.strategy_names import find_named
 from hotrow.sizing.budgets import (
     LEFT,
@@ -34,30 +33,31 @@ from hotrow.sizing.budgets import (
     geometric,
     plan_bytes_of,
 )
-from hotrow.sizing.ceilings import measure
 from hotrow.sizing.cost import StepTime, Work, all_fast_ms, dense_ms, step_time
-from hotrow.sizing.machines import THIS, Machine, find_machine
+from hotrow.sizing.machines import THIS, Machine, find_machine, measure
 from hotrow.sizing.reuse import LONGEST_HOLD
 from hotrow.sizing.simulator import Simulated, simulate
-from hotrow.study.lookups import NO_ROW, OfRun
-from hotrow.study.profiling import DataProfile, profile_lookups
+from hotrow.study.lookups import OfRun
+from hotrow.study.profiling import profile_lookups
 from hotrow.support.messages import apart
 from hotrow.support.records import SizedOption, SizeRecord
 from hotrow.support.streams import synchronize
 from hotrow.support.units import show_bytes
 
 DEPTHS = (10, 50, 200)
-_SMALLEST = 1024  # of the rows, one part of so many
+_SMALLEST = 1024  # the fewest slots tried: one for so many rows
 _TRIED = 31  # numbers of slots
-_PLANNED = 3  # of them, for which look-ahead is planned
-_SAME = 1.01  # steps that differ by less are as fast
+_PLANNED = 3  # of them, those for which look-ahead is planned
+_SAME = 1.01  # steps that differ by less are equally fast
 _NEAR_BEST = 1.02
-_FALLING = 8  # times fewer slots than are settled: from there on it is told how misses fall
-_FAIR = 4  # times fewer slots than are settled: rows that leave by their uses stay longer
-_TIMED = 12  # times that are taken of all-fast
-_TIMED_BYTES = 1 << 30  # generated tables with which all-fast is timed
+_FALLING = 8  # times fewer slots than are settled: from there on misses give the slope
+_FAIR = 4  # times fewer slots than are settled: rows evicted by their uses stay longer
+_TIMED = 12  # measurements of all-fast
+_TIMED_BYTES = 1 << 30  # the most of generated tables with which all-fast is timed
 _NOT_MEASURED = 0.25  # more error where the dense part is guessed
 _GUESSED, _GIVEN, _MEASURED = "guessed", "given", "measured"
+
+Rows = NDArray[np.float64]  # by slots
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Base:
 
     ms: float
     how: str  # measured, given, guessed
-    spread: float = 0.0  # of the measured ones, from p20 to p80, halved, over the median
+    spread: float = 0.0  # of measured steps: half of p20 to p80, over the median
 
 
 def machine_of(name: str, config: RunConfig) -> Machine:
-    """By its name, or "this" one with the run's device."""
+    """Return the machine of a name; "this" one is measured, with the run's device."""
     if name != THIS:
         return find_machine(name)
     return measure(usable_device(torch.device(config.run.device)))
@@ -81,70 +81,121 @@ def row_bytes_of(config: RunConfig) -> int:
     return 4 * (width + config.embedding.optimizer.rule().state_width(width))
 
 
+def planning_ms_of(simulated: Simulated, machine: Machine) -> float:
+    """Return the time to plan a batch here, without sorting, which all-fast does as well."""
+    sorting = machine.sort_ns * simulated.lookups * 1e-6
+    return max(0.0, 1e3 * simulated.planning_seconds - sorting) / max(1, simulated.batches)
+
+
+class StepModel:
+    """Predicts the steps of a run on a machine, from what its batches look up."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        machine: Machine,
+        *,
+        lookups: float,
+        unique_rows: float,
+        num_rows: int,
+        dense_ms: float | None,
+    ) -> None:
+        """`dense_ms`: see `base_of`."""
+        self.machine, self.batch_size = machine, config.data.batch_size
+        row_bytes = row_bytes_of(config)
+        self.work = Work(
+            lookups=lookups,
+            unique_rows=unique_rows,
+            row_bytes=row_bytes,
+            table_bytes=num_rows * row_bytes,
+            vector_bytes=4 * config.model.row_width,
+        )
+        self.base = base_of(config, machine, self.work, given_ms=dense_ms)
+
+    def time(
+        self,
+        strategy: Strategy,
+        fetched: float,
+        evicted: float | None = None,
+        planning_ms: float | None = None,
+    ) -> StepTime:
+        """`evicted`: by default as many rows as are fetched, as when all slots are taken."""
+        moved = fetched if evicted is None else evicted
+        work = replace(self.work, fetched_rows=fetched, evicted_rows=moved)
+        return step_time(
+            self.machine, strategy, work, all_fast_ms=self.base.ms, planning_ms=planning_ms
+        )
+
+
 # -- all-fast ------------------------------------------------------------------------------
 
 
 def base_of(
-    config: RunConfig, machine: Machine, work: Work, *, given_ms: float | None = None
+    config: RunConfig,
+    machine: Machine,
+    work: Work,
+    *,
+    given_ms: float | None = None,
+    most_bytes: int = _TIMED_BYTES,
 ) -> Base:
-    """`given_ms`: what the dense part takes. Without it, all-fast is timed if that can be done
-    here, and guessed from the model's size otherwise."""
+    """Return what a step of all-fast takes.
+
+    `given_ms`: the time of the dense part. Without it, all-fast is timed on this machine, with
+    tables of at most `most_bytes`, and guessed from the model's size for others.
+    """
     if given_ms is not None:
         return Base(all_fast_ms(machine, work, dense_ms=given_ms), _GIVEN)
-    timed = _timed(config, work) if machine.name == THIS else None
+    timed = _timed(config, work, most_bytes) if machine.name == THIS else None
     if timed is not None:
         return timed
-    samples = open_data(config)
-    flops = 6.0 * _dense_weights(config, samples) * config.data.batch_size
+    flops = 6.0 * _dense_weights(config) * config.data.batch_size
     flops *= 1 + (config.model.num_steps or 0)
     guessed = dense_ms(machine, flops)
     return Base(all_fast_ms(machine, work, dense_ms=guessed), _GUESSED)
 
 
-def _timed(config: RunConfig, work: Work) -> Base | None:
-    """Some steps of the run itself; None: its tables are too large, and cannot be made smaller."""
-    too_large = work.table_bytes / _TIMED_BYTES
+def _timed(config: RunConfig, work: Work, most_bytes: int) -> Base | None:
+    """Time some steps of the run; None: its tables are too large, and cannot be made smaller."""
+    too_large = work.table_bytes / most_bytes
     if too_large > 1 and config.data.kind != "synthetic":
         return None
     if too_large > 1:
-        data = replace(config.data, scale=config.data.scale / too_large)
-        config = replace(config, data=data)
+        config = replace(config, data=replace(config.data, scale=config.data.scale / too_large))
     is_gpu = config.run.device.startswith("cuda")
-    # A GPU is waited for after several steps alone; it captures them before.
-    at_once, warm_up = (20, 40) if is_gpu else (1, 3)
-    steps = warm_up + at_once * _TIMED
+    # A GPU captures steps first, and is waited for after several steps only.
+    together, warm_up = (20, 40) if is_gpu else (1, 3)
+    steps = warm_up + together * _TIMED
     training = replace(config.training, steps=steps, eval_every=None, patience=None)
-    # Without its budget and counts, which may be for this run as it is.
+    # Without the run's budget and counts: they may not fit smaller tables.
     rows = EmbeddingSection(strategy="all-fast", optimizer=config.embedding.optimizer)
     job = build(replace(config, training=training, embedding=rows))
     marks = []
     for step, _ in enumerate(job.train(), start=1):
-        if step >= warm_up and (step - warm_up) % at_once == 0:
+        if step >= warm_up and (step - warm_up) % together == 0:
             if is_gpu:
                 synchronize(job.embedding.device)
             marks.append(perf_counter())
-    found = np.diff(marks) / at_once
-    low, middle, high = np.quantile(found, [0.2, 0.5, 0.8]).tolist()
+    seconds = np.diff(marks) / together
+    low, middle, high = np.quantile(seconds, [0.2, 0.5, 0.8]).tolist()
     return Base(1e3 * middle, _MEASURED, (high - low) / 2 / middle)
 
 
-def _dense_weights(config: RunConfig, samples: Samples) -> int:
-    """Of the model's matrices, without a row of its tables."""
-    is_sequence = config.model.num_steps is not None
+def _dense_weights(config: RunConfig) -> int:
+    """Count the weights of the model's matrices, built without the rows of its tables."""
+    samples, is_sequence = open_data(config), config.model.num_steps is not None
     tables = [
-        replace(each, num_embeddings=2, padding_idx=1 if is_sequence else None)
-        for each in tables_of(config, samples)
+        replace(table, num_embeddings=2, padding_idx=1 if is_sequence else None)
+        for table in tables_of(config, samples)
     ]
     kind = EmbeddingCollection if is_sequence else EmbeddingBagCollection
     rule = config.embedding.optimizer.rule()
-    embedding = kind(tables=tables, optimizer=rule, strategy="all-fast")
     model = MODELS[config.model.kind](
-        embedding,
+        kind(tables=tables, optimizer=rule, strategy="all-fast"),
         samples.num_dense,
         **config.model.arguments,
         generator=torch.Generator().manual_seed(0),
     )
-    return sum(each.numel() for each in model.parameters() if each.dim() > 1)
+    return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
 
 
 # -- what moves ----------------------------------------------------------------------------
@@ -156,7 +207,7 @@ class Planned:
 
     strategy: Strategy
     depth: int
-    fetched: NDArray[np.float64]  # by slots: times lru's, which is straight in their logarithm
+    fetched: Rows  # times lru's, interpolated in the logarithm of slots
     planning_ms: float | None  # of a batch, where that was measured on the machine in question
 
 
@@ -177,209 +228,162 @@ class Sizing:
         self.config, self.machine = config, machine
         self._batches, self._warm_up, self._depths = batches, warm_up, sorted(set(depths))
         self._on_batch = on_batch
-        self.row_bytes = row_bytes_of(config)
-        self.profile = self._profiled()
-        self._num_rows = self.profile.total.rows
-        self.base = base_of(config, machine, self.work(0.0), given_ms=dense_ms)
+        trace = OfRun(
+            config.data,
+            steps=config.model.num_steps,
+            name=config.run.name,
+            batches=warm_up + batches,
+            repeats=False,
+        )
+        self._trace, self._num_rows = trace, trace.num_rows
+        self.profile = profile_lookups(
+            trace,
+            slots=geometric(-(-trace.num_rows // _SMALLEST), trace.num_rows, _TRIED),
+            first=warm_up,
+            advance=lambda count: on_batch(),
+        ).profile
+        total, lru = self.profile.total, self.profile.curve("lru")
+        self.slots: list[int] = lru.slots.tolist()
+        self._lru = lru.per_batch
+        self._model = StepModel(
+            config,
+            machine,
+            lookups=total.accesses / max(1, self.profile.batches),
+            unique_rows=total.unique_rows,
+            num_rows=trace.num_rows,
+            dense_ms=dense_ms,
+        )
+        self.work, self.base = self._model.work, self._model.base
+        # Rows of the warm-up: with no more slots, the trace shows what lru fetches in the long run.
+        self.settled_slots = float(total.distinct.value - self._lru[-1] * lru.batches)
+        # With more, other strategies would keep rows that the trace reads for the first time.
+        self.fair_slots = self.settled_slots / _FAIR
         self.error = math.hypot(machine.error, self.base.spread)
         if self.base.how == _GUESSED:
             self.error = math.hypot(self.error, _NOT_MEASURED)
 
-    def _lookups(self, batches: int) -> OfRun:
-        """So many that are all different, where data are generated; a folder's, again and again."""
-        data, known = self.config.data, self._warm_up + self._batches + max(self._depths)
-        if data.kind != "prepared":
-            data = replace(data, samples=max(data.samples, known * data.batch_size))
-        steps = self.config.model.num_steps
-        return OfRun(data, steps=steps, name=self.config.run.name, batches=batches)
-
-    def _trace(self, batches: int) -> Iterator[Tensor]:
-        for batch in self._lookups(batches).batches():
-            yield torch.from_numpy(batch.ids[batch.ids != NO_ROW]).long()
-
-    def _profiled(self) -> DataProfile:
-        lookups = self._lookups(self._warm_up + self._batches)
-        num_rows = sum(lookups.rows.values())
-        slots = geometric(-(-num_rows // _SMALLEST), num_rows, _TRIED)
-        found = profile_lookups(
-            lookups,
-            slots=slots,
-            first=self._warm_up,
-            advance=lambda count: self._on_batch(),
-        )
-        return found.profile
-
-    def work(self, fetched: float) -> Work:
-        total = self.profile.total
-        return Work(
-            lookups=total.accesses / max(1, self.profile.batches),
-            unique_rows=total.unique_rows,
-            row_bytes=self.row_bytes,
-            table_bytes=total.rows * self.row_bytes,
-            fetched_rows=fetched,
-            evicted_rows=fetched,  # once all slots are taken
-            vector_bytes=4 * self.config.model.row_width,
-        )
-
     @property
     def most_bytes(self) -> float:
         """The largest budget that leaves the model its part of the machine's memory."""
-        return (1 - LEFT) * self.machine.memory_gib * 2**30 or math.inf  # it may not be known
+        return (1 - LEFT) * self.machine.memory_gib * 2**30 or math.inf  # it may be unknown
 
-    def budget_bytes(self, slots: int, strategy: Strategy) -> int:
-        device = torch.device(self.machine.device)
+    def _budget_bytes(self, slots: int, strategy: Strategy) -> int:
         return budget_for(
             slots,
-            row_bytes=self.row_bytes,
+            row_bytes=self.work.row_bytes,
             num_rows=self._num_rows,
-            buffer_part=buffer_part_of(strategy, device),
-            plan_bytes=plan_bytes_of(self.work(0).lookups) if self.machine.is_gpu else 0,
+            buffer_part=buffer_part_of(strategy, torch.device(self.machine.device)),
+            plan_bytes=plan_bytes_of(self.work.lookups) if self.machine.is_gpu else 0,
         )
 
-    @property
-    def settled_slots(self) -> float:
-        """Rows of the warm-up: up to so many slots a trace tells what lru fetches for good."""
-        curve, distinct = self.profile.curve("lru"), self.profile.total.distinct.value
-        return float(distinct - curve.per_batch[-1] * curve.batches)
+    def least_recent(self) -> Rows:
+        """Return the rows that a batch fetches with `lru` in the long run; NaN: it does not fit.
 
-    @property
-    def fair_slots(self) -> float:
-        """Up to so many it tells what others fetch: with more, rows would have stayed that it reads
-        for the first time."""
-        return self.settled_slots / _FAIR
-
-    def least_recent(self) -> NDArray[np.float64]:
-        """Rows that a batch fetches with `lru` in the long run, by slots; NaN: it does not fit.
-
-        A row that the trace reads for the first time was read before, in truth, but longer ago than
-        the warm-up, in which `settled_slots` different rows were read. So with no more slots it has
-        left, and is fetched. With more, misses go on falling as they fell before, by a power of the
-        slots (Heaps' law), and to none with a slot for each row.
+        A row that the trace reads for the first time was read before the trace began, longer ago
+        than the warm-up, in which `settled_slots` different rows were read. With no more slots than
+        that it was evicted, and is fetched. With more, misses go on falling as they fell before, by
+        a power of the slots (Heaps' law), down to none with a slot for each row.
         """
-        slots, found = np.array(self.slots, dtype=np.float64), self._lru.copy()
-        edge = max(self.settled_slots, float(slots[~np.isnan(found)][0]))
-        before = (~np.isnan(found)) & (slots >= edge / _FALLING) & (slots <= edge) & (found > 0)
+        slots, rows = np.array(self.slots, dtype=np.float64), self._lru.copy()
+        fits = ~np.isnan(rows)
+        edge = max(self.settled_slots, float(slots[fits][0]))
+        before = fits & (slots >= edge / _FALLING) & (slots <= edge) & (rows > 0)
         beyond = slots > edge
-        if not beyond.any() or self._lru[-1] <= 0:
-            return found
+        if not beyond.any() or rows[-1] <= 0:
+            return rows
         power = 0.0
         if before.sum() > 1:
-            power = min(0.0, float(np.polyfit(np.log(slots[before]), np.log(found[before]), 1)[0]))
-        there = float(np.interp(edge, slots[~np.isnan(found)], found[~np.isnan(found)]))
+            power = min(0.0, float(np.polyfit(np.log(slots[before]), np.log(rows[before]), 1)[0]))
+        at_edge = float(np.interp(edge, slots[fits], rows[fits]))
         left = (self._num_rows - slots[beyond]) / max(1.0, self._num_rows - edge)
-        found[beyond] = there * (slots[beyond] / edge) ** power * left
-        return found
-
-    @property
-    def _lru(self) -> NDArray[np.float64]:
-        return self.profile.curve("lru").per_batch
-
-    @property
-    def slots(self) -> list[int]:
-        found: list[int] = self.profile.curves[0].slots.tolist()
-        return found
+        rows[beyond] = at_edge * (slots[beyond] / edge) ** power * left
+        return rows
 
     def points(
-        self, strategy: Strategy, fetched: NDArray[np.float64], *, planning_ms: float | None = None
+        self, strategy: Strategy, fetched: Rows, *, planning_ms: float | None = None
     ) -> Iterator[Point]:
-        # One batch more than must fit together, since pinned rows are in the way.
+        """Yield the budgets that hold a strategy's batches and leave the model its memory."""
+        # One batch more than must fit together: pinned rows take slots as well.
         held = min(strategy.hold.batches + 1, LONGEST_HOLD)
         floor = min(self.profile.floors[held - 1], self._num_rows)
         for slots, rows in zip(self.slots, fetched.tolist(), strict=True):
-            budget = self.budget_bytes(slots, strategy)
-            if math.isnan(rows) or slots < floor or budget > self.most_bytes:
-                continue
-            yield Point(slots, budget, rows, self.time(strategy, rows, planning_ms))
+            budget = self._budget_bytes(slots, strategy)
+            if not math.isnan(rows) and slots >= floor and budget <= self.most_bytes:
+                yield Point(slots, budget, rows, self.time(strategy, rows, planning_ms))
 
     def time(
         self, strategy: Strategy, fetched: float, planning_ms: float | None = None
     ) -> StepTime:
-        return step_time(
-            self.machine,
-            strategy,
-            self.work(fetched),
-            all_fast_ms=self.base.ms,
-            planning_ms=planning_ms,
-        )
+        return self._model.time(strategy, fetched, planning_ms=planning_ms)
 
     def planned(self, slots: Sequence[int]) -> Iterator[Planned]:
-        """By the planner, with some numbers of slots: `lru`, `static`, and look-ahead at each
-        depth."""
+        """Run the planner with some numbers of slots: `lru`, `static`, look-ahead by depth."""
         ahead = STRATEGIES["lookahead"]
         strategies = [STRATEGIES["lru"], STRATEGIES["static"]]
         strategies += [replace(ahead, look_ahead=depth) for depth in self._depths]
-        found = simulate(
-            self._trace(self._warm_up + self._batches + max(self._depths)),
+        known = self._warm_up + self._batches + max(self._depths)
+        simulated = simulate(
+            (batch.rows for batch in self._trace.batches(known)),
             num_rows=self._num_rows,
-            choices=[(strategy, each) for strategy in strategies for each in slots],
+            choices=[(strategy, size) for strategy in strategies for size in slots],
             warm_up=self._warm_up,
             counted=self._batches,
             on_batch=self._on_batch,
             as_trained=not self.machine.is_gpu,
         )
         recent = dict(zip(self.slots, self._lru.tolist(), strict=True))
-        nearer = np.full(len(self.slots), np.inf)
+        fewest = np.full(len(self.slots), np.inf)
         for place, strategy in enumerate(strategies):
-            mine = found[place * len(slots) : (place + 1) * len(slots)]
-            over = [each.rows_per_batch / max(recent[each.slots], 1e-9) for each in mine]
-            planning = median(planning_ms_of(each, self.machine) for each in mine)
+            results = simulated[place * len(slots) : (place + 1) * len(slots)]
+            over = [each.rows_per_batch / max(recent[each.slots], 1e-9) for each in results]
+            planning = median(planning_ms_of(each, self.machine) for each in results)
             fetched = self._over_recent(slots, over, strategy)
-            if strategy.overlapped:  # who sees more never fetches more
-                fetched = nearer = np.minimum(fetched, nearer)
-            yield Planned(
-                strategy,
-                mine[0].depth,
-                fetched,
-                None if self.machine.is_gpu else planning,
-            )
+            if strategy.overlapped:  # a larger depth never fetches more
+                fetched = fewest = np.minimum(fetched, fewest)
+            measured = None if self.machine.is_gpu else planning
+            yield Planned(strategy, results[0].depth, fetched, measured)
 
     def _over_recent(
         self, planned: Sequence[int], over: Sequence[float], strategy: Strategy
-    ) -> NDArray[np.float64]:
-        """Rows by slots, of those that lru fetches so many times at some of them.
+    ) -> Rows:
+        """Return rows by slots, from how many times lru's a strategy fetches at some of them.
 
-        Between them the factor is straight in the logarithm of slots. With more, look-ahead gains
-        less: a third of what it can by heeding uses, and as much for all batches in which slots are
-        replaced that it sees (fitted: docs/size.md says to what). More slots never fetch more.
+        Between those slots the factor is straight in their logarithm. With more slots, look-ahead
+        gains less: a third of its best gain by counting uses, and as much again for each turnover
+        of the slots that it sees (fitted: docs/size.md has the data). More slots never fetch more.
         """
         slots, recent = np.array(self.slots, dtype=np.float64), self.least_recent()
         factor = np.interp(np.log(slots), np.log(planned), over)
         if strategy.overlapped:
             seen = (strategy.look_ahead or 0) * recent / slots
             gained = np.minimum(1.0, (1 + seen) / 3)
-            last, there = self.slots.index(planned[-1]), slots > planned[-1]
-            factor[there] = 1 - (1 - factor[there]) * gained[there] / gained[last]
-        found: NDArray[np.float64] = np.fmin.accumulate(factor * recent)
-        return found
-
-
-def planning_ms_of(found: Simulated, machine: Machine) -> float:
-    """What it took here to plan a batch, without sorting, which all-fast does, too."""
-    sorting = machine.sort_ns * found.lookups * 1e-6
-    return max(0.0, 1e3 * found.planning_seconds - sorting) / max(1, found.batches)
+            last, beyond = self.slots.index(planned[-1]), slots > planned[-1]
+            factor[beyond] = 1 - (1 - factor[beyond]) * gained[beyond] / gained[last]
+        rows: Rows = np.fmin.accumulate(factor * recent)
+        return rows
 
 
 # -- the answer ----------------------------------------------------------------------------
 
 
 def size(sizing: Sizing, *, reach: float) -> SizeRecord:
-    """The smallest budget with `reach` of all-fast's speed, of any strategy."""
+    """Return the smallest budget with `reach` of all-fast's speed, of any strategy."""
     wanted = sizing.base.ms / reach
     everything = _everything(sizing, wanted)
     options = []
-    for each in sizing.planned(_worth_planning(sizing, wanted)):
-        points = sizing.points(each.strategy, each.fetched, planning_ms=each.planning_ms)
+    for planned in sizing.planned(_worth_planning(sizing, wanted)):
+        points = sizing.points(planned.strategy, planned.fetched, planning_ms=planned.planning_ms)
         options += [
-            _option(sizing, each.strategy, each.depth, point, wanted)
+            _option(sizing, planned.strategy, planned.depth, point, wanted)
             for point in points
             if point.budget_bytes < everything.budget_bytes  # else all-fast takes no more
         ]
     best = [
-        _best([each for each in options if each.strategy == name])
-        for name in dict.fromkeys(each.strategy for each in options)
+        _best([option for option in options if option.strategy == name])
+        for name in dict.fromkeys(option.strategy for option in options)
     ]
     chosen, notes = _choose(sizing, best, everything, reach)
-    work = sizing.work(0.0)
+    work = sizing.work
     return SizeRecord(
         name=sizing.config.run.name,
         machine=asdict(sizing.machine),
@@ -400,20 +404,20 @@ def size(sizing: Sizing, *, reach: float) -> SizeRecord:
 
 
 def _worth_planning(sizing: Sizing, wanted: float) -> list[int]:
-    """Slots about where the answer is, if look-ahead fetched what lru does, or the most that the
-    trace is fair to."""
+    """Return slots around the answer, if look-ahead fetched what lru does, up to the most for which
+    the trace is fair."""
     recent = sizing.least_recent()
     points = list(sizing.points(STRATEGIES["lookahead"], recent))
     points = points or list(sizing.points(STRATEGIES["lru"], recent))
     if not points:
         raise ValueError(
             "no budget leaves the model its part of memory: slots for the rows of two batches, "
-            f"{sizing.profile.floors[1]:,} of {sizing.row_bytes:,} bytes, do not fit "
+            f"{sizing.profile.floors[1]:,} of {sizing.work.row_bytes:,} bytes, do not fit "
             f"{_memory(sizing)}; lower data.batch_size"
         )
-    sizes, found = [each.slots for each in points], first_reaching(points, wanted)
-    fair = max(1, sum(each <= sizing.fair_slots for each in sizes))
-    last = fair if found is None else min(fair, sizes.index(found.slots) + 1)
+    sizes, enough = [point.slots for point in points], first_reaching(points, wanted)
+    fair = max(1, sum(slots <= sizing.fair_slots for slots in sizes))
+    last = fair if enough is None else min(fair, sizes.index(enough.slots) + 1)
     return sizes[:last][::-2][:_PLANNED][::-1]
 
 
@@ -443,22 +447,21 @@ def _option(
 
 
 def _everything(sizing: Sizing, wanted: float) -> SizedOption:
-    rows = sizing.profile.total.rows
-    time = sizing.time(STRATEGIES["all-fast"], 0.0)
-    point = Point(rows, rows * sizing.row_bytes, 0.0, time)
-    return replace(_option(sizing, STRATEGIES["all-fast"], 0, point, wanted), pinned_share=1.0)
+    rows, all_fast = sizing.profile.total.rows, STRATEGIES["all-fast"]
+    point = Point(rows, rows * sizing.work.row_bytes, 0.0, sizing.time(all_fast, 0.0))
+    return replace(_option(sizing, all_fast, 0, point, wanted), pinned_share=1.0)
 
 
 def _best(options: Sequence[SizedOption]) -> SizedOption:
-    """The smallest that reaches it, or that is about as fast as any; then the smallest depth."""
-    fastest = min(each.step_ms for each in options)
-    enough = [each for each in options if each.reaches]
-    enough = enough or [each for each in options if each.step_ms <= _NEAR_BEST * fastest]
-    budget = min(each.budget_bytes for each in enough)
-    there = [each for each in enough if each.budget_bytes == budget]
-    quickest = min(each.step_ms for each in there)
-    same = [each for each in there if each.step_ms <= _SAME * quickest]
-    return min(same, key=lambda each: each.depth)
+    """Return the smallest that reaches it, or is about as fast as any; then the smallest depth."""
+    fastest = min(option.step_ms for option in options)
+    enough = [option for option in options if option.reaches]
+    enough = enough or [option for option in options if option.step_ms <= _NEAR_BEST * fastest]
+    budget = min(option.budget_bytes for option in enough)
+    smallest = [option for option in enough if option.budget_bytes == budget]
+    quickest = min(option.step_ms for option in smallest)
+    same = [option for option in smallest if option.step_ms <= _SAME * quickest]
+    return min(same, key=lambda option: option.depth)
 
 
 def _choose(
@@ -468,21 +471,21 @@ def _choose(
         needed = show_bytes(everything.budget_bytes)
         return everything, [f"slots that are enough for batches need at least as much: {needed}"]
     fits = everything.budget_bytes <= sizing.most_bytes
-    reaching = [each for each in best if each.reaches] + [everything] * fits
+    reaching = [option for option in best if option.reaches] + [everything] * fits
     if reaching:
-        chosen = min(reaching, key=lambda each: (each.budget_bytes, each.step_ms))
+        chosen = min(reaching, key=lambda option: (option.budget_bytes, option.step_ms))
         if chosen is not everything or len(reaching) > 1:
             return chosen, []
-    nearest = min(best, key=lambda each: each.step_ms)
+    nearest = min(best, key=lambda option: option.step_ms)
     least = f"{math.floor(100 * nearest.of_all_fast) / 100:g}"
-    wanted, found = apart(reach, nearest.of_all_fast, digits=0, kind="%")
-    told = (
+    wanted, reached = apart(reach, nearest.of_all_fast, digits=0, kind="%")
+    note = (
         f"with fewer slots than rows no strategy has {wanted} of all-fast's speed; nearest is "
-        f"{nearest.strategy} with {found} in {show_bytes(nearest.budget_bytes)}"
+        f"{nearest.strategy} with {reached} in {show_bytes(nearest.budget_bytes)}"
     )
     if not fits:
-        return nearest, [f"{told}, and all rows do not fit {_memory(sizing)}"]
-    return everything, [f"{told}: --reach {least} would take it"]
+        return nearest, [f"{note}, and all rows do not fit {_memory(sizing)}"]
+    return everything, [f"{note}: --reach {least} would take it"]
 
 
 def _memory(sizing: Sizing) -> str:

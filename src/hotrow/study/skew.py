@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.zipf import Zipf
+from hotrow.data.popularity import Zipf
 from hotrow.systems.estimate import student_t
 
-CONFIDENCE = 0.99  # of the errors that are stated
-TOP = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the rows that are told by name
+CONFIDENCE = 0.99  # of the stated errors
+TOP = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the rows that are reported
 _POINTS_PER_DECADE = 16
-_CLEAR = 10  # accesses from which on a row's rank is more than chance
+_CLEAR = 10  # accesses from which on a row's rank is not chance
 _STEEPEST = 4.0
 
 Counts = NDArray[np.int64]
@@ -25,7 +25,7 @@ Of = Callable[[Counts, Numbers, Numbers], Numbers]  # counts, rows and accesses 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and how far off it may be; 0 where it was counted."""
+    """A number and its error, which is 0 where it was counted."""
 
     value: float
     error: float = 0.0
@@ -33,7 +33,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What share of the accesses goes to how many rows, the hottest first."""
+    """The share of accesses by the number of rows, the hottest first."""
 
     num_rows: int  # of the table
     rows: NDArray[np.int64]  # [n], ascending
@@ -41,7 +41,7 @@ class Coverage:
     error: Numbers  # [n]
 
     def top(self, part: float) -> Estimate:
-        """Of this part of the table's rows, the hottest; exact for the parts in TOP."""
+        """Return the share of this part of the table's rows; exact for the parts in TOP."""
         rows = max(1, math.floor(part * self.num_rows))
         share = np.interp(rows, self.rows, self.share)
         return Estimate(float(share), float(np.interp(rows, self.rows, self.error)))
@@ -49,8 +49,8 @@ class Coverage:
 
 @dataclass(frozen=True)
 class ZipfFit:
-    """The exponent whose coverage is nearest. `error`: the most that the two are apart, as a share
-    of the accesses, over the ranks that were read often enough to be told apart."""
+    """The exponent whose coverage is nearest. `error`: the largest distance between the two, as a
+    share of the accesses, over the ranks that were read often enough to be known."""
 
     skew: float
     error: float
@@ -58,54 +58,51 @@ class ZipfFit:
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Counts of rows that were read, and for how many rows each one stands."""
+    """Counts of rows that were read, and how many rows each one stands for."""
 
     counts: Counts  # [n]
-    accesses: int  # of all rows, whether they are followed or not
-    group: NDArray[np.int8] | None = None  # [n]: 0 stands for itself, others are samples
+    accesses: int  # of all rows, tracked or not
+    group: NDArray[np.int8] | None = None  # [n]: 0: it stands for itself; others: its sample
     weight: float = 1.0  # rows that a sampled one stands for, all groups together
     groups: int = 0
 
-    def estimate(
-        self, of: Callable[[Counts, Numbers, Numbers], Numbers]
-    ) -> tuple[Numbers, Numbers]:
-        """`of(counts, rows each stands for, accesses each stands for)` and its error."""
+    def estimate(self, of: Of) -> tuple[Numbers, Numbers]:
+        """Return `of(counts, rows each stands for, accesses each stands for)` and its error."""
         if self.group is None:
             ones = np.ones(len(self.counts))
-            found = of(self.counts, ones, ones)
-            return found, np.zeros_like(found)
-        found = self._of_samples(of, range(1, self.groups + 1))
-        each = [self._of_samples(of, [number]) for number in range(1, self.groups + 1)]
-        mean, error = mean_of(each)
-        # Whatever smaller samples have in common, the large one has less of.
-        return found, error + np.abs(found - mean)
+            exact = of(self.counts, ones, ones)
+            return exact, np.zeros_like(exact)
+        numbers = range(1, self.groups + 1)
+        whole = self._of_samples(of, numbers)
+        mean, error = mean_of([self._of_samples(of, [number]) for number in numbers])
+        # A bias that the smaller samples share is smaller in the whole one.
+        return whole, error + np.abs(whole - mean)
 
     def _of_samples(self, of: Of, numbers: Sequence[int]) -> Numbers:
         assert self.group is not None
-        certain = self.group == 0
-        mine = certain | np.isin(self.group, numbers)
-        counts, is_certain = self.counts[mine], certain[mine]
+        is_in = (self.group == 0) | np.isin(self.group, numbers)
+        counts, is_certain = self.counts[is_in], self.group[is_in] == 0
         rows = np.where(is_certain, 1.0, self.weight * self.groups / len(numbers))
-        # All accesses are known, so a sample is scaled to what is left of them.
+        # All accesses are known, so a sample is scaled to those that are left.
         rest = self.accesses - int(counts[is_certain].sum())
         scale = np.where(is_certain, 1.0, rest / max(1, int(counts[~is_certain].sum())))
         return of(counts, rows, scale)
 
 
 def mean_of(samples: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
-    """Of estimates from samples of their own, and the half width of its Student-t interval."""
+    """Return the mean of independent estimates, and half the width of its Student-t interval."""
     values = np.array(samples)
     quantile = student_t((1 + CONFIDENCE) / 2, len(values) - 1)
     return values.mean(0), quantile * values.std(0, ddof=1) / math.sqrt(len(values))
 
 
 def coverage(counted: CountedRows, num_rows: int) -> Coverage:
-    """At ranks that lie evenly on a logarithmic scale, and at those of TOP."""
+    """Return the coverage at ranks evenly spaced in their logarithm, and at those of TOP."""
     num_rows = max(1, num_rows)  # a column without any value has none
     decades = max(1, math.ceil(_POINTS_PER_DECADE * math.log10(max(10, num_rows))))
     points = np.geomspace(1, num_rows, decades + 1).round().astype(np.int64)
-    told = [max(1, math.floor(part * num_rows)) for part in TOP]
-    points = np.unique(np.concatenate([points, told]))
+    top = [max(1, math.floor(part * num_rows)) for part in TOP]
+    points = np.unique(np.concatenate([points, top]))
 
     def shares(counts: Counts, rows: Numbers, accesses: Numbers) -> Numbers:
         order = np.argsort(-counts, kind="stable")
@@ -118,17 +115,17 @@ def coverage(counted: CountedRows, num_rows: int) -> Coverage:
         covered = np.concatenate([[0], np.sort(counted.counts)[::-1].cumsum()])
         share = covered[np.minimum(points, len(covered) - 1)] / max(1, counted.accesses)
         return Coverage(num_rows, points, share, np.zeros(len(points)))
-    found, error = counted.estimate(shares)
-    return Coverage(num_rows, points, found, error)
+    share, error = counted.estimate(shares)
+    return Coverage(num_rows, points, share, error)
 
 
 def distinct(counted: CountedRows, num_rows: int) -> Estimate:
-    found, error = counted.estimate(lambda counts, rows, _: np.array([rows.sum()]))
-    return Estimate(min(float(num_rows), float(found[0])), float(error[0]))
+    count, error = counted.estimate(lambda counts, rows, _: np.array([rows.sum()]))
+    return Estimate(min(float(num_rows), float(count[0])), float(error[0]))
 
 
 def zipf_fit(curve: Coverage, counted: CountedRows) -> ZipfFit:
-    """Nearest in the largest distance; NaN where there is nothing to tell ranks apart."""
+    """Minimize the largest distance; NaN without two rows or any access."""
     clear, _ = counted.estimate(lambda counts, rows, _: np.array([rows[counts >= _CLEAR].sum()]))
     used = curve.rows <= (clear[0] if clear[0] > 1 else curve.num_rows)
     if curve.num_rows < 2 or not counted.accesses:

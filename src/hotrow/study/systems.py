@@ -1,4 +1,4 @@
-"""Ways to train a run, by name: every strategy of a collection, and systems that are none.
+"""Ways to train a run, by name: every strategy of a collection, and other systems.
 
 To add one, register how it is built:
 
@@ -17,11 +17,10 @@ from torch import Tensor
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.samples import take
 from hotrow.run.config import RunConfig
-from hotrow.run.job import build, dense_weights
+from hotrow.run.job import build, dense_weights, skip_of
 from hotrow.run.source import AnyBatch, Samples
 from hotrow.run.strategy_names import PLAIN, SKIPS, Named, find_named
 from hotrow.run.strategy_names import SYSTEMS as NAMED_SYSTEMS
-from hotrow.run.training import skip_of
 from hotrow.study.plain import PlainHybrid, why_not_plain
 from hotrow.support.messages import did_you_mean
 from hotrow.support.records import EvalRecord, StepRecord
@@ -31,33 +30,29 @@ CONTRACTS = ("exact", "exact up to rounding", "changed")
 
 
 class System(Protocol):
-    """A run that can be trained once, and looked at afterwards."""
+    """A run that can be trained once and read afterwards."""
 
     @property
     def device(self) -> torch.device:
-        """Where the dense part is."""
+        """Device of the dense part."""
 
     def train(self) -> Iterator[StepRecord]:
-        """All steps of the run, on `samples.batches(...)`, with its learning rates."""
+        """Train all steps of the run, on `samples.batches(...)`, with its learning rates."""
 
     def evaluate(self) -> EvalRecord:
-        """Quality at the end, on `samples.test`."""
+        """Measure the quality at the end, on the test split."""
 
     def dense(self) -> Mapping[str, Tensor]:
-        """Everything trained that is no row, by name."""
+        """Return all trained values except rows, by name."""
 
     def tables(self) -> Sequence[str]: ...
 
     def rows(self, table: str) -> Iterator[tuple[int, Tensor]]:
-        """The rows of a table with their state, as they are now, in chunks on the host: (first
-        row, [n, dim + state])."""
+        """Yield the current rows of a table with their state, in chunks on the host: (first row,
+        [n, dim + state])."""
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of fast memory by part, as all-fast's collection counts them."""
-
-
-def _never(config: RunConfig) -> str | None:
-    return None
+        """Return the bytes of fast memory by part, as all-fast's collection counts them."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,10 @@ class SystemKind:
     summary: str
     contract: str  # one of CONTRACTS
     build: Callable[[RunConfig, Samples], System]
-    refuses: Callable[[RunConfig], str | None] = _never  # why it cannot train a run; None: it can
+    # Returns why it cannot train a run; None: it can.
+    refuses: Callable[[RunConfig], str | None] = lambda config: None
     is_bounded: bool = True  # by the budget, or it has no rows in fast memory
-    is_budgeted: bool = False  # it keeps as many rows there as a budget holds
+    is_budgeted: bool = False  # it keeps as many rows in fast memory as the budget holds
 
     def __post_init__(self) -> None:
         if self.contract not in CONTRACTS:
@@ -81,7 +77,7 @@ SYSTEMS: dict[str, SystemKind] = {}
 
 
 def register(kind: SystemKind) -> None:
-    """Makes a system known to `hotrow compare`."""
+    """Make a system known to `hotrow compare`."""
     if kind.name in SYSTEMS:
         raise ValueError(f"there is a system {kind.name!r} already; give another name")
     SYSTEMS[kind.name] = kind
@@ -111,12 +107,12 @@ class StrategySystem:
 
     @property
     def skip(self) -> RandomDrop | Slipstream | None:
-        """What leaves samples out, if anything does."""
+        """What skips samples, if anything does."""
         return skip_of(self._job.trainer.system)
 
     @property
     def on_the_way(self) -> tuple[int, float]:
-        """Samples that it has evaluated while it trained, and the seconds that took."""
+        """Samples evaluated while it trained, and the seconds that took."""
         return self._job.trainer.loss_samples, self._job.trainer.loss_seconds
 
     def train(self) -> Iterator[StepRecord]:
@@ -138,29 +134,38 @@ class StrategySystem:
         return self._job.embedding.memory()
 
 
-class Reordered:
-    """Samples of a run whose batches have theirs in another order."""
+class OtherBatches:
+    """Samples of a run with other batches to train on."""
 
-    def __init__(self, samples: Samples, seed: int) -> None:
-        self._samples, self._seed = samples, seed
-
-    def batches(self, steps: int) -> Iterator[AnyBatch]:
-        draw = torch.Generator().manual_seed(self._seed)
-        for batch in self._samples.batches(steps):
-            size = len(batch.label)
-            yield take(batch, torch.randperm(size, generator=draw), size=size)
+    def __init__(self, samples: Samples, batches: Callable[[int], Iterator[AnyBatch]]) -> None:
+        self._samples, self.batches = samples, batches
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # it would read the samples again, in their own batches
         return getattr(self._samples, name)
 
 
+def reordered_batches(samples: Samples, seed: int) -> Callable[[int], Iterator[AnyBatch]]:
+    """Return batches whose samples are in another order."""
+
+    def batches(steps: int) -> Iterator[AnyBatch]:
+        draw = torch.Generator().manual_seed(seed)
+        for batch in samples.batches(steps):
+            size = len(batch.label)
+            yield take(batch, torch.randperm(size, generator=draw), size=size)
+
+    return batches
+
+
 def reordered(seed: int) -> SystemKind:
-    """all-fast with the samples of each batch in another order, so that sums are made in another:
-    how far it ends from all-fast is what rounding does to this run."""
+    """Return all-fast with the samples of each batch, and so all sums, in another order: its
+    distance from all-fast is what rounding does to a run."""
 
     def build(config: RunConfig, samples: Samples) -> StrategySystem:
+        other = OtherBatches(samples, reordered_batches(samples, seed))
         config = with_strategy(config, find_named("all-fast"))
-        return StrategySystem(config, cast(Samples, Reordered(samples, seed)))
+        return StrategySystem(config, cast(Samples, other))
 
     return SystemKind(
         f"reordered-{seed}",
@@ -172,8 +177,8 @@ def reordered(seed: int) -> SystemKind:
 
 
 def with_strategy(config: RunConfig, named: Named) -> RunConfig:
-    """The same run with another strategy, which somebody else compares; one of the CPU alone leaves
-    a GPU aside."""
+    """Return the run with another strategy, without its own equality check. A strategy of the CPU
+    alone does not use a GPU."""
     run = replace(config.run, device="cpu") if named.rows.on_cpu_alone else config.run
     embedding = replace(config.embedding, strategy=named.name)
     training = replace(config.training, check_equality=False)

@@ -1,28 +1,32 @@
-"""What is remembered of each row while a trace goes by: of all rows, or of as many as fit.
+"""Counters of rows while a trace is read: uses, working sets and drift.
 
-Where memory is short, rows are sampled by a hash of their ids, so that all accesses of a row are
-seen or none (spatial sampling, as SHARDS has it: Waldspurger et al., FAST 2015). The rows that the
-first batches read most are followed besides, each for itself: what is left to estimate is the many
-rows with few accesses. The sample is made of several smaller ones, whose spread tells the error.
+All rows are tracked while they fit memory. Else rows are sampled by a hash of their ids, so that
+all accesses of a row are seen or none (spatial sampling, as in SHARDS: Waldspurger et al., FAST
+2015). The rows that the first batches read most are tracked as well, each for itself: only the many
+rows with few accesses are estimated. The sample consists of several smaller ones, whose spread
+gives the error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.scatter import Scatter
+from hotrow.data.popularity import Scatter
 from hotrow.sizing.reuse import NEVER
-from hotrow.study.skew import CountedRows, Counts
+from hotrow.study.skew import CountedRows, Counts, Estimate
 from hotrow.support.hashing import key_of
 
 # 21 while counting; at the end, when rows are ranked, up to so many if every row was read.
 BYTES_PER_ROW = 48
-_SAMPLED_BYTES = 96  # of each row where not all are followed: its id, and what weighs it
+_SAMPLED_BYTES = 96  # of each tracked row where rows are sampled: its id and weight as well
 GROUPS = 8
+_DEVIATIONS = 2.6  # of a normal distribution, to either side: they hold 99 %
+WINDOWS = tuple(1 << power for power in range(9))  # batches whose rows are counted together
 
 Ids = NDArray[Any]  # int32 or int64
 Places = NDArray[np.int64]
@@ -30,11 +34,11 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows are followed."""
+    """Which rows are tracked."""
 
     num_rows: int
-    certain: NDArray[np.int64] | None = None  # ids followed for themselves; None: all rows
-    sampled: int = 0  # of all rows, this many positions of a permutation are followed besides
+    certain: NDArray[np.int64] | None = None  # ids that stand for themselves; None: all rows
+    sampled: int = 0  # rows tracked besides: so many positions of a permutation of all rows
     seed: int = 0
 
     @property
@@ -47,19 +51,27 @@ class Choice:
         return 1.0 if self.certain is None else self.num_rows / self.sampled
 
     @property
-    def num_followed(self) -> int:
+    def num_tracked(self) -> int:
         return self.num_rows if self.certain is None else len(self.certain) + self.sampled
+
+    def find(self, ids: Ids) -> tuple[Places, NDArray[np.bool_]]:
+        """Return the places of ids among the certain ones, and whether they are there."""
+        assert self.certain is not None
+        at = np.searchsorted(self.certain, ids)
+        if not len(self.certain):
+            return at, np.zeros(len(ids), np.bool_)
+        return at, np.take(self.certain, at, mode="clip") == ids
 
 
 def fitting_rows(memory_bytes: int, num_rows: int) -> int:
-    """How many rows can be followed."""
+    """Return how many rows can be tracked."""
     if num_rows * BYTES_PER_ROW <= memory_bytes:
         return num_rows
     return min(num_rows - 1, memory_bytes // _SAMPLED_BYTES)
 
 
 def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0) -> Choice:
-    """All rows, or `most` of them: half of these the ones counted most in the first batches."""
+    """Track all rows, or `most`: half of these the ones that the first batches read most."""
     if most >= num_rows:
         return Choice(num_rows)
     if most < 16 * GROUPS:
@@ -74,29 +86,29 @@ def choose(num_rows: int, most: int, ids: Ids, counts: Counts, *, seed: int = 0)
 
 @dataclass(frozen=True)
 class Read:
-    """Some lookups: the different rows among them that are followed, ascending by their ids."""
+    """Some lookups: the different tracked rows among them, ascending by id."""
 
-    places: Places | Ids  # [n]: where what is remembered of each lies
-    counts: Counts  # [n]: how often it was read
-    weights: NDArray[np.float64] | None  # [n]: rows that each stands for; None: itself
+    places: Places | Ids  # [n]: of the rows among the tracked ones
+    counts: Counts  # [n]: lookups of each row
+    weights: NDArray[np.float64] | None  # [n]: rows that each one stands for; None: itself
     edges: NDArray[np.int64]  # [tables + 1]: where the rows of each table begin
-    accesses: NDArray[np.int64]  # [tables]: of all rows, whether they are followed or not
+    accesses: NDArray[np.int64]  # [tables]: of all rows, tracked or not
     unique: NDArray[np.int64]  # [tables]: likewise
 
     def by_table(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Sums of values that these rows have."""
-        return between(values, self.edges)
+        """Sum values of these rows by table."""
+        return _sums(values, self.edges)
 
 
-def between(values: NDArray[Any], edges: NDArray[np.int64]) -> NDArray[Any]:
-    """Sums of the values from each edge to the next."""
+def _sums(values: NDArray[Any], edges: NDArray[np.int64]) -> NDArray[Any]:
+    """Sum the values from each edge to the next."""
     sums = np.concatenate([[0], np.cumsum(values)])
-    found: NDArray[Any] = sums[edges[1:]] - sums[edges[:-1]]
-    return found
+    between: NDArray[Any] = sums[edges[1:]] - sums[edges[:-1]]
+    return between
 
 
 def unique(ids: Ids) -> tuple[Ids, Counts]:
-    """Different ids, ascending, and how often each is there; padding is left out."""
+    """Return the different ids, ascending, and the count of each; padding is left out."""
     ids = np.sort(ids)
     ids = ids[np.searchsorted(ids, 0) :]
     is_new = np.ones(len(ids), dtype=bool)
@@ -105,19 +117,19 @@ def unique(ids: Ids) -> tuple[Ids, Counts]:
     return ids[starts], np.diff(starts, append=len(ids))
 
 
-class Followed:
-    """The rows of a choice, by their places."""
+class TrackedRows:
+    """Counters of the rows of a choice, by their places."""
 
     def __init__(self, choice: Choice, sizes: NDArray[np.int64]) -> None:
         """`sizes`: rows of each table."""
         self.choice = choice
         self.bases = np.concatenate([[0], sizes.cumsum()])
-        size = choice.num_followed
+        size = choice.num_tracked
         self.last_use = np.full(size, NEVER, dtype=np.int32)
         self.counts = np.zeros(size, dtype=np.int64)
         self.uses = np.zeros(size, dtype=np.int32)  # batches that read it
-        self.period = np.zeros(size, dtype=np.uint32)  # accesses in the period under way
-        self.hot = np.zeros(size, dtype=np.uint8)  # one bit for each hot set that is looked at
+        self.period = np.zeros(size, dtype=np.uint32)  # accesses in the current period
+        self.hot = np.zeros(size, dtype=np.uint8)  # a bit for each hot set
         self._ids: NDArray[np.int64] | None = None
         if choice.certain is not None:
             self._ids = np.full(size, -1, dtype=np.int64)
@@ -125,45 +137,44 @@ class Followed:
             self._scatter = Scatter(choice.num_rows, key=key_of(choice.seed, "followed", 0))
 
     def read(self, lookups: Ids) -> Read:
-        """What some lookups read; any order, any number of times."""
+        """Return what lookups read, in any order and with repetitions."""
         ids, counts = unique(lookups)
         edges = np.searchsorted(ids, self.bases)
         if edges[-1] < len(ids):
             raise ValueError(f"there is an id {ids[-1]:,}; the tables have {self.bases[-1]:,} rows")
-        accesses, different = between(counts, edges), np.diff(edges)
-        certain = self.choice.certain
-        if certain is None or self._ids is None:
+        accesses, different = _sums(counts, edges), np.diff(edges)
+        if self._ids is None:
             return Read(ids, counts, None, edges, accesses, different)
-        at = np.searchsorted(certain, ids)
-        known = np.take(certain, at, mode="clip") == ids if len(certain) else at < 0
+        at, is_certain = self.choice.find(ids)
         drawn = self._scatter(ids.astype(np.int64))
-        is_in = known | (drawn < self.choice.sampled)
-        places = np.where(known, at, len(certain) + drawn)[is_in]
+        is_in = is_certain | (drawn < self.choice.sampled)
+        first_sampled = len(self._ids) - self.choice.sampled
+        places = np.where(is_certain, at, first_sampled + drawn)[is_in]
         ids, counts = ids[is_in], counts[is_in]
         self._ids[places] = ids
         edges = np.searchsorted(ids, self.bases)
         return Read(places, counts, self.weights_of(places), edges, accesses, different)
 
     def groups_of(self, places: Places) -> NDArray[np.int8]:
-        """0 for a row that stands for itself, else the number of its sample."""
+        """Return 0 for a row that stands for itself, else the number of its sample."""
         certain = self.choice.certain
         assert certain is not None
         drawn = places - len(certain)
         return np.where(drawn < 0, 0, 1 + drawn % GROUPS).astype(np.int8)
 
     def weights_of(self, places: Places) -> NDArray[np.float64] | None:
-        """Rows that each of them stands for; None: itself."""
+        """Return how many rows each of them stands for; None: itself."""
         if self.choice.certain is None:
             return None
         return np.where(places < len(self.choice.certain), 1.0, self.choice.weight)
 
     def forget_uses(self) -> None:
-        """What is not needed any more when the trace has ended."""
+        """Free what is not needed after the trace."""
         empty = self.last_use[:0].copy()
         self.last_use, self.period, self.hot = empty, empty.view(np.uint32), empty.view(np.uint8)
 
     def read_rows(self, values: NDArray[Any]) -> tuple[Places, NDArray[np.int64]]:
-        """The places where `values` is not 0, and their ids, in the order of these."""
+        """Return the places where `values` is not 0, and their ids, ascending by id."""
         places = np.flatnonzero(values)
         if self._ids is None:
             return places, places
@@ -172,8 +183,167 @@ class Followed:
         return places[order], ids[order]
 
     def counted(self, places: Places, accesses: int) -> CountedRows:
-        """Of some rows: how often they were read, and how many rows they stand for."""
+        """Return how often some rows were read, and how many rows they stand for."""
         counts = self.counts[places]
         if self.choice.is_exact:
             return CountedRows(counts, accesses)
         return CountedRows(counts, accesses, self.groups_of(places), self.choice.weight, GROUPS)
+
+
+# -- working sets ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """Different rows of so many consecutive batches, in windows side by side."""
+
+    batches: int
+    mean: Estimate
+    most: float
+
+
+class WorkingSets:
+    """Counts the different rows of 1, 2, 4 ... batches, by table and in all."""
+
+    def __init__(self, tables: int) -> None:
+        shape = (len(WINDOWS), tables + 1)
+        self._now = np.zeros(shape)  # in the current window
+        self._sum, self._most = np.zeros(shape), np.zeros(shape)
+        self._sampled = np.zeros(shape)  # sampled rows among those counted
+        self._number = 0
+
+    def add(self, last_use: NDArray[np.int32], read: Read) -> None:
+        """Add a batch. `last_use`: the batch that used each of its rows last."""
+        weights = read.weights
+        self._now[0, :-1] = read.unique  # of one batch, counted also where rows are sampled
+        for place, size in enumerate(WINDOWS[1:], 1):
+            is_first = last_use < self._number // size * size
+            rows = is_first if weights is None else is_first * weights
+            self._now[place, :-1] += read.by_table(rows)
+            if weights is not None:
+                self._sampled[place, :-1] += read.by_table(is_first & (weights > 1))
+        self._number += 1
+        for place, size in enumerate(WINDOWS):
+            if self._number % size == 0:
+                self._now[place, -1] = self._now[place, :-1].sum()
+                self._sum[place] += self._now[place]
+                np.maximum(self._most[place], self._now[place], out=self._most[place])
+                self._now[place] = 0
+
+    def result(self, weight: float) -> list[tuple[WorkingSet, ...]]:
+        """Return those of each table, and last those of all. A sampled row is `weight` rows."""
+        self._sampled[:, -1] = self._sampled[:, :-1].sum(1)
+        windows = self._number // np.array(WINDOWS)[:, None]
+        mean, sampled = (total / np.maximum(1, windows) for total in (self._sum, self._sampled))
+        # A row is in the sample or not. Windows share rows, so more windows tell little more.
+        error = _DEVIATIONS * np.sqrt(sampled * (1 - 1 / weight)) * weight
+        by_table = zip(mean.T.tolist(), error.T.tolist(), self._most.T.tolist(), strict=True)
+        return [
+            tuple(
+                WorkingSet(size, Estimate(value, apart), most)
+                for count, size, value, apart, most in zip(
+                    windows.flat, WINDOWS, *columns, strict=True
+                )
+                if count
+            )
+            for columns in by_table
+        ]
+
+
+# -- drift -----------------------------------------------------------------------------
+
+# Bits of a row's hot sets: of all tables or its own, of the period before or the first one.
+_SETS = tuple((pooled, first) for pooled in (True, False) for first in (False, True))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The share of a period's accesses that goes to rows that were hot before."""
+
+    hot_rows: int
+    own: NDArray[np.float64]  # [periods]: to the period's own hottest rows
+    previous: NDArray[np.float64]  # [periods - 1]: from the second on, to those of the one before
+    first: NDArray[np.float64]  # [periods - 1]: likewise, to those of the first
+
+
+class Drifting:
+    """Finds the hottest rows of each period, and their share of the next one's accesses."""
+
+    def __init__(self, rows: TrackedRows, hot_part: float) -> None:
+        self._rows, sizes = rows, np.diff(rows.bases)
+        # By table, and last in all.
+        self._hot_rows = np.maximum(1, (hot_part * np.append(sizes, sizes.sum())).astype(np.int64))
+        self._period: int | None = None
+        # Accesses to the hot rows of the period before, and of the first.
+        self._covered = np.zeros((len(sizes) + 1, 2))
+        self._accesses = np.zeros(len(sizes) + 1)
+        self._own: list[NDArray[np.float64]] = []
+        self._later: list[NDArray[np.float64]] = []
+
+    def add(self, period: int, read: Read) -> None:
+        """Add lookups of a period. A new period ends the one before."""
+        if self._period is not None and period != self._period:
+            self._end()
+        self._period = period
+        self._accesses[:-1] += read.accesses
+        self._rows.period[read.places] += read.counts.astype(np.uint32)
+        if not self._own:
+            return
+        accesses = read.counts if read.weights is None else read.counts * read.weights
+        hot = self._rows.hot[read.places]
+        for bit, (pooled, first) in enumerate(_SETS):
+            by_table = read.by_table(np.where(hot & (1 << bit), accesses, 0))
+            if pooled:
+                self._covered[-1, int(first)] += by_table.sum()
+            else:
+                self._covered[:-1, int(first)] += by_table
+
+    def _end(self) -> None:
+        """End a period: its hot rows are what the next one is compared with."""
+        rows, is_first = self._rows, not self._own
+        self._accesses[-1] = self._accesses[:-1].sum()
+        if not is_first:
+            self._later.append(self._covered / np.maximum(1, self._accesses)[:, None])
+        places, ids = rows.read_rows(rows.period)
+        edges = np.searchsorted(ids, rows.bases)
+        own = np.zeros(len(self._accesses))
+        rows.hot &= sum(1 << bit for bit, (_, first) in enumerate(_SETS) if first)
+        spans = [*pairwise(edges.tolist()), (0, len(places))]
+        for table, (low, high) in enumerate(spans):
+            hottest = self._hottest(places[low:high], int(self._hot_rows[table]))
+            weights = rows.weights_of(hottest)
+            uses = rows.period[hottest].astype(np.float64)
+            own[table] = uses.sum() if weights is None else (uses * weights).sum()
+            for bit, (pooled, first) in enumerate(_SETS):
+                if pooled == (table == len(spans) - 1) and (is_first or not first):
+                    rows.hot[hottest] |= np.uint8(1 << bit)
+        self._own.append(own / np.maximum(1, self._accesses))
+        rows.period[:] = 0
+        self._covered[:], self._accesses[:] = 0, 0
+
+    def _hottest(self, places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the hottest of the places; ties: the smaller ids."""
+        uses, weights = self._rows.period[places], self._rows.weights_of(places)
+        hottest: NDArray[np.int64] = places
+        if weights is not None:
+            order = np.argsort(-uses.astype(np.int64), kind="stable")
+            most = np.searchsorted(weights[order].cumsum(), count, side="right")
+            hottest = places[order[:most]]
+        elif len(uses) > count:
+            least = np.partition(uses, len(uses) - count)[len(uses) - count]
+            above = np.flatnonzero(uses > least)
+            ties = np.flatnonzero(uses == least)[: count - len(above)]
+            hottest = places[np.concatenate([above, ties])]
+        return hottest
+
+    def result(self) -> list[Drift]:
+        """Return the drift of each table, and last of all together."""
+        if self._period is not None:
+            self._end()
+        # Weights may add up to more than all accesses.
+        own = np.minimum(np.array(self._own).reshape(-1, len(self._accesses)), 1)
+        later = np.minimum(np.array(self._later).reshape(-1, len(self._accesses), 2), 1)
+        return [
+            Drift(int(count), own[:, table], later[:, table, 0], later[:, table, 1])
+            for table, count in enumerate(self._hot_rows)
+        ]

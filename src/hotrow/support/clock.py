@@ -1,6 +1,6 @@
-"""Where the host's time goes, by parts that have names; a profiler's trace shows the same names.
+"""Seconds of the host by named parts; a profiler's trace shows the same names.
 
-What a device does meanwhile is not seen here, and nobody waits for it.
+Time of a device is not measured, and nothing here waits for one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.profiler import record_function
 
 PREFIX = "hotrow: "  # of names in a trace
 
-# What is added up together; other parts only have names.
+# The sum of each part; other parts only have names.
 _SUMS = {
     "read": "read",
     "plan": "plan",
     **dict.fromkeys(("fill", "send", "collect", "exchange", "insert"), "rows"),
 }
 _UNNAMED: AbstractContextManager[Any] = nullcontext()
-# To ask costs a tenth of a microsecond, a name that nobody reads several.
+# This check costs 0.1 us; a name costs several, so it is made only for a profiler.
 _is_traced: Any = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """What runs inside has a name in a trace, if one is being made."""
+    """Name the block in a profiler's trace, if one is being recorded."""
     return record_function(PREFIX + name) if _is_traced() else _UNNAMED
 
 
@@ -41,7 +41,7 @@ class Sum:
 
 
 class Part:
-    """Adds the seconds inside it to a sum; not to be entered twice at a time."""
+    """Adds the seconds of a block to a sum; not reentrant."""
 
     __slots__ = ("_name", "_named", "_since", "_sum")
 
@@ -69,18 +69,18 @@ class Clock:
         self._waits: list[float] = []
 
     def part(self, name: str) -> Part:
-        found = self._parts.get(name)
-        if found is None:
+        part = self._parts.get(name)
+        if part is None:
             total = getattr(self, _SUMS[name]) if name in _SUMS else Sum()
-            found = self._parts[name] = Part(name, total)
-        return found
+            part = self._parts[name] = Part(name, total)
+        return part
 
     def note_wait(self, share: float) -> None:
-        """For which part of a step a device's training has waited for rows."""
+        """Add the share of a step in which a device waited for rows."""
         self._waits.append(share)
 
     def take_waited(self) -> float:
-        """The mean of what was noted since this was asked last; NaN: nothing was."""
+        """Return the mean of the shares since the last call; NaN: none."""
         if not self._waits:
             return math.nan
         waits, self._waits = self._waits, []

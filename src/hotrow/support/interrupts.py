@@ -1,4 +1,4 @@
-"""Ctrl-C, and other signals, at a good moment."""
+"""Delay Ctrl-C and other signals until a block of code has ended."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import threading
 from types import FrameType
 from typing import Any
 
-# Whose handlers are known to raise: Ctrl-C, a request to end, time-outs, and a worker of torch's
-# DataLoader that was killed.
+# Signals whose handlers are known to raise: Ctrl-C, termination, time-outs, and a killed worker of
+# torch's DataLoader.
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
-# As signal.getsignal, which makes an enum of every answer: this is asked several times a step.
+# Like signal.getsignal, but without making an enum: this is called several times a step.
 _handler, _SIGINT = _signal.getsignal, int(signal.SIGINT)
 
 
 class _Gate:
-    """Lets signals through, or keeps them until it opens again."""
+    """Passes signals on, or keeps them until it opens again."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -27,16 +27,16 @@ class _Gate:
         self.handlers: dict[int, Any] = {}
 
     def put_up(self) -> None:
-        for each in _SIGNALS:
-            handler = signal.getsignal(each)
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
             if callable(handler) and handler != self.receive:
-                self.handlers[each] = handler
-                signal.signal(each, self.receive)
+                self.handlers[number] = handler
+                signal.signal(number, self.receive)
 
     def take_down(self) -> None:
-        for each, handler in self.handlers.items():
-            if signal.getsignal(each) == self.receive:  # whoever came since stays
-                signal.signal(each, handler)
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) == self.receive:  # keep a handler that was set since
+                signal.signal(number, handler)
         self.handlers = {}
 
     def receive(self, number: int, frame: FrameType | None) -> None:
@@ -58,10 +58,10 @@ def _in_main_thread() -> bool:
 
 
 class uninterrupted:
-    """Let an interrupt wait until the block has ended.
+    """Delay signals until the block has ended.
 
-    Maps and bytes change together, or a row is lost: Python would raise KeyboardInterrupt
-    between any two lines.
+    Python raises KeyboardInterrupt between any two lines. Maps and bytes must change together, or
+    a row is lost.
     """
 
     def __enter__(self) -> None:
@@ -89,7 +89,7 @@ class uninterrupted:
 
 
 class Standing:
-    """While one of these is up, `uninterrupted` does not ask the system, and costs nothing."""
+    """Keeps the handlers installed, so that `uninterrupted` costs nothing."""
 
     def put_up(self) -> None:
         if _in_main_thread():
@@ -102,5 +102,5 @@ class Standing:
             _gate.take_down()
 
     def let_go(self) -> None:
-        """Let the end of the next block take the handlers down. For any thread, and finalizers."""
+        """Let the end of the next block remove the handlers. For any thread, and finalizers."""
         _gate.standing.discard(self)

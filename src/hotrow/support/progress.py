@@ -1,4 +1,4 @@
-"""A bar on the terminal for what takes long; nothing where nobody looks."""
+"""A progress bar on the terminal for long work."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-_SOON = 1.0  # seconds: what is done by then needs no bar
+_SOON = 1.0  # seconds: shorter work gets no bar
 
 
 @contextmanager
-def bytes_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives `advance(done, total)`, in bytes, for one piece of work.
+def bytes_bar(
+    title: str, *, clock: Callable[[], float] = perf_counter
+) -> Iterator[Callable[[int, int], None]]:
+    """Yield `advance(done, total)`, in bytes, for one piece of work.
 
-    The bar goes to stderr, if that is a terminal, and away when the work has ended.
+    The bar goes to stderr if that is a terminal, and disappears when the work has ended.
     """
-    started, bar, task = perf_counter(), None, None
+    started, bar, task = clock(), None, None
 
     def advance(done: int, total: int) -> None:
         nonlocal bar, task
         if bar is None:
-            if done >= total or perf_counter() - started < _SOON or not _is_seen():
+            if done >= total or clock() - started < _SOON or not _is_seen():
                 return
             bar = _bar()
             bar.start()
@@ -43,7 +45,7 @@ def _is_seen() -> bool:
 
 
 def _bar() -> Any:
-    # Here, because most programs never come to it.
+    # Imported here, because most programs need no bar.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -55,3 +57,7 @@ def _bar() -> Any:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def no_progress(*_: object) -> None:
+    """Ignore reports of progress."""

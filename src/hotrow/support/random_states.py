@@ -1,4 +1,4 @@
-"""The states of all random numbers of a process, as trees of numbers and tensors."""
+"""The states of all random generators of a process, as trees of numbers and tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_states() -> dict[str, Any]:
         "python": [version, torch.tensor(words), gauss],
         "numpy": [kind, keys, *rest],
         "torch": torch.get_rng_state(),
-        # A device that nobody has used has no state yet, and asking would make one.
+        # An unused device has no state, and asking for it would initialise the device.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
@@ -33,5 +33,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     devices = states["cuda"]
     if devices and torch.cuda.is_available():
-        for number, each in enumerate(devices[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(each, number)
+        for number, state in enumerate(devices[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, number)

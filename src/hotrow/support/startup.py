@@ -1,7 +1,7 @@
 """Ctrl-C while the `hotrow` command is still importing torch ends it in silence.
 
-Python would show where in torch it was, in dozens of lines. Only the command itself is treated so:
-whoever imports hotrow keeps Python's own behaviour.
+Python would show where in torch it was, in dozens of lines. Only the command itself does this:
+programs that import hotrow keep Python's own behaviour.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 
 
 def is_the_command(argv: list[str], original: list[str]) -> bool:
-    """Whether `hotrow ...` or `python -m hotrow ...` was typed."""
+    """Return whether the process is `hotrow ...` or `python -m hotrow ...`."""
     module = original[original.index("-m") + 1 :][:1] if "-m" in original else []
     return module == ["hotrow"] or os.path.basename(argv[0] if argv else "") == "hotrow"
 
 
 def _interrupts_end() -> None:
-    """From now on Ctrl-C ends the command at once, as it does in C."""
+    """Let Ctrl-C end the command at once, without a traceback."""
     if (
         is_the_command(getattr(sys, "argv", []), sys.orig_argv)
         and threading.current_thread() is threading.main_thread()
@@ -29,7 +29,7 @@ def _interrupts_end() -> None:
 
 
 def interrupts_raise() -> None:
-    """Everything is imported: Ctrl-C is a KeyboardInterrupt again."""
+    """Let Ctrl-C raise KeyboardInterrupt again, when everything is imported."""
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.SIG_DFL

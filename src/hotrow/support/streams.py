@@ -1,7 +1,7 @@
-"""Where work is queued: beside training, or with it. The only place that knows streams.
+"""Streams beside training, marks in them, and captured launches.
 
-On a GPU every lane is a stream and marks are events. On a CPU everything runs at once, in order,
-and marks say nothing.
+On a GPU every lane is a stream and marks are events. On a CPU everything runs in order, and every
+mark has passed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,30 +21,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 Name = Literal["sort", "plan", "rows", "back", "train"]
 
 
-class Mark(Protocol):
-    """A point in a lane."""
+class Mark:
+    """A point in a lane. On a CPU it has passed."""
 
     def wait(self) -> None:
-        """The host waits until the lane has come there."""
+        """Let the host wait until the lane has come there."""
 
     def passed(self) -> bool:
-        """Whether the lane has come there."""
-
-    def since(self, earlier: Mark) -> float:
-        """Seconds between two marks of any lanes that have passed; below 0: it came before."""
-
-
-class _Passed:
-    def wait(self) -> None: ...
-
-    def passed(self) -> bool:
+        """Return whether the lane has come there."""
         return True
 
     def since(self, earlier: Mark) -> float:
+        """Seconds between two marks of any lanes that have passed; below 0: it came before."""
         return 0.0
 
 
-class _Event:
+class _Event(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # torch.cuda.Event adds nothing to it but a layer of Python, several times a step.
         self.event = torch._C._CudaEventBase(enable_timing=True)
@@ -105,7 +97,9 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Lanes:
-    """`sort`, `plan`, `rows` and `back` run beside `train`, the lane of whoever calls."""
+    """`sort`, `plan`, `rows` and `back` run beside `train`, the lane of the caller."""
+
+    _event: type[_Event] = _Event
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -126,7 +120,7 @@ class Lanes:
         return found or torch.cuda.current_stream(self.device.index)
 
     def on(self, name: Name) -> AbstractContextManager[None]:
-        """What is launched inside runs in a lane."""
+        """Launch the work of the block in a lane."""
         stream = self._streams.get(name)
         return _NOWHERE if stream is None else _On(self, stream)
 
@@ -167,62 +161,62 @@ class Lanes:
             here.has_turn, here.outside = False, None
 
     def mark(self, name: Name) -> Mark:
-        """What has been launched in a lane so far."""
+        """Return a mark behind all work of a lane so far."""
         if not self._streams:
-            return _Passed()
+            return Mark()
         stream = self._stream(name)
-        mark = _Event(stream)
+        mark = self._event(stream)
         # Threads train on streams of their own.
         self._newest[stream.cuda_stream if name == "train" else name] = mark
         return mark
 
     @property
     def trained_on(self) -> torch.cuda.Stream | None:
-        """The stream on which the current thread has trained last."""
+        """The stream on which the current thread trained last."""
         return self.here.trained_on
 
     def launched_on(self, stream: torch.cuda.Stream | None) -> Mark:
-        """A mark in a stream that nobody else hears of, from any thread."""
-        return self.mark("train") if stream is None else _Event(stream)
+        """Return a mark in a stream that `newest` does not return; for any thread."""
+        return self.mark("train") if stream is None else self._event(stream)
 
     def mark_here(self) -> Mark:
-        """A mark in the current stream, that nobody else hears of."""
+        """Return a mark in the current stream that `newest` does not return."""
         if not self._streams:
-            return _Passed()
-        return _Event(self._current(self.here.inside or self.here.trained_on))
+            return Mark()
+        return self._event(self._current(self.here.inside or self.here.trained_on))
 
     def newest(self, name: Name) -> Mark | None:
-        """The last mark that was made in a lane, which may have been given more since."""
+        """Return the last mark of a lane; later work may follow it."""
         if name != "train":
             return self._newest.get(name)
         stream = self.here.trained_on
         return None if stream is None else self._newest.get(stream.cuda_stream)
 
     def after(self, name: Name, mark: Mark | None) -> None:
-        """What a lane is given from now on waits for a mark; the host does not."""
+        """Let later work of a lane wait for a mark; the host does not wait."""
         if isinstance(mark, _Event):
             mark.event.wait(self._stream(name))
 
     def join(self) -> None:
-        """What training does next waits for all lanes, and they for what it has done so far.
+        """Let later work of training wait for all lanes, and lanes for training's work so far.
 
-        A thread that does not train has its own stream in training's place; both are joined.
+        A thread that does not train joins its own stream as well as training's.
         """
         if not self._streams:
             return
         mine = self._stream("train")
         for name, stream in self._streams.items():
-            mark = self._newest[name] = _Event(stream)
+            mark = self._newest[name] = self._event(stream)
             mark.event.wait(mine)
         for stream in self._trained_elsewhere(mine):
-            _Event(stream).event.wait(mine)
+            self._event(stream).event.wait(mine)
         self.read_here()
 
     def read_here(self) -> None:
-        """All lanes, and training, wait for what the current thread has launched so far."""
+        """Let all lanes and training wait for the current thread's work so far."""
         if self._streams:
             mine = self._stream("train")
-            mark = self._newest[mine.cuda_stream] = _Event(mine)
+            mark = self._newest[mine.cuda_stream] = self._event(mine)
             for stream in (*self._streams.values(), *self._trained_elsewhere(mine)):
                 mark.event.wait(stream)
 
@@ -231,13 +225,13 @@ class Lanes:
         return [stream for other, stream in self._training.items() if other != number]
 
     def keep_for(self, name: Name, tensors: Sequence[Tensor]) -> None:
-        """Tensors of another lane, or the host's, are read in this one: memory lives that long."""
+        """Keep the memory of tensors until a lane has read them."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream(name))
 
     def hand_over(self, tensors: list[Tensor], made: Mark | None = None) -> None:
-        """Tensors made in another lane are used by training: their memory lives that long."""
+        """Keep the memory of tensors that another lane made until training has used them."""
         if self._streams:
             stream = torch.cuda.current_stream(self.device.index)
             for tensor in tensors:
@@ -246,22 +240,21 @@ class Lanes:
                     self._made[tensor] = made
 
     def made_by(self, tensors: Sequence[Tensor]) -> Mark:
-        """When tensors on the device are there: what made them is training, unless another lane has
-        handed them over."""
+        """Return a mark after which tensors are made: training's, unless handed over."""
         marks = {self._made.get(tensor) for tensor in tensors}
         return (marks.pop() if len(marks) == 1 else None) or self.mark("train")
 
     def read_in(self, name: Name, tensors: Sequence[Tensor]) -> None:
-        """Tensors are read in a lane, when whoever made them has."""
-        there = [each for each in tensors if each.is_cuda]
-        if there:
-            self.after(name, self.made_by(there))
-            self.keep_for(name, there)
+        """Let a lane read tensors when they are made."""
+        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+        if on_gpu:
+            self.after(name, self.made_by(on_gpu))
+            self.keep_for(name, on_gpu)
 
 
 @cache
 def lanes_of(device: Any) -> Lanes:
-    """The lanes of a device, shared by all that runs on it."""
+    """Return the lanes of a device, shared by all that runs on it."""
     if device.type == "cuda" and device.index is None:
         return lanes_of(torch.device("cuda", torch.cuda.current_device()))
     if device.type == "cuda":
@@ -270,9 +263,9 @@ def lanes_of(device: Any) -> Lanes:
 
 
 class Recorder:
-    """Launches that are the same every time: captured as CUDA graphs when they come again.
+    """Captures repeated launches as CUDA graphs.
 
-    Each launch from Python costs the host as much as the GPU takes for a small kernel.
+    A launch from Python takes the host as long as a small kernel takes the GPU.
     """
 
     _MOST_GRAPHS = 192
@@ -286,21 +279,18 @@ class Recorder:
 
     def run(self, key: Any, launch: Callable[[], None]) -> None:
         """Launch, or replay what was captured under `key`."""
-        found = self._graphs.get(key)
-        if found is not None:
-            found.replay()
-        elif not self._on_gpu or not self._comes_again(key):
+        graph = self._graphs.get(key)
+        if graph is None and self._on_gpu and self._comes_again(key):
+            graph = self._capture(launch)
+            if graph is not None:
+                self._graphs[key] = graph
+        if graph is None:
             launch()
         else:
-            found = self._capture(launch)
-            if found is None:
-                launch()
-            else:
-                self._graphs[key] = found
-                found.replay()
+            graph.replay()
 
     def _comes_again(self, key: Any) -> bool:
-        """Whether launches were seen before, and compiled; what comes once is not worth a graph."""
+        """Return whether a key was seen before: its kernels are compiled, and a graph pays."""
         if key in self._seen:
             return len(self._graphs) < self._MOST_GRAPHS
         if len(self._seen) >= self._MOST_SEEN:
@@ -309,14 +299,14 @@ class Recorder:
         return False
 
     def forget(self) -> None:
-        """What was captured reads tensors that are about to go."""
+        """Drop all graphs, because their tensors are about to be freed."""
         if self._graphs:
             synchronize()  # graphs may still be running
             self._graphs.clear()
             self._pool = None  # it went with the last of them
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """None if another thread has spoiled it: it is tried again when it comes again."""
+        """Return a graph; None: another thread has spoiled it, and the next launch tries again."""
         try:
             graph = capture(launch, self._pool, torch.cuda.current_stream().priority)
         except RuntimeError as error:
@@ -334,10 +324,10 @@ def _capture_stream(device: int, priority: int) -> torch.cuda.Stream:
 
 
 def _own_stream(device: int, priority: int) -> torch.cuda.Stream:
-    """A stream that no other code gets.
+    """Create a stream that no other code gets.
 
-    torch hands out the same 32 streams to all that ask. What another thread launches on a stream
-    that captures becomes part of the graph, and what it captures takes what is launched here.
+    torch hands out the same 32 streams to all callers. If two threads shared one, a capture in one
+    thread would record the launches of the other.
     """
     handle = ctypes.c_void_p()
     non_blocking = 1

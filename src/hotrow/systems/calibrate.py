@@ -1,13 +1,13 @@
-"""Rows worth a budget of fast memory, by counted accesses: FAE's calibrator.
+"""FAE's calibrator: rows worth a budget of fast memory, by counted accesses.
 
-Sampler, access logger, threshold search and classifier. Sees ids and counts, never rows.
+Sampler, access logger, threshold search and classifier. This module sees ids and counts, not rows.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,6 +15,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile, check_profile
 from hotrow.inputs.batch import Batch, KeyedJaggedTensor, parse
 from hotrow.inputs.hotset import HotSet, Places, RowBytes
@@ -24,11 +25,8 @@ from hotrow.store.writer import add_at
 from hotrow.systems.estimate import Estimate, exact_rows
 
 SAMPLED = 0.05
-_LARGE = 1 << 16  # lookups of a batch that are worth more threads than one
-_ALONE = (1 << 15) - 1  # so many a thread counts without asking torch's own for help
 SMALL_TABLE_BYTES = 1 << 20
-# Shares of a table's accesses. The published grid ends at 1e-3; above it is what only a tiny
-# budget needs.
+# Shares of a table's accesses. The published grid ends at 1e-3; only a tiny budget needs more.
 GRID = tuple(10 ** (-step / 10) for step in range(71))
 PUBLISHED_GRID_ENDS = 1e-3
 
@@ -37,11 +35,11 @@ PUBLISHED_GRID_ENDS = 1e-3
 
 
 def sampled(batches: Iterable[Batch], rate: float = SAMPLED, *, seed: int = 0) -> Iterator[Batch]:
-    """A random part of all samples, each by a draw of its own; batches of none are left out.
+    """Yield a random part of all samples; skip batches of which none is drawn.
 
-    Without replacement, unlike the published code: there a sample may be drawn twice, and its
-    rows, which may be the rarest, count twice, while others give way. Drawing sample by sample
-    takes one pass, of any length, and the same samples at every batch size.
+    Each sample is drawn independently, without replacement, in one pass: the same samples at every
+    batch size. The published code may draw a sample twice, and so counts its rows, which may be
+    rare, twice.
     """
     if not 0 < rate <= 1:
         raise ValueError(f"rate must be more than 0 and at most 1, not {rate}")
@@ -63,16 +61,19 @@ def _taken(batch: Batch, places: Tensor) -> Batch:
 
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Of this process: a forked child has none of the threads."""
+    """Return the threads of this process: a forked child does not have its parent's."""
     return ThreadPoolExecutor(max(1, min(4, torch.get_num_threads() // 2)), "hotrow-counts")
 
 
 class AccessCounts:
-    """How often each row was read, exactly. Eight bytes per row, on any device.
+    """Exact numbers of accesses to each row. Eight bytes per row, on any device.
 
-    Padding that bags skip is not counted. Counts are of the batches given: `sampled` ones are a
-    sample, and shares of accesses are then estimates.
+    Padding that bags skip is not counted. If the batches are `sampled`, shares of accesses are
+    estimates.
     """
+
+    _LARGE = 1 << 16  # lookups of a batch that are worth several threads
+    _ALONE = (1 << 15) - 1  # lookups that one thread counts without torch's own threads
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], device: torch.device | str = "cpu"
@@ -83,8 +84,7 @@ class AccessCounts:
 
     @classmethod
     def of_profile(cls, tables: Sequence[EmbeddingBagConfig], profile: Profile) -> AccessCounts:
-        """As `EmbeddingBagCollection(profile=)` takes them; tables it does not name were not
-        read."""
+        """Return the counts of a profile, as `EmbeddingBagCollection(profile=)` takes it."""
         check_profile(profile, tables)
         counts = cls(tables)
         for name, given in profile.items():
@@ -96,7 +96,7 @@ class AccessCounts:
         return counts
 
     def add(self, batch: Batch, *, times: int = 1) -> None:
-        """Count a batch, which is on the counts' device; on a GPU that is not waited for."""
+        """Count a batch on the counts' device; a GPU is not synchronized."""
         parts = self._parts_of(batch)
         if len(parts) == 1:
             self._add(self.places.checked(batch), times)
@@ -106,7 +106,7 @@ class AccessCounts:
             if int(self._counts[self.places.no_row]) != before:
                 self._add_at_once(parts, -times)
                 self._counts[self.places.no_row] = before
-                self.places.checked(batch)  # names it
+                self.places.checked(batch)  # raises, naming the id
         self.num_samples += batch.num_samples
 
     def _add_at_once(self, parts: Sequence[Batch], times: int) -> None:
@@ -121,14 +121,14 @@ class AccessCounts:
         add_at(self._counts, places.flatten(), times)
 
     def _parts_of(self, batch: Batch) -> list[Batch]:
-        """What threads may count at once: none of them reads a table that another reads.
+        """Split a large batch for several threads, no two of which count the same table.
 
         Most of a thread's time is spent waiting for memory.
         """
         values = batch.values
-        if values.device.type != "cpu" or batch.offsets is not None or values.numel() < _LARGE:
+        if values.device.type != "cpu" or batch.offsets is not None or values.numel() < self._LARGE:
             return [batch]
-        wide = max(1, _ALONE // max(1, batch.num_samples))
+        wide = max(1, self._ALONE // max(1, batch.num_samples))
         columns: list[list[int]] = [[]]
         for mine in self._columns_by_table(batch.keys):
             if columns[-1] and len(columns[-1]) + len(mine) > wide:
@@ -150,37 +150,26 @@ class AccessCounts:
             found.setdefault(table_of.get(key), []).append(column)
         return list(found.values())
 
-    def merge(self, others: AccessCounts) -> None:
-        """Add what was counted elsewhere, over the same tables."""
-        if others.places.bases != self.places.bases or others.places.size != self.places.size:
-            raise ValueError("counts to be merged are of other tables")
-        self._counts += others._counts.to(self._counts.device)
-        self.num_samples += others.num_samples
-
     @property
     def flat(self) -> Tensor:
-        """[all rows] int64, table by table; a view."""
+        """Return the counts of all rows, [rows] int64, table by table; a view."""
         if int(self._counts[self.places.no_row]):
             raise ValueError(
-                "among the ids counted are some that no table has; count the batches on a CPU to "
-                "have the first one named"
+                "some of the counted ids are in no table; count the batches on a CPU to get the "
+                "first one named"
             )
         return self._counts[: self.places.num_rows]
 
     def of(self, table: str) -> Tensor:
-        """[rows of the table] int64; a view."""
+        """Return the counts of a table's rows, int64; a view."""
         return self.flat[self.places.span(table)]
 
     def accesses(self) -> dict[str, int]:
-        """How often each table was read."""
+        """Return the number of accesses to each table."""
         return {table.name: int(self.of(table.name).sum()) for table in self.places.tables}
 
-    def profile(self) -> dict[str, Tensor]:
-        """As `EmbeddingBagCollection(profile=)` takes it."""
-        return {table.name: self.of(table.name).cpu() for table in self.places.tables}
-
     def scale(self, numerator: int, denominator: int) -> None:
-        """Every count times a fraction, rounded down."""
+        """Multiply every count by a fraction, rounding down."""
         self._counts.mul_(numerator).div_(denominator, rounding_mode="floor")
 
     def clear(self) -> None:
@@ -193,29 +182,21 @@ class AccessCounts:
 
 @dataclass(frozen=True)
 class HotReport:
-    """What was chosen, and what it serves."""
+    """Which rows were chosen, and how many accesses they serve."""
 
-    rows: Mapping[str, int]  # hot ones, by table
+    rows: Mapping[str, int]  # hot rows by table
     num_rows: int
     hot_bytes: int
     budget_bytes: int
-    covered: float  # share of the counted accesses that read hot rows; NaN: none was counted
+    covered: float  # share of the counted accesses that read hot rows; NaN without accesses
     threshold: float | None  # share of its table's accesses that makes a row hot
-    notes: tuple[str, ...] = ()  # what is out of the ordinary, in sentences
+    notes: tuple[str, ...] = ()  # unusual facts, in sentences
 
 
 @dataclass(frozen=True)
 class Chosen:
     hot: HotSet
     report: HotReport
-
-
-def cut_off(threshold: float, accesses: int, rate: float = 1.0) -> float:
-    """How often a row must have been counted to be hot: its share of the table's accesses.
-
-    `accesses` are those of the whole data of which a part, `rate`, was counted, or those counted.
-    """
-    return max(1.0, threshold * accesses * rate)  # what was never read is never hot
 
 
 def by_threshold(
@@ -227,9 +208,9 @@ def by_threshold(
     small_table_bytes: int = SMALL_TABLE_BYTES,
     grid: Sequence[float] = GRID,
 ) -> Chosen:
-    """The smallest share of its table's accesses that makes a row hot, so that all fit the budget.
+    """Make a row hot by its share of its table's accesses; choose the smallest share that fits.
 
-    Tables of `small_table_bytes` at most are hot as a whole, as published; 0: none is.
+    Tables of at most `small_table_bytes` are hot as a whole, as published; 0: none is.
     """
     choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
     if choice.is_settled:
@@ -240,7 +221,7 @@ def by_threshold(
         middle = (fitting + over) // 2
         fits = choice.estimated_bytes(shares[middle], estimate) <= choice.left_bytes
         fitting, over = (middle, over) if fits else (fitting, middle)
-    # An estimate may be too small, so what it found is counted.
+    # An estimate may be too small, so the result is counted exactly.
     while fitting >= 0 and choice.estimated_bytes(shares[fitting], exact_rows) > choice.left_bytes:
         fitting -= 1
     if fitting < 0:
@@ -267,10 +248,9 @@ def top_k(
     *,
     small_table_bytes: int = 0,
 ) -> Chosen:
-    """The most used rows of all tables within the budget; by uses per byte where widths differ.
+    """Choose the most used rows of all tables within the budget; by uses per byte if widths differ.
 
-    Rows that were never counted stay cold, whatever is left: the published code fills its budget
-    with them.
+    Rows without accesses stay cold. The published code fills its budget with them.
     """
     choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
     if not choice.is_settled:
@@ -278,19 +258,47 @@ def top_k(
     return choice.done(None)
 
 
-def most_used(
-    rows: Mapping[str, Tensor], uses: Mapping[str, Tensor], most: int
+def most_used_first(
+    embedding: EmbeddingBagCollection,
+    hot: HotSet,
+    uses_of: Callable[[str], Tensor] | None,
+    room: Mapping[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Of row numbers by table, on the CPU, the most used first, and so many of all tables."""
-    names = list(rows)
-    table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, rows.values())]))
-    every = torch.cat([rows[name] for name in names])
-    order = torch.cat([uses[name] for name in names]).sort(descending=True, stable=True)[1][:most]
-    return {name: every[order[table_of[order] == place]] for place, name in enumerate(names)}
+    """Return hot rows by table, the most used first: for each width as many as can be pinned.
+
+    `uses_of` gives the uses of a table's rows; None: unknown. `room` is the number of rows by
+    width; None: all that the collection has room for.
+    """
+    room, chosen = room or embedding.room_for_pins(), dict[str, Tensor]()
+    for group in embedding.groups:
+        names = [table.name for table in group.layout.tables]
+        rows = [hot.rows(name).cpu() for name in names]
+        uses = [
+            torch.zeros(len(numbers)) if uses_of is None else uses_of(name).cpu()[numbers]
+            for name, numbers in zip(names, rows, strict=True)
+        ]
+        table_of = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, rows)]))
+        every = torch.cat(rows)
+        order = torch.cat(uses).sort(descending=True, stable=True)[1][: room[group.dim]]
+        for place, name in enumerate(names):
+            chosen[name] = every[order[table_of[order] == place]]
+    return chosen
+
+
+def row_bytes(embedding: EmbeddingBagCollection) -> RowBytes:
+    """Return the bytes of a row of each table, with its optimizer state."""
+    groups = embedding.groups
+    return {table.name: 4 * group.width for group in groups for table in group.layout.tables}
+
+
+def room_for_pins(embedding: EmbeddingBagCollection) -> int:
+    """Return the bytes of rows that can be pinned."""
+    room = embedding.room_for_pins()
+    return sum(4 * group.width * room[group.dim] for group in embedding.groups)
 
 
 class _Choice:
-    """A hot set while it is being chosen."""
+    """A hot set that is being chosen."""
 
     def __init__(
         self,
@@ -306,12 +314,12 @@ class _Choice:
         self._accesses = counts.accesses()
         self._notes: list[str] = []
         self._is_hot = torch.zeros_like(self._flat, dtype=torch.bool)
-        self._counted = self.tables  # those whose rows must earn it
+        self._counted = self.tables  # tables whose rows are hot by their counts
         self.left_bytes = budget_bytes
-        self.is_settled = self._is_clear_from_the_budget()
+        self.is_settled = self._is_settled_by_budget()
         if not self.is_settled:
             self._add_small(small_table_bytes)
-            self._note_what_was_not_read()
+            self._note_missing_accesses()
 
     def _check(self) -> None:
         missing = [table.name for table in self.tables if table.name not in self.row_bytes]
@@ -323,7 +331,7 @@ class _Choice:
         if self.budget_bytes < 0:
             raise ValueError(f"a hot budget cannot be {self.budget_bytes:,} bytes")
 
-    def _is_clear_from_the_budget(self) -> bool:
+    def _is_settled_by_budget(self) -> bool:
         everything = sum(self._table_bytes(table) for table in self.tables)
         smallest = min(self.row_bytes[table.name] for table in self.tables)
         if self.budget_bytes >= everything:
@@ -360,15 +368,11 @@ class _Choice:
         self.left_bytes -= need
         self._counted = tuple(table for table in self.tables if table not in small)
 
-    def _note_what_was_not_read(self) -> None:
+    def _note_missing_accesses(self) -> None:
         if self._counted and not any(self._accesses[table.name] for table in self._counted):
             self.note(
                 "no access was counted"
-                + (
-                    " to a table that is not hot as a whole"
-                    if len(self._counted) < len(self.tables)
-                    else ""
-                )
+                + " to a table that is not hot as a whole" * (len(self._counted) < len(self.tables))
                 + ": no row is hot by its count"
             )
 
@@ -376,7 +380,7 @@ class _Choice:
         self._notes.append(sentence)
 
     def estimated_bytes(self, threshold: float, estimate: Estimate) -> float:
-        """Of the rows that would be hot, tables that are hot as a whole left out."""
+        """Return the bytes of rows that would be hot, without tables that are hot as a whole."""
         return sum(
             estimate(self.counts.of(table.name), self._cut_off(table, threshold))
             * self.row_bytes[table.name]
@@ -384,7 +388,8 @@ class _Choice:
         )
 
     def _cut_off(self, table: EmbeddingBagConfig, threshold: float) -> float:
-        return cut_off(threshold, self._accesses[table.name])
+        # At least 1: a row without accesses is never hot.
+        return max(1.0, threshold * self._accesses[table.name])
 
     def add_above(self, threshold: float) -> None:
         for table in self._counted:
@@ -396,7 +401,7 @@ class _Choice:
         for table in self._counted:
             uses = self.counts.of(table.name)
             used = uses.nonzero().squeeze(1)
-            rows.append(used + self.counts.places.bases[table.name])
+            rows.append(used + self.counts.places.span(table.name).start)
             gains.append(uses[used].double() / self.row_bytes[table.name])
             sizes.append(torch.full_like(used, self.row_bytes[table.name]))
         if not rows:

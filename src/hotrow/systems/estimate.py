@@ -1,7 +1,4 @@
-"""How many rows of a table were read often: counted, or estimated from a part of its counts.
-
-Sees the counts of one table.
-"""
+"""The number of a table's rows with many accesses: counted, or estimated from some counts."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# A table's counts and a cut-off -> how many rows have at least that count, rather too many.
+# A table's counts and a cut-off -> how many rows have at least that count; errs on the high side.
 Estimate = Callable[[Tensor, float], float]
 
 
@@ -30,14 +27,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class RandEmBox:
-    """An estimate from a few stretches of counters that lie side by side, as FAE has it.
+    """FAE's estimate from a few chunks of adjacent counters.
 
-    The mean over the stretches, scaled to the table, has a Student-t interval; its upper end is
-    the estimate. A table with no more counters than would be drawn is counted.
+    The mean over the chunks, scaled to the table, has a Student-t interval; its upper end is the
+    estimate. Small tables are counted.
 
-    That trusts hot rows to be spread over the table. Where they lie together (ids in the order of
-    their first appearance) most draws miss them, the estimate is far too small, and the choice by
-    threshold, which counts once at the end, has to correct it.
+    The estimate assumes that hot rows are spread over the table. Where they are adjacent (ids in
+    the order of their first appearance) most chunks miss them and the estimate is far too small;
+    `by_threshold`, which counts exactly at the end, corrects it.
     """
 
     chunks: int = 35
@@ -49,16 +46,17 @@ class RandEmBox:
         return self.interval(counts, cut_off).high
 
     def interval(self, counts: Tensor, cut_off: float) -> Interval:
-        """In rows of the table, both ends of the interval and its middle."""
+        """Return the interval's ends and its middle, in rows of the table."""
         if len(counts) <= self.chunks * self.chunk_rows:
             exact = exact_rows(counts, cut_off)
             return Interval(exact, exact, exact)
-        found = (counts[self._drawn(len(counts)).to(counts.device)] >= cut_off).sum(1).double()
+        drawn = self._drawn(len(counts)).to(counts.device)
+        hits = (counts[drawn] >= cut_off).sum(1).double()  # by chunk
         scale = len(counts) / self.chunk_rows
-        mean = float(found.mean())
+        mean = float(hits.mean())
         quantile = student_t((1 + self.confidence) / 2, self.chunks - 1)
-        half = quantile * float(found.std()) / math.sqrt(self.chunks)
-        few = _poisson_high(float(found.sum()), quantile) / self.chunks
+        half = quantile * float(hits.std()) / math.sqrt(self.chunks)
+        few = _poisson_high(float(hits.sum()), quantile) / self.chunks
         return Interval(
             low=max(0.0, mean - half) * scale,
             middle=mean * scale,
@@ -66,24 +64,21 @@ class RandEmBox:
         )
 
     def _drawn(self, num_rows: int) -> Tensor:
-        """[chunks, chunk_rows]: the same ones for every cut-off, so that a search is steady."""
+        """Return row numbers, [chunks, chunk_rows], the same for every cut-off."""
         draw = torch.Generator().manual_seed(self.seed)
         starts = torch.randint(num_rows, (self.chunks, 1), generator=draw)
-        # Around the end, so that every row is as likely as any other.
+        # Wraps around, so that all rows are equally likely.
         return (starts + torch.arange(self.chunk_rows)) % num_rows
 
 
 def _poisson_high(count: float, quantile: float) -> float:
-    """What may be expected at most where so few were found that their spread says nothing.
-
-    If none was found the spread is 0, and the published interval has no width at all.
-    """
+    """Return an upper bound for few hits. Without hits the published interval has no width."""
     return (math.sqrt(count + 1) + quantile / 2) ** 2
 
 
 @cache
 def student_t(probability: float, freedom: int) -> float:
-    """The quantile of Student's t distribution, by bisection on its closed form."""
+    """Return a quantile of Student's t distribution, by bisection on its closed form."""
     if not 0 < probability < 1 or freedom < 1:
         raise ValueError(
             f"no quantile {probability} of Student's t with {freedom} degrees of freedom"
@@ -98,7 +93,7 @@ def student_t(probability: float, freedom: int) -> float:
 
 
 def _t_below(angle: float, freedom: int) -> float:
-    """The share of Student's t below sqrt(freedom) tan(angle) (Abramowitz and Stegun 26.7.3-4)."""
+    """Return P(t < sqrt(freedom) tan(angle)) (Abramowitz and Stegun 26.7.3-4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
     term = cosine if odd else 1.0

@@ -1,7 +1,7 @@
-"""Does a model treat each sample of a batch by itself? One batch is tried, whole and in parts.
+"""Tests whether a model treats each sample of a batch by itself: one batch, whole and in parts.
 
-Nothing of the model, the rows or the random states changes: a copy of the dense part runs in
-training mode, around the same collections and without gradients.
+The model, the rows and the random states do not change: a copy of the dense part runs in training
+mode, around the same collections and without gradients.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotrow.embedding.ahead import tensors_in, to_device
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.inputs.tree import tensors_in, to_device
 from hotrow.training.trainer import Trainer, algorithms
 
 _MOST_COPIED = 1 << 30  # bytes of a dense part
-_APART = 1e-3  # of the range of outputs: a larger difference is not rounding
-_TF32 = 2.0**-10  # what a GPU may round numbers to
-_FEW = 100  # of so many samples one may differ: rounding can change a comparison in the model
+_APART = 1e-3  # share of the outputs' range: a larger difference is not rounding
+_TF32 = 2.0**-10  # to which a GPU may round
+_FEW = 100  # one of so many samples may differ: rounding can change a comparison in the model
 
 
 def refuse_mixed_samples(
@@ -43,8 +43,8 @@ def refuse_mixed_samples(
         whole = _outputs(run(batch), size)
         if whole is None or not bool(whole.isfinite().all()):
             return
-        # The halves differ as much as they can, and so does whatever is computed of a half.
-        where = next((each.device for each in tensors_in(batch)), whole.device)
+        # Sorted by output, so that the halves, and what is computed of them, differ most.
+        where = next((tensor.device for tensor in tensors_in(batch)), whole.device)
         order = whole[:, 0].argsort(stable=True).to(where)
         halves = order[: size // 2], order[size // 2 :]
         parts = [_outputs(run(take(half)), len(half)) for half in halves]
@@ -117,8 +117,8 @@ def _runner(trainer: Trainer[Any], batch: Any) -> Callable[[Any], Any]:
 
 def _eager(model: nn.Module) -> nn.Module:
     """Return the model itself where torch.compile has wrapped it."""
-    found: nn.Module = getattr(model, "_orig_mod", model)
-    return found
+    eager: nn.Module = getattr(model, "_orig_mod", model)
+    return eager
 
 
 def _twin(model: nn.Module) -> nn.Module | None:
@@ -131,7 +131,7 @@ def _twin(model: nn.Module) -> nn.Module | None:
     if sum(tensor.nbytes for tensor in own) > _MOST_COPIED:
         return None
     try:
-        twin = copy.deepcopy(model, {id(each): each for each in _collections(model)})
+        twin = copy.deepcopy(model, {id(rows): rows for rows in _collections(model)})
     except Exception:  # a model may hold anything, and most things can be copied
         return None
     for module in _dense_modules(twin):
@@ -143,27 +143,27 @@ def _twin(model: nn.Module) -> nn.Module | None:
 
 
 def _collections(model: nn.Module) -> list[EmbeddingBagCollection]:
-    return [each for each in model.modules() if isinstance(each, EmbeddingBagCollection)]
+    return [module for module in model.modules() if isinstance(module, EmbeddingBagCollection)]
 
 
 def _dense_modules(model: nn.Module) -> list[nn.Module]:
-    rows = {id(each) for collection in _collections(model) for each in collection.modules()}
-    return [each for each in model.modules() if id(each) not in rows]
+    rows = {id(part) for collection in _collections(model) for part in collection.modules()}
+    return [module for module in model.modules() if id(module) not in rows]
 
 
-def _outputs(found: Any, size: int) -> Tensor | None:
+def _outputs(result: Any, size: int) -> Tensor | None:
     """Return all outputs of `size` samples side by side, [size, n]; None if there are none."""
-    mine = [
-        each.detach().double().reshape(size, -1)
-        for each in tensors_in(found)
-        if each.ndim and len(each) == size and each.is_floating_point()
+    parts = [
+        tensor.detach().double().reshape(size, -1)
+        for tensor in tensors_in(result)
+        if tensor.ndim and len(tensor) == size and tensor.is_floating_point()
     ]
-    outputs = torch.cat(mine, 1) if mine else None
+    outputs = torch.cat(parts, 1) if parts else None
     return outputs if outputs is not None and outputs.shape[1] else None
 
 
 def _rounding(trainer: Trainer[Any]) -> float:
     """Return the coarsest relative step of the numbers that the model computes with."""
-    kinds = {each.dtype for each in trainer.model.parameters() if each.is_floating_point()}
+    kinds = {weight.dtype for weight in trainer.model.parameters() if weight.is_floating_point()}
     eps = max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
     return max(eps, _TF32) if trainer.device.type == "cuda" else eps

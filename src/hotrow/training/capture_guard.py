@@ -1,7 +1,7 @@
-"""Whether a model, or its optimizer, is still what it was when a step was captured.
+"""Notices changes of a model, or its optimizer, since a step was captured.
 
-A graph reads tensors at the places where they were, with the numbers as they were. Asked before
-every replay, so it looks at what was found once, instead of walking through the model again.
+A graph reads tensors at the addresses and with the settings of that time. The check runs before
+every replay, so it compares what was found once, instead of walking through the model again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 _values, _trains, _learns = dict.values, attrgetter("training"), attrgetter("requires_grad")
 
 
-class Watch:
-    """Remembers a model and an optimizer; `changed()` says whether they are others now."""
+class CaptureGuard:
+    """Remembers a model and an optimizer as they were at a capture."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._model, self._optimizer = model, optimizer
         self._modules = list(model.modules())
         self._tables: list[dict[str, Any]] = [
-            each
+            table
             for module in self._modules
-            for each in (module._parameters, module._buffers, module._modules)
+            for table in (module._parameters, module._buffers, module._modules)
         ]
         self._parts = self._parts_now()
-        self._tensors = [each for each in self._parts if isinstance(each, Tensor)]
+        self._tensors = [part for part in self._parts if isinstance(part, Tensor)]
         self._facts = self._facts_now()
 
-    def changed(self) -> bool:
-        """Whether anything is another one, elsewhere, or has another setting."""
+    def has_changed(self) -> bool:
+        """Whether anything was replaced, has moved, or has another setting."""
         parts = self._parts_now()
         return (
             len(parts) != len(self._parts)
@@ -42,11 +42,11 @@ class Watch:
         )
 
     def _parts_now(self) -> list[Any]:
-        """Every tensor and module, and the optimizer's state."""
+        """Return every tensor and module, and the optimizer's state."""
         parts = list(chain.from_iterable(map(_values, self._tables)))
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
-                parts += [each for each in state.values() if isinstance(each, Tensor)]
+                parts += [value for value in state.values() if isinstance(value, Tensor)]
         return parts
 
     def _facts_now(self) -> tuple[Any, ...]:
@@ -65,7 +65,8 @@ class Watch:
 
 
 def _setting(value: Any) -> Any:
-    """A graph reads a tensor on the device anew; one on the host it knows as it was."""
+    """Return what a setting is compared by. A graph reads a tensor on the device anew, and has the
+    value of one on the host."""
     if not isinstance(value, Tensor):
         return value
     return value.tolist() if value.device.type == "cpu" else _Same(value)

@@ -1,9 +1,10 @@
 """A training step as CUDA graphs: the host launches it at once, instead of kernel by kernel.
 
-A graph reads its inputs at fixed places: a few berths, each with room for a batch and its plans,
-which are used in turn; each has a graph of its own. Jagged batches leave a part of their berth
-empty, which the graph alone sees. What a graph cannot do (another shape, a batch that goes the
-direct way) runs eagerly, with the same kernels and the same bits.
+A graph reads its batch from a static input. What a graph cannot do (another shape, a batch that
+goes the direct way) runs eagerly, with the same kernels and the same bits. Members of a group that
+this module uses: `berths`, `room`, `can_be_captured`, `is_pooled`, `scalars_alike`, `frozen`,
+`changed`; `columns`, `free_berth`, `push_scalars`, `cut`, `bring`, `take_home`. Of a work: `group`,
+`batch`, `berth`, `plan.buffers`, `size`, `num_lookups`.
 """
 
 from __future__ import annotations
@@ -11,39 +12,52 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hotrow.embedding.ahead import map_tensors, only_tensors, only_tensors_in, tensors_in
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.embedding.pipeline import PlannedBatch
+from hotrow.embedding.reader import PlannedBatches
 from hotrow.engine.split_batch import Split
 from hotrow.inputs.batch import Room, parts_of
+from hotrow.inputs.tree import only_tensors, only_tensors_in
 from hotrow.support.messages import warn
-from hotrow.support.streams import PRIORITIES, Lanes, Mark, Name, capture, is_spoiled
+from hotrow.support.streams import PRIORITIES, Lanes, Name, capture, is_spoiled
 from hotrow.support.threads import writing
-from hotrow.training.capture_guard import Watch
+from hotrow.training.capture_guard import CaptureGuard
+from hotrow.training.static_inputs import (
+    InputForm,
+    InputShape,
+    PendingLoss,
+    StaticInput,
+    can_land,
+    engines_of,
+    works_of,
+)
 
-_EAGER_FIRST = 3  # steps of a shape before it is captured: kernels are compiled, memory is there
 _MOST_SHAPES = 4
-_FORGOTTEN = 64  # batches after which a shape that did not come again gives way to another
 _MOST_SPOILED = 20  # captures that other threads may spoil before steps run kernel by kernel
-_BERTHS = 6  # three batches between plan and training, the one in training, and some room
 
-Arrivals = Sequence[tuple[EmbeddingBagCollection, PlannedBatch]]
-# A step in two phases: each gives the loss so far when it is asked for.
+# A step in two phases: each yields the loss so far when it is asked for.
 Phases = Callable[[Any, Split], Generator[Tensor]]
 
 
+@dataclass(frozen=True)
+class GraphSettings:
+    """How steps are captured; tests set other values."""
+
+    capture: Callable[..., Any] = capture
+    eager_first: int = 3  # steps of a shape before it is captured: kernels are compiled by then
+    inputs: int = 6  # per shape: three batches between plan and training, one in training, spare
+    forgotten: int = 64  # batches after which a shape that did not come again gives way to another
+
+
 def run_phases(phases: Generator[Tensor], split: Split) -> Tensor:
-    """Both phases of a step, the second when its rows have arrived; its loss."""
+    """Run both phases of a step, the second when its rows have arrived; return its loss."""
     try:
         next(phases)
         split.wait()
@@ -65,23 +79,25 @@ class CapturedStep:
         *,
         batch_size: int | None = None,
         max_lookups: int | None = None,
+        settings: GraphSettings,
     ) -> None:
-        """`phases` are those of a step in two parts. Of other sizes than `batch_size`, or with
-        more lookups, no batch is captured."""
-        # Weakly: it belongs to whoever owns this, and both hold memory that must go in time.
+        """`phases` are those of a step in two parts. Batches of other sizes than `batch_size`, or
+        with more lookups, are not captured."""
+        # Weak references: the step owns this object, and both hold memory that must be freed soon.
         self._step, self._phases = weakref.WeakMethod(step), weakref.WeakMethod(phases)
         self._model, self._optimizer, self._lanes = model, optimizer, lanes
         self._batch_size, self._max_lookups = batch_size, max_lookups
-        self._shapes: dict[Any, _Shape] = {}
+        self._settings = settings
+        self._shapes: dict[Any, InputShape] = {}
         self._rooms: dict[int, Room] = {}  # by the place of a tensor in the batch
-        self._berths: dict[int, _Berth] = {}  # by the identity of the batch that was handed out
-        self._past: deque[Any] = deque(maxlen=8 * _BERTHS)  # batches that were overwritten
+        self._inputs: dict[int, StaticInput] = {}  # by the identity of the batch that was yielded
+        self._past: deque[Any] = deque(maxlen=8 * settings.inputs)  # overwritten batches
         self._landed = 0
-        self._settings: dict[tuple[bool, ...], Any] = {}  # by the engines of a step
-        self._watch: Watch | None = None
+        self._known: dict[tuple[bool, ...], Any] = {}  # settings of rows, by the engines of a step
+        self._guard: CaptureGuard | None = None
         self._loss = torch.zeros((), device=lanes.device)
-        self.late: Late | None = None
-        self._trained: list[_Berth] = []  # in the turn before, so not marked yet
+        self.pending_loss: PendingLoss | None = None
+        self._trained: list[StaticInput] = []  # in the turn before, so not marked yet
         self._lane: Name = "plan"
         self._pool: Any = None
         self._stale = 0
@@ -89,16 +105,20 @@ class CapturedStep:
         self._spoiled = 0  # captures
         for module in self._collections():
             for group in module.every_group:
-                group.berths = _BERTHS
+                group.berths = settings.inputs
         if max_lookups is not None:
             self._make_room(max_lookups)
 
     def _collections(self) -> list[EmbeddingBagCollection]:
         modules = self._model.modules()
-        return [each for each in modules if isinstance(each, EmbeddingBagCollection)]
+        return [module for module in modules if isinstance(module, EmbeddingBagCollection)]
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(len(static.graphs) for static in self._inputs.values())
 
     def _make_room(self, max_lookups: int) -> None:
-        """Where one width has all lookups; several widths share them as batches will show."""
+        """Fix the room of a collection with one width; several widths share the lookups."""
         for module in self._collections():
             if len(module.groups) == 1:
                 group: Any = module.groups[0]
@@ -108,95 +128,93 @@ class CapturedStep:
     # -- batches that arrive -----------------------------------------------------------
 
     def begin(self, lane: Name) -> None:
-        """A pass over a loader begins: of the one before, nothing is in flight.
+        """Begin a pass over a loader: nothing of the pass before is in flight.
 
-        Batches land in a lane that training waits for.
+        Batches are copied in a lane that training waits for.
         """
         self._lane = lane
-        for berth in self._berths.values():
-            berth.waits = False
+        for static in self._inputs.values():
+            static.waits = False
 
-    def land(self, batch: Any, arrivals: Arrivals) -> Any:
-        """Copy a batch to where graphs read it; None if its shape is new, or changes too often."""
+    def land(self, batch: Any, planned: PlannedBatches) -> Any:
+        """Copy a batch to a static input; None if its shape is new, or changes too often."""
         self._landed += 1
         self._note_trained()
-        form = None if self._refused else self._form_of(batch, arrivals)
+        form = None if self._refused else self._form_of(batch, planned)
         shape = None if form is None else self._shape_of(form)
         if form is None or shape is None:
             return None
         shape.seen, shape.newest = shape.seen + 1, self._landed
-        if shape.seen <= _EAGER_FIRST:
+        if shape.seen <= self._settings.eager_first:
             return None
-        berth = shape.next_berth(batch, form, self._landed, self._lanes)
-        if berth is None:
+        static = shape.next_input(batch, form, self._landed, self._lanes)
+        if static is None:
             return None
-        self._empty(berth)
-        self._lanes.after(self._lane, berth.trained)
+        self._empty(static)
+        self._lanes.after(self._lane, static.trained)
         self._lanes.keep_for(self._lane, form.tensors)
-        berth.take(form, self._landed)
-        for work in _works(arrivals):
-            work.berth = berth.number
+        static.take(form, self._landed)
+        for work in works_of(planned):
+            work.berth = static.number
             if work.batch.offsets is not None:
                 work.group.planning.columns(work.batch.keys)
-        self._berths[id(berth.handed)] = berth
-        return berth.handed
+        self._inputs[id(static.handed)] = static
+        return static.handed
 
-    def arrived(self, batch: Any, arrivals: Arrivals) -> None:
-        """A batch is handed out; its rows have been planned for."""
+    def arrived(self, batch: Any, planned: PlannedBatches) -> None:
+        """Note that a batch is yielded; its rows have been planned."""
         self._note_trained()
-        berth = self._berths.get(id(batch))
-        if berth is not None:
-            berth.arrivals = arrivals
+        static = self._inputs.get(id(batch))
+        if static is not None:
+            static.planned = planned
 
     def _note_trained(self) -> None:
-        """A turn has begun, with a mark in training's lane: the loop, too, has read its batch."""
+        """Mark trained inputs: a turn has begun, so the loop has read its batch as well."""
         if self._trained:
             mark = self._lanes.newest("train")
-            for berth in self._trained:
+            for static in self._trained:
                 if mark is not None:
-                    berth.trained = mark
-                if berth.late is not None:
-                    berth.late.there = berth.trained
+                    static.trained = mark
+                if static.pending_loss is not None:
+                    static.pending_loss.copied = static.trained
             self._trained.clear()
 
-    def _empty(self, berth: _Berth) -> None:
-        if berth.handed is not None:
-            del self._berths[id(berth.handed)]
-            self._past.append(berth.handed)
-            for embedding, arrival in berth.arrivals:
-                embedding.pipeline.done_with(arrival)  # its plan's buffers are the berth's again
-            berth.handed, berth.shown, berth.arrivals = None, [], ()
+    def _empty(self, static: StaticInput) -> None:
+        if static.handed is not None:
+            del self._inputs[id(static.handed)]
+            self._past.append(static.handed)
+            static.empty()
 
-    def _form_of(self, batch: Any, arrivals: Arrivals) -> _Form | None:
-        """How a batch is to lie in a berth; None if it cannot."""
-        if not all(_can_land(embedding, arrival) for embedding, arrival in arrivals):
+    def _form_of(self, batch: Any, planned: PlannedBatches) -> InputForm | None:
+        """Return how a batch lies in a static input; None if it cannot."""
+        if not all(can_land(collection, part) for collection, part in planned):
             return None
         tensors = only_tensors_in(batch)
         if not tensors:
-            return None  # what is no tensor may change, and a graph would not see it
-        sizes = {arrival.batch.num_samples for _, arrival in arrivals}
+            return None  # anything else may change, and a graph would not see it
+        sizes = {part.batch.num_samples for _, part in planned}
         if 0 in sizes or (self._batch_size is not None and sizes != {self._batch_size}):
             return None
-        room: dict[int, int] = {}  # of tensors with a place for each lookup
-        jagged = [arrival for _, arrival in arrivals if arrival.batch.offsets is not None]
+        room: dict[int, int] = {}  # of tensors with an element per lookup
+        jagged = [part for _, part in planned if part.batch.offsets is not None]
         if not jagged:
-            return _Form(tensors, room, (), _engines(arrivals))
+            return InputForm(tensors, room, (), engines_of(planned))
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        lookups = {id(x): x.numel() for x in (parts_of(each.features)[0] for each in jagged)}
+        lookups = {id(x): x.numel() for x in (parts_of(part.features)[0] for part in jagged)}
         if self._max_lookups is not None and sum(lookups.values()) > self._max_lookups:
             return None
-        for arrival in jagged:
-            values, offsets, weights = parts_of(arrival.features)
-            mine = [each for each in (values, offsets, weights) if each is not None]
-            if any(id(each) not in places for each in mine):
+        for part in jagged:
+            values, offsets, weights = parts_of(part.features)
+            given = [tensor for tensor in (values, offsets, weights) if tensor is not None]
+            if any(id(tensor) not in places for tensor in given):
                 return None  # ids= makes new tensors, at new places
-            if not values.numel() or not only_tensors(arrival.features):
+            if not values.numel() or not only_tensors(part.features):
                 return None
             works = [w for x in jagged if parts_of(x.features)[0] is values for w in x.works]
             size = self._room_for(values, works, places[id(values)])
-            room |= {places[id(each)]: size for each in (values, weights) if each is not None}
-        facts = tuple(_facts(work) for each in jagged for work in each.works)
-        return _Form(tensors, room, facts, _engines(arrivals))
+            room |= {places[id(x)]: size for x in (values, weights) if x is not None}
+        facts = tuple(InputForm.facts_of(work) for part in jagged for work in part.works)
+        return InputForm(tensors, room, facts, engines_of(planned))
 
     def _room_for(self, values: Tensor, works: Sequence[Any], place: int) -> int:
         if not all(work.group.planning.is_pooled for work in works):
@@ -205,84 +223,84 @@ class CapturedStep:
             return sum(work.size for work in works)
         return self._rooms.setdefault(place, Room())(values.numel())
 
-    def _shape_of(self, form: _Form) -> _Shape | None:
+    def _shape_of(self, form: InputForm) -> InputShape | None:
         shape = self._shapes.get(form.key)
         if shape is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 oldest = min(self._shapes, key=lambda key: self._shapes[key].newest)
                 if not self._forget(oldest):
                     return None
-            shape = self._shapes[form.key] = _Shape()
-        if form.room:  # one that changes its size grows out of it, and does not come again
-            for key in [each for each in self._shapes if each[1] and each != form.key]:
+            shape = self._shapes[form.key] = InputShape(self._settings.inputs)
+        if form.room:  # a jagged shape that has grown does not come again
+            for key in [key for key in self._shapes if key[1] and key != form.key]:
                 self._forget(key)
         return shape
 
     def _forget(self, key: Any) -> bool:
-        """Give up a shape's berths, if it did not come for long; False if it did."""
+        """Free a shape's static inputs unless it came recently; return whether they are freed."""
         shape = self._shapes[key]
-        is_new = self._landed - shape.newest < _FORGOTTEN
-        if is_new or any(berth.waits for berth in shape.berths):
+        is_new = self._landed - shape.newest < self._settings.forgotten
+        if is_new or any(static.waits for static in shape.inputs):
             return False
         del self._shapes[key]
-        for berth in shape.berths:
-            self._lanes.after(self._lane, berth.trained)  # before its memory is used again
-            self._empty(berth)
+        for static in shape.inputs:
+            self._lanes.after(self._lane, static.trained)  # before its memory is used again
+            self._empty(static)
             for module in self._collections():
                 for group in module.every_group:
-                    group.free_berth(berth.number)
-        if not any(berth.graphs for each in self._shapes.values() for berth in each.berths):
-            self._pool = None  # it went with the last of them
+                    group.planning.free_berth(static.number)
+        if not any(static.graphs for shape in self._shapes.values() for static in shape.inputs):
+            self._pool = None  # torch has freed it with the last graph
         return True
 
     # -- steps -------------------------------------------------------------------------
 
     def run(self, batch: Any, split: Split | None = None) -> Tensor:
-        """One step, captured where that is possible. The loss lasts until the next one.
+        """Run one step, captured where that is possible. The loss lasts until the next one.
 
-        `late` is that of a captured step for the host, which waits for it when it asks.
+        After a captured step, `pending_loss()` returns its loss on the host.
         """
-        self.late = None
-        berth = self._berths.get(id(batch))
-        if berth is None:
-            if any(batch is each for each in self._past):
+        self.pending_loss = None
+        static = self._inputs.get(id(batch))
+        if static is None:
+            if any(batch is past for past in self._past):
                 raise RuntimeError(
                     "this batch has been overwritten: batches after it were trained, and its place "
                     "was taken by a later one. Train a batch before those after it, or copy it"
                 )
             return self._run_eagerly(batch, split)
-        graph = None
-        is_new = split is not None and not self._shapes[berth.key].can_split(split.first, berth)
-        if is_new or self._refused or not berth.can_be_replayed(batch):
+        graph, shape = None, self._shapes[static.key]
+        is_new = split is not None and not shape.can_split(split.first, static)
+        if is_new or self._refused or not static.can_be_replayed(batch):
             loss = self._run_eagerly(batch, split)
-        elif berth.taken and not self._shapes[berth.key].is_tried:
-            loss = self._try(berth)
-        elif (graph := self._graph_for(berth, split)) is None:
+        elif static.taken and not shape.is_tried:
+            loss = self._try(static)
+        elif (graph := self._graph_for(static, split)) is None:
             # Autograd's threads may still hold what a failed capture made on its own stream. Torch
-            # then waits where it must, and warns of nothing that anybody could mend.
+            # waits where it must; users can do nothing about its warning.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
                 loss = self._run_eagerly(batch, split)
         else:
-            self._replay(graph, berth, split)
+            self._replay(graph, static, split)
             loss = self._loss
-        self._leave(berth)
+        self._leave(static)
         if graph is not None:
-            self.late = berth.late = Late(berth.loss, self._lanes)
+            self.pending_loss = static.pending_loss = PendingLoss(static.loss, self._lanes)
         return loss
 
-    def _replay(self, graph: _Graph, berth: _Berth, split: Split | None) -> None:
-        if berth.late is not None:
-            berth.late()  # its place is taken now
-        cuts = list(zip(berth.cut, graph.cuts, strict=True))
-        # Whole, or rows might miss an update that the dense part has had.
-        with writing([embedding.lock for embedding, _ in berth.arrivals]):
+    def _replay(self, graph: _Graph, static: StaticInput, split: Split | None) -> None:
+        if static.pending_loss is not None:
+            static.pending_loss()  # its memory is written now
+        cuts = list(zip(static.on_host, graph.cuts, strict=True))
+        # Under one lock, or rows might miss an update that the dense part has had.
+        with writing([collection.lock for collection, _ in static.planned]):
             for work, cut in cuts:
                 work.group.load_vectors(work, cut)
-            for embedding, tables in graph.updated:
-                embedding.optimizer.count_step(tables)
-                if embedding.optimizer.rule.uses_step:
-                    for group in embedding.groups:
+            for collection, tables in graph.updated:
+                collection.optimizer.count_step(tables)
+                if collection.optimizer.rule.uses_step:
+                    for group in collection.groups:
                         if group.can_be_captured:
                             group.arithmetic.scalars.push()
             if split is not None:
@@ -292,14 +310,14 @@ class CapturedStep:
             for work, cut in cuts:
                 work.group.apply_gradients(work, cut)
 
-    def _leave(self, trained: _Berth) -> None:
-        """Its place is free again, as are those of batches before it that nobody trained."""
-        for berth in self._berths.values():
-            if berth is trained or (berth.waits and berth.landed <= trained.landed):
-                berth.waits = False
-                self._trained.append(berth)
-        for embedding, arrival in trained.arrivals:
-            embedding.pipeline.done_with(arrival)
+    def _leave(self, trained: StaticInput) -> None:
+        """Free a static input, and those of earlier batches that were not trained."""
+        for static in self._inputs.values():
+            if static is trained or (static.waits and static.landed <= trained.landed):
+                static.waits = False
+                self._trained.append(static)
+        for collection, planned in trained.planned:
+            collection.pipeline.done_with(planned)
 
     def _run_eagerly(self, batch: Any, split: Split | None = None) -> Tensor:
         if split is not None:
@@ -313,31 +331,31 @@ class CapturedStep:
         assert phases is not None
         return phases(batch, split)
 
-    def _try(self, berth: _Berth) -> Tensor:
-        """Run eagerly what will be captured: kernels are compiled, and a model that cannot do
-        with padding shows."""
-        updates = [embedding.optimizer.steps for embedding, _ in berth.arrivals]
+    def _try(self, static: StaticInput) -> Tensor:
+        """Run eagerly what will be captured: this compiles kernels, and finds models that cannot
+        handle padding."""
+        updates = [collection.optimizer.steps for collection, _ in static.planned]
         try:
-            with berth.as_it_lies():
-                loss = self._run_eagerly(berth.batch)
+            with static.with_padding():
+                loss = self._run_eagerly(static.batch)
         except Exception as error:
-            if updates != [embedding.optimizer.steps for embedding, _ in berth.arrivals]:
-                raise  # the rows have been updated, and must not be twice
-            loss = self._run_eagerly(berth.handed)  # raises again what is no matter of padding
+            if updates != [collection.optimizer.steps for collection, _ in static.planned]:
+                raise  # rows have been updated, and must not be updated twice
+            loss = self._run_eagerly(static.handed)  # raises again if padding is not the reason
             self._refuse(f"padding behind the lookups leads to {_short(error)}")
             return loss
-        self._shapes[berth.key].is_tried = True
+        self._shapes[static.key].is_tried = True
         return loss
 
-    def _graph_for(self, berth: _Berth, split: Split | None = None) -> _Graph | None:
-        self._drop_if_stale(berth.arrivals)
+    def _graph_for(self, static: StaticInput, split: Split | None = None) -> _Graph | None:
+        self._drop_if_stale(static.planned)
         if self._refused:
             return None
         first = 0 if split is None else split.first
-        key = (first, *(id(work.plan.buffers) for work in berth.captured))
-        if key not in berth.graphs:
+        key = (first, *(id(work.plan.buffers) for work in static.captured))
+        if key not in static.graphs:
             try:
-                graph = self._capture(berth, split)
+                graph = self._capture(static, split)
             except RuntimeError as error:
                 if is_spoiled(error) and self._spoiled < _MOST_SPOILED:
                     self._spoiled += 1  # it is tried again with the next batch
@@ -348,11 +366,12 @@ class CapturedStep:
                     "on a tensor) cannot"
                 )
                 return None
-            alike = [each for each in berth.graphs if each[0] == first]
+            alike = [known for known in static.graphs if known[0] == first]
             if len(alike) > 1:  # buffers that were replaced do not come again
-                del berth.graphs[alike[0]]
-            berth.graphs[key] = graph
-        return berth.graphs[key]
+                del static.graphs[alike[0]]
+            static.graphs[key] = graph
+        found: _Graph = static.graphs[key]
+        return found
 
     def _refuse(self, reason: str) -> None:
         self._refused = True
@@ -362,25 +381,25 @@ class CapturedStep:
             "hotrow.graphed, says so beforehand"
         )
 
-    def _capture(self, berth: _Berth, split: Split | None = None) -> _Graph:
-        phases = None if split is None else self._phases_of(berth.batch, split)
+    def _launch(self, static: StaticInput, phases: Generator[Tensor] | None) -> None:
+        loss = self._run_eagerly(static.batch) if phases is None else next(phases)
+        self._loss.copy_(loss)
+        static.loss.copy_(self._loss, non_blocking=True)
 
-        def launch() -> None:
-            loss = self._run_eagerly(berth.batch) if phases is None else next(phases)
-            self._loss.copy_(loss)
-            berth.loss.copy_(self._loss, non_blocking=True)
-
+    def _capture(self, static: StaticInput, split: Split | None = None) -> _Graph:
+        phases = None if split is None else self._phases_of(static.batch, split)
+        launch, capture = partial(self._launch, static, phases), self._settings.capture
         first = None
-        embeddings = [embedding for embedding, _ in berth.arrivals]
-        for embedding in embeddings:
-            embedding.optimizer.in_graph = None
-        cuts = [work.group.make_boundary(work) for work in berth.cut]
+        collections = [collection for collection, _ in static.planned]
+        for collection in collections:
+            collection.optimizer.in_graph = None
+        cuts = [work.group.make_boundary(work) for work in static.on_host]
         counters = _host_state(self._optimizer)
-        before = [each.clone() for each in counters]
-        with writing([embedding.lock for embedding in embeddings]), berth.as_it_lies():
+        before = [counter.clone() for counter in counters]
+        with writing([collection.lock for collection in collections]), static.with_padding():
             try:
                 if phases is not None:
-                    # What the second phase needs of it stays alive, and so keeps its place.
+                    # What the second phase needs of it stays alive, and so keeps its address.
                     first = capture(partial(next, phases), self._pool, PRIORITIES["train"])
                     self._pool = first.pool()
                 graph = capture(launch, self._pool, PRIORITIES["train"])
@@ -389,34 +408,29 @@ class CapturedStep:
                     phases.close()
                 # Nothing has run yet: only the host has counted.
                 counted = [
-                    (each, was)
-                    for each, was in zip(counters, before, strict=True)
-                    if not torch.equal(each, was)
+                    (counter, value)
+                    for counter, value in zip(counters, before, strict=True)
+                    if not torch.equal(counter, value)
                 ]
-                for each, was in counted:
-                    each.copy_(was)
+                for counter, value in counted:
+                    counter.copy_(value)
         self._pool = graph.pool()
-        buffers = [work.plan.buffers for work in berth.captured]
-        # Not those that are frozen, or have no part in the loss.
+        buffers = [work.plan.buffers for work in static.captured]
+        # Frozen collections, and those without a part in the loss, are not updated.
         updated = [
-            (embedding, embedding.optimizer.in_graph)
-            for embedding in embeddings
-            if embedding.optimizer.in_graph is not None
+            (collection, collection.optimizer.in_graph)
+            for collection in collections
+            if collection.optimizer.in_graph is not None
         ]
-        return _Graph(graph, [each for each, _ in counted], buffers, updated, cuts, first)
-
-    def _forget_graphs(self) -> None:
-        for berth in self._berths.values():
-            berth.graphs.clear()
-        self._pool = None  # it went with the last of them
+        return _Graph(graph, [counter for counter, _ in counted], buffers, updated, cuts, first)
 
     def drop(self) -> None:
-        """The step is another one now."""
-        self._watch = None
+        """Capture again: the step has changed."""
+        self._guard = None
 
-    def _drop_if_stale(self, arrivals: Arrivals) -> None:
-        """A graph knows the settings as they were, but for those that are tensors."""
-        every: list[Any] = [group for each, _ in arrivals for group in each.groups]
+    def _drop_if_stale(self, planned: PlannedBatches) -> None:
+        """Forget graphs if settings have changed; graphs read tensors on the device anew."""
+        every: list[Any] = [group for collection, _ in planned for group in collection.groups]
         groups = [group for group in every if group.can_be_captured]
         for group in groups:
             group.arithmetic.scalars.push()
@@ -424,19 +438,21 @@ class CapturedStep:
             [group.arithmetic.scalars.are_alike for group in groups],
             [_address(group.store.frozen.bits) for group in groups],
             [_address(x and x.there) for x in (group.store.changed for group in groups)],
-            [each.grad_scale for each, _ in arrivals],
-            [each.requires_grad for each, _ in arrivals],
+            [collection.grad_scale for collection, _ in planned],
+            [collection.requires_grad for collection, _ in planned],
         )
-        engines, is_first = _engines(arrivals), not self._settings
-        known = self._settings.setdefault(engines, settings)  # nothing is captured before that
-        if self._watch is not None and not self._watch.changed() and settings == known:
+        engines, is_first = engines_of(planned), not self._known
+        known = self._known.setdefault(engines, settings)  # nothing is captured before that
+        if self._guard is not None and not self._guard.has_changed() and settings == known:
             return
-        self._watch = Watch(self._model, self._optimizer)
+        self._guard = CaptureGuard(self._model, self._optimizer)
         reason = _why_not(self._optimizer)
         if reason is not None:
             self._refuse(reason)
         if not is_first:
-            self._forget_graphs()
+            for static in self._inputs.values():
+                static.graphs.clear()
+            self._pool = None  # torch has freed it with the last graph
             self._stale += 1
             if self._stale == 3:
                 warn(
@@ -445,178 +461,11 @@ class CapturedStep:
                     "on the device (torch.optim.SGD(..., lr=torch.tensor(0.1, device='cuda'), "
                     "fused=True); Adam also wants capturable=True), which graphs follow"
                 )
-        self._settings = {engines: settings}
-
-
-class _Form:
-    """How a batch lies in a berth; equal `key`s are launched alike."""
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        room: dict[int, int],  # of tensors with a place for each lookup, by place in the batch
-        of_works: tuple[Any, ...],  # what else launches depend on
-        engines: tuple[bool, ...] = (),  # who keeps the rows
-    ) -> None:
-        self.tensors, self.room = tensors, room
-        shapes = tuple(
-            ((room[place],) if place in room else each.shape, each.dtype)
-            for place, each in enumerate(tensors)
-        )
-        self.key = shapes, of_works, engines
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _engines(arrivals: Arrivals) -> tuple[bool, ...]:
-    """Who keeps the rows: batches of one shape are launched otherwise by another engine."""
-    return tuple(work.group.can_be_captured for work in _works(arrivals))
-
-
-def _facts(work: Any) -> Any:
-    """What the launches of a jagged batch depend on, beside the shapes of its tensors."""
-    spans = None if work.group.planning.is_pooled else work.spans
-    return work.batch.keys, work.size, spans
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _can_land(embedding: EmbeddingBagCollection, arrival: PlannedBatch) -> bool:
-    """Whether graphs may read a batch; where the host does the lookup, all but that."""
-    if all(work.group.can_be_captured for work in arrival.works):
-        return True
-    return (
-        all(work.group.can_be_cut for work in arrival.works)
-        and arrival.batch.offsets is None
-        and embedding.pipeline.updates_at_once
-    )
-
-
-def _works(arrivals: Arrivals) -> list[Any]:
-    return [work for _, each in arrivals for work in each.works]
-
-
-class Late:
-    """A loss on its way to page-locked memory: asking for it waits."""
-
-    def __init__(self, place: Tensor, lanes: Lanes, there: Mark | None = None) -> None:
-        """Until it is known when it is `there`, all that training was given is waited for."""
-        self._place, self._lanes, self.there = place, lanes, there
-        self._stream = lanes.trained_on
-        self._value: float | None = None
-
-    def __call__(self) -> float:
-        if self._value is None:
-            (self.there or self._lanes.launched_on(self._stream)).wait()
-            self._value = float(self._place)
-        return self._value
-
-
-class _Berth:
-    """A place for one batch in flight, and the graphs that read it."""
-
-    def __init__(self, key: Any, number: int, batch: Any, trained: Mark) -> None:
-        self.key, self.number, self.batch, self.trained = key, number, batch, trained
-        self.tensors = tensors_in(batch)
-        self.taken: dict[int, int] = {}  # of tensors with a place for each lookup: how many
-        self.handed: Any = None  # the batch as it was handed out
-        self.shown: list[Tensor] = []  # its tensors
-        self.arrivals: Arrivals = ()
-        self.landed = 0  # when
-        self.waits = False  # to be trained
-        self.graphs: dict[Any, _Graph] = {}
-        self.loss = torch.zeros((), pin_memory=self.tensors[0].is_cuda)
-        self.late: Late | None = None
-
-    @property
-    def works(self) -> list[Any]:
-        return _works(self.arrivals)
-
-    def can_be_replayed(self, batch: Any) -> bool:
-        """Whether the batch is still what has landed, its rows are there, and one update follows.
-
-        A loop may change a batch's ids, or put other tensors into it: a graph would not see it.
-        """
-        shown = tensors_in(batch)
-        return (
-            len(shown) == len(self.shown)
-            and all(map(is_, shown, self.shown))
-            and all(each.is_unchanged for _, each in self.arrivals)
-            and all(work.group.active for work in self.works)
-            and all(work.group.slots_hold(work) for work in self.captured)
-            and not any(embedding.is_accumulating for embedding, _ in self.arrivals)
-            and (not self.cut or all(each.pipeline.updates_at_once for each, _ in self.arrivals))
-        )
-
-    @property
-    def captured(self) -> list[Any]:
-        """Works whose lookup and update are part of the graph."""
-        return [work for work in self.works if work.group.can_be_captured]
-
-    @property
-    def cut(self) -> list[Any]:
-        """Works whose lookup and update the host does, around the graph."""
-        return [work for work in self.works if not work.group.can_be_captured]
-
-    def take(self, form: _Form, landed: int) -> None:
-        whole = [place for place in range(len(self.tensors)) if place not in form.room]
-        if whole:  # one call for all of them takes the host less time than one for each
-            torch._foreach_copy_(
-                [self.tensors[place] for place in whole],
-                [form.tensors[place] for place in whole],
-                non_blocking=True,
-            )
-        for place in form.room:
-            there, here = self.tensors[place], form.tensors[place]
-            size, before = here.numel(), self.taken.get(place, 0)
-            there[:size].copy_(here, non_blocking=True)
-            if size < before:
-                there[size:before].zero_()
-            self.taken[place] = size
-        # Without padding, and a new object each time, so that an old batch is told from the one
-        # that replaced it.
-        places = count()
-
-        def cut(tensor: Tensor) -> Tensor:
-            size = self.taken.get(next(places))
-            return tensor.detach() if size is None else tensor[:size]
-
-        self.handed = map_tensors(self.batch, cut)
-        self.shown = tensors_in(self.handed)
-        self.landed, self.waits = landed, True
-
-    @contextmanager
-    def as_it_lies(self) -> Iterator[None]:
-        """Inside, collections look up the batch with its padding, and works make what they keep
-        of it by launches that are the same for all batches of the shape."""
-        whole = {self.tensors[place].data_ptr(): self.tensors[place] for place in self.taken}
-        padded = []
-        for embedding, arrival in self.arrivals:
-            features = map_tensors(arrival.features, lambda x: whole.get(x.data_ptr(), x))
-            embedding.pipeline.done_with(arrival)
-            padded.append(embedding.pipeline.upload(arrival, features))
-            embedding.pipeline.arrive(padded[-1])
-        for work in self.works:
-            work.is_fixed = work.batch.offsets is not None
-        try:
-            yield
-        finally:
-            for work in self.works:
-                work.is_fixed = False
-            for (embedding, arrival), other in zip(self.arrivals, padded, strict=True):
-                embedding.pipeline.done_with(other)
-                for work in arrival.works:
-                    work.arrive(arrival.batch)
-                embedding.pipeline.arrive(arrival)
+        self._known = {engines: settings}
 
 
 class _Graph:
-    """A captured step. What it counts on the host, such as Adagrad's step, is counted here."""
+    """A captured step. Counters on the host, such as Adagrad's step, are advanced at a replay."""
 
     def __init__(
         self,
@@ -628,8 +477,7 @@ class _Graph:
         first: Any = None,
     ) -> None:
         """`updated`: the collections whose rows it updates, and which tables. `cuts`: where the
-        host steps in. `first`: what comes before the rest's rows have arrived, if there is such a
-        phase."""
+        host looks rows up. `first`: the graph of the first phase, if there are two."""
         self._graph, self._counted, self._kept = graph, counted, kept
         self.updated, self.cuts, self._first = updated, cuts, first
 
@@ -642,57 +490,20 @@ class _Graph:
         self._graph.replay()
 
 
-class _Shape:
-    """Batches of one shape, and their berths, used in turn."""
-
-    _numbers = count()
-
-    def __init__(self) -> None:
-        self.seen = self.newest = 0
-        self.is_tried = False  # by an eager step, with padding
-        self.splits: set[int] = set()  # first parts of so many samples, tried by an eager step
-        self.berths: deque[_Berth] = deque()
-
-    def can_split(self, first: int, berth: _Berth) -> bool:
-        """Whether a step in two parts can be captured: jagged ids cannot, what is new is tried."""
-        if berth.taken:
-            return False
-        is_known = first in self.splits
-        self.splits.add(first)
-        return is_known
-
-    def next_berth(self, batch: Any, form: _Form, landed: int, lanes: Lanes) -> _Berth | None:
-        """None if batches that were not trained yet have them all."""
-        is_free = bool(self.berths) and not self.berths[0].waits
-        # A shape that comes seldom needs one alone.
-        is_seldom = is_free and landed - self.berths[0].landed > 2 * _BERTHS
-        if len(self.berths) < _BERTHS and not is_seldom:
-            places = count()
-
-            def make(tensor: Tensor) -> Tensor:
-                size = form.room.get(next(places))
-                if size is None:
-                    return torch.empty_like(tensor, device=lanes.device)
-                return torch.zeros(size, dtype=tensor.dtype, device=lanes.device)
-
-            there = map_tensors(batch, make)
-            self.berths.append(_Berth(form.key, next(self._numbers), there, lanes.mark("train")))
-        elif not is_free:
-            return None
-        else:
-            self.berths.rotate(-1)
-        return self.berths[-1]
+def _short(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _host_state(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """State that a replay does not change."""
+    """Return the optimizer's state on the host, which a replay does not change."""
     state = () if optimizer is None else optimizer.state.values()
-    every = (each for one in state for each in one.values())
-    return [each for each in every if isinstance(each, Tensor) and each.device.type == "cpu"]
+    values = (value for values in state for value in values.values())
+    return [x for x in values if isinstance(x, Tensor) and x.device.type == "cpu"]
 
 
 def _why_not(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Why an optimizer's step cannot be replayed; None if it can."""
+    """Return why an optimizer's step cannot be replayed; None if it can."""
     if optimizer is None or not _host_state(optimizer):
         return None
     inner = getattr(optimizer, "inner", optimizer)
@@ -704,3 +515,7 @@ def _why_not(optimizer: torch.optim.Optimizer | None) -> str | None:
         f"{type(inner).__name__} counts its steps on the host, and what it does depends on them; "
         "capturable=True lets the device count, where it has that option"
     )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

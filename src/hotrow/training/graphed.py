@@ -15,11 +15,11 @@ from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.embedding.optimizer import RowOptimizer
 from hotrow.engine.split_batch import Split
 from hotrow.support.streams import Lanes
-from hotrow.training.captured import CapturedStep, run_phases
+from hotrow.training.captured import CapturedStep, GraphSettings, run_phases
 
 
 def label_of(batch: Any) -> Any:
-    """`batch.label`, which is where labels are if nobody says otherwise."""
+    """Return `batch.label`, the default place of labels."""
     try:
         return batch.label
     except AttributeError as error:
@@ -30,7 +30,7 @@ def label_of(batch: Any) -> Any:
 
 
 def check_optimizer(optimizer: object, name: str) -> None:
-    """Refuse what is no optimizer of the dense part."""
+    """Raise if this is not an optimizer of the dense part."""
     if isinstance(optimizer, RowOptimizer):
         raise TypeError(
             f"{name} is a collection's own, which has nothing to do here: rows are updated in "
@@ -54,19 +54,19 @@ def graphed(
     max_lookups: int | None = None,
     clip_norm: float | None = None,
 ) -> GraphedStep:
-    """One step of a loop of your own, launched as a single CUDA graph.
+    """Make one step of your own loop, launched as a single CUDA graph.
 
     `step(batch)` minimises the mean of `loss_fn(model(batch), labels(batch))`: lookup, forward,
-    backward, rows' update and `optimizer`, which is the dense part's. It gives the loss.
+    backward, the update of rows, and `optimizer`, which trains the dense part. It returns the loss.
 
         step = hotrow.graphed(model, loss_fn, optimizer, batch_size=8192)
         for batch in hotrow.ahead(loader, model, ids=lambda b: b.sparse, step=step):
             loss = step(batch)
 
     Batches of another size than `batch_size`, or with more than `max_lookups` ids, run eagerly,
-    with the same bits. Without these, what comes often is captured, with room for the largest
-    batch seen. On a CPU every step runs eagerly. `clip_norm` is the most that the gradients of the
-    dense part may be long together.
+    with the same bits. Without these, shapes that come often are captured, with room for the
+    largest batch seen. On a CPU every step runs eagerly. `clip_norm` is the maximum gradient norm
+    of the dense part.
     """
     if not callable(loss_fn) or not callable(labels):
         wrong = "loss_fn" if not callable(loss_fn) else "labels"
@@ -93,7 +93,7 @@ def graphed(
 
 
 def lanes_in(model: nn.Module) -> Lanes | None:
-    """The lanes in which a model's rows move; None if it has none."""
+    """Return the lanes in which a model's rows move; None if it has no collection."""
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
             return module.lanes
@@ -101,7 +101,7 @@ def lanes_in(model: nn.Module) -> Lanes | None:
 
 
 class GraphedStep:
-    """What `hotrow.graphed` gives, and `Trainer` trains with."""
+    """A training step, as `hotrow.graphed` returns it and `Trainer` uses it."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class GraphedStep:
         compile: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,  # forward and backward
         in_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        graphs: GraphSettings | None = None,
     ) -> None:
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ValueError(f"clip_norm must be a number above 0, got {clip_norm}")
@@ -137,6 +138,7 @@ class GraphedStep:
                 lanes,
                 batch_size=batch_size,
                 max_lookups=max_lookups,
+                settings=graphs or GraphSettings(),
             )
 
     @property
@@ -154,12 +156,12 @@ class GraphedStep:
         return self._labels
 
     def __call__(self, batch: Any) -> Tensor:
-        """One step; the loss is a tensor of its own, which nobody waits for."""
+        """Run one step; return the loss in a new tensor, without waiting for it."""
         return self.run(batch).clone()
 
     def run(self, batch: Any) -> Tensor:
-        """One step; the loss lasts until the next."""
-        dense_steps.note(self._optimizer)  # a replay calls no hook, and a step that fails is one
+        """Run one step; the loss lasts until the next."""
+        dense_steps.note(self._optimizer)  # a replay calls no hook, and a failed step counts too
         if self._compiles:  # captured steps, which call nothing, count as well
             self._full = max(self._full, len(self.labels(batch)))
         if self._split is not None:
@@ -167,14 +169,14 @@ class GraphedStep:
         return self._once(batch) if self.landing is None else self.landing.run(batch)
 
     def split(self, split: Split) -> None:
-        """The next batch is to be trained in two parts."""
+        """Train the next batch in two parts."""
         self._split = split
 
     def _run_split(self, batch: Any) -> Tensor:
         split, self._split = self._split, None
         assert split is not None
         if split.batch is not batch:
-            split.wait()  # whatever is trained instead may need any row
+            split.wait()  # another batch may need any row
             return self.run(batch)
         if self.landing is None:
             return run_phases(self._phases(batch, split), split)
@@ -190,31 +192,31 @@ class GraphedStep:
         return loss.detach()
 
     def begin_run(self) -> None:
-        """Batches may be of another size than those of the run before."""
+        """Begin a run, whose batches may be of another size than before."""
         self._full = 0
 
     def _loss_of(self, batch: Any, whole: int | None = None) -> Tensor:
-        """Of a batch, or of a part of one of `whole` samples."""
+        """Return the loss of a batch, or of a part of a batch of `whole` samples."""
         labels = self.labels(batch)
         forward, mean_loss = self._forward, self._mean_loss
-        # Batches smaller than others of their run, such as an epoch's last, come in any size, and
-        # to compile each would take longer than to train it; parts of full ones come in few.
+        # Batches smaller than others of their run, such as an epoch's last, have any size, and
+        # compiling each takes longer than training it. Parts of full batches have few sizes.
         if self._compiles and (len(labels) if whole is None else whole) < self._full:
             forward, mean_loss = self._model, _mean_loss
         with self._in_forward():
             return mean_loss(self.loss_fn, forward(batch), labels)
 
     def _phases(self, batch: Any, split: Split) -> Generator[Tensor]:
-        """One step in two phases; before the second, rows may still have to arrive.
+        """Run one step in two phases; rows of the second may still have to arrive.
 
-        Each part's loss is its share of the whole batch's mean, so that gradients add up to the
-        whole's; rows and dense weights are updated once, at the end.
+        The loss of a part is its share of the mean over the whole batch, so gradients add up to
+        those of the whole; rows and dense weights are updated once, at the end.
         """
         with self._around(), ExitStack() as joined:
             if self._optimizer is not None:
                 self._optimizer.zero_grad()
-            for embedding in split.collections:
-                joined.enter_context(embedding.accumulate())
+            for collection in split.collections:
+                joined.enter_context(collection.accumulate())
             loss = self._train_part(batch, split, 0, split.first)
             yield loss
             if split.first < split.size:
@@ -224,34 +226,34 @@ class GraphedStep:
             yield loss
 
     def _train_part(self, batch: Any, split: Split, low: int, high: int) -> Tensor:
-        """Forward and backward of some samples; their share of the loss."""
+        """Run forward and backward of some samples; return their share of the loss."""
         part = split.cut(batch, low, high)
-        arrivals = split.arrivals(part, low)
-        for embedding, arrival in arrivals:
-            embedding.pipeline.arrive(arrival)
+        by_collection = split.arrivals(part, low)
+        for collection, planned in by_collection:
+            collection.pipeline.arrive(planned)
         try:
             loss = self._loss_of(part, split.size) * ((high - low) / split.size)
             loss.backward()
         finally:
-            for embedding, arrival in arrivals:
-                embedding.pipeline.done_with(arrival)
+            for collection, planned in by_collection:
+                collection.pipeline.done_with(planned)
         return loss.detach()
 
     def _update(self) -> None:
-        """The dense part's."""
+        """Update the dense part."""
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._clipped(), self._clip_norm)
         if self._optimizer is not None:
             self._optimizer.step()
 
     def _clipped(self) -> list[Tensor]:
-        """What the optimizer trains; gradients of anything else are not zeroed, and grow."""
+        """Return the optimizer's weights; gradients of others are not zeroed, and grow."""
         if self._optimizer is None:
             return list(self._model.parameters())
         weights = getattr(self._optimizer, "weights", None)
-        if weights is not None:  # whose masters are in the groups
+        if weights is not None:  # an optimizer of masters, which are in its groups
             return list(weights)
-        return [each for group in self._optimizer.param_groups for each in group["params"]]
+        return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
 
 def _mean_loss(loss_fn: Callable[[Any, Any], Tensor], predictions: Any, labels: Any) -> Tensor:

@@ -22,13 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotrow.embedding.ahead import Ahead, to_device
+from hotrow.embedding.ahead import Ahead
 from hotrow.embedding.collection import EmbeddingBagCollection
+from hotrow.inputs.tree import to_device
 from hotrow.support.clock import Clock, named
 from hotrow.support.records import EvalRecord, LateStepRecord, StepRecord
 from hotrow.support.streams import Lanes, Mark, lanes_of
-from hotrow.training.captured import CapturedStep, Late
+from hotrow.training.captured import CapturedStep
 from hotrow.training.graphed import GraphedStep, check_optimizer, label_of, lanes_in
+from hotrow.training.static_inputs import PendingLoss
 
 Batch = TypeVar("Batch")
 
@@ -45,27 +47,26 @@ _COUNTERS = (
 
 class System(Protocol[Batch]):
     """Trains batches in passes of its own. Between two passes nothing is in flight, so that rows
-    can be looked at, pinned or brought up to date.
+    can be read, pinned or brought up to date.
 
     A system with `keeps_batches = True` reads loaders by `Kept`, or copies samples."""
 
     def attach(self, trainer: Trainer[Batch]) -> None:
-        """Before anything is trained; says why it cannot train this model."""
+        """Prepare before training; raise if this model cannot be trained."""
 
     def passes(self, batches: Iterable[Batch]) -> Generator[Iterable[Batch]]:
-        """What to train, one pass after the other; the next is asked for when all of one has been
-        trained."""
+        """Yield what to train, pass by pass; the next is requested when one has been trained."""
 
 
 class Trainer(Generic[Batch]):
     """Trains any model that looks rows up in hotrow collections.
 
-    `model(batch)` gives predictions, `labels(batch)` what they are compared with, and
+    `model(batch)` returns predictions, `labels(batch)` what they are compared with, and
     `loss_fn(predictions, labels)` one loss per sample, whose mean is minimised, or that mean.
-    Rows are updated by their collections, everything else by `dense_optimizer`.
+    Collections update their rows, and `dense_optimizer` updates everything else.
 
-    Operations without a deterministic form are refused by torch, because two runs of one job
-    must give the same bits; `deterministic=False` lets them pass.
+    torch refuses operations without a deterministic form, because two runs of one job must give
+    the same bits; `deterministic=False` allows them.
     """
 
     def __init__(
@@ -85,14 +86,14 @@ class Trainer(Generic[Batch]):
         clip_norm: float | None = None,
         system: System[Batch] | None = None,
     ) -> None:
-        """`clip_norm`: the most that the dense part's gradients may be long together. `system`:
-        what orders, splits or leaves out samples; None: batches are trained as they come."""
+        """`clip_norm`: maximum gradient norm of the dense part. `system`: what orders, splits or
+        skips samples; None: batches are trained as they come."""
         check_optimizer(dense_optimizer, "dense_optimizer")
         self.model, self.dense_optimizer, self.ids = model, dense_optimizer, ids
         self.device, self.depth = torch.device(device), depth
         self.deterministic = deterministic
         self.step = 0  # steps taken so far, over all calls of run()
-        self.loss_samples, self.loss_seconds = 0, 0.0  # that mean_loss was asked of, and took
+        self.loss_samples, self.loss_seconds = 0, 0.0  # of mean_loss
         self.autocast = autocast
         self._algorithms = partial(algorithms, deterministic, self.device)
         lanes = lanes_in(model) if graphs and self.device.type == "cuda" else None
@@ -123,7 +124,7 @@ class Trainer(Generic[Batch]):
             system.attach(self)
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
-        """One step per batch and one record per step, as long as the caller asks for more.
+        """Train one step per batch, and yield one record per step.
 
         Leaving the loop between two steps, by `break` or an exception, finishes what was
         planned: every row is where it belongs, and the next run() goes on from there.
@@ -136,10 +137,10 @@ class Trainer(Generic[Batch]):
             return
         passes, asked, before = self.system.passes(batches), perf_counter(), self._counters()
         try:
-            for each in passes:
-                some = iter(each)
-                for first in some:  # a pass may turn out to have no batch
-                    # What a system does before a pass, such as to pin rows, is the first step's.
+            for some in map(iter, passes):
+                for first in some:  # a pass may have no batch
+                    # What a system does before a pass, such as pinning rows, is part of its first
+                    # step.
                     yield from self._pass(chain([first], some), asked, before)
                     asked, before = perf_counter(), self._counters()
         finally:
@@ -151,7 +152,7 @@ class Trainer(Generic[Batch]):
         asked: float | None = None,
         counted: dict[str, int] | None = None,
     ) -> Iterator[StepRecord]:
-        """When it ends nothing is in flight, and every row is where it belongs."""
+        """Train one pass; at its end nothing is in flight, and every row is where it belongs."""
         source = Ahead(
             batches,
             self.model,
@@ -177,12 +178,12 @@ class Trainer(Generic[Batch]):
                 kind = LateStepRecord if callable(loss) else StepRecord
                 moved |= {"seconds": seconds, "waited": waited}
                 yield kind(self.step, loss, samples, **moved)  # type: ignore[arg-type]
-                before, started = after, perf_counter()  # the caller's time is not ours
+                before, started = after, perf_counter()  # without the caller's time
         finally:
             source.close()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalRecord:
-        """AUC, log-loss and normalised entropy of binary labels, taking predictions as logits.
+        """Return AUC, log-loss and normalised entropy of binary labels; predictions are logits.
 
         Changes no bit of the training, so it may be called between any two steps.
         """
@@ -198,7 +199,7 @@ class Trainer(Generic[Batch]):
         return _quality(torch.cat(scores), torch.cat(labels), step=self.step)
 
     def predict(self, batch: Batch) -> Tensor:
-        """What the model says of a batch, in evaluation mode. Changes no bit of the training."""
+        """Return the model's predictions in evaluation mode. Changes no bit of the training."""
         with self._algorithms(), _evaluation(self.model, self.device):
             batch, sent = self._moved(batch)
             predictions: Tensor = self.model(batch)
@@ -206,12 +207,12 @@ class Trainer(Generic[Batch]):
             return predictions
 
     def _moved(self, batch: Batch) -> tuple[Batch, Mark]:
-        """A batch on the device, and when it will be there: page-locked memory is read later."""
+        """Return a batch on the device, and the mark when page-locked memory has been read."""
         moved = to_device(batch, self.device)
         return moved, lanes_of(self.device).mark_here()
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """Of all their samples, in evaluation mode. Changes no bit of the training."""
+        """Return the mean over all samples, in evaluation mode. Changes no bit of the training."""
         total, size, started = 0.0, 0, perf_counter()
         for batch in batches:
             predictions = self.predict(batch)
@@ -225,21 +226,24 @@ class Trainer(Generic[Batch]):
         return total / size
 
     def one_collection(self, why: str) -> tuple[EmbeddingBagCollection, Callable[[Batch], Any]]:
-        """The model's only collection, for a system that needs just one, and what that looks up of
-        a batch, where `ids` may give a dict by the collections' names."""
-        named = self.model.named_modules()
-        found = {name: each for name, each in named if isinstance(each, EmbeddingBagCollection)}
-        if len(found) != 1:
+        """Return the model's only collection, for a system that needs just one, and a function
+        that returns its ids of a batch."""
+        named = {
+            name.removeprefix("_orig_mod."): module
+            for name, module in self.model.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+        }
+        if len(named) != 1:
             raise ValueError(
-                f"{why} of one collection, and the model has {len(found)}{': ' * bool(found)}"
-                f"{', '.join(map(repr, found))}; tables of any width can be in one"
+                f"{why} of one collection, and the model has {len(named)}{': ' * bool(named)}"
+                f"{', '.join(map(repr, named))}; tables of any width can be in one"
             )
-        ((name, collection),) = found.items()
-        name = name.removeprefix("_orig_mod.")
+        ((name, collection),) = named.items()
 
         def ids(batch: Batch) -> Any:
-            found = self.ids(batch)
-            return found[name] if isinstance(found, Mapping) and name in found else found
+            features = self.ids(batch)
+            is_named = isinstance(features, Mapping) and name in features
+            return features[name] if is_named else features
 
         return collection, ids
 
@@ -262,8 +266,8 @@ class Trainer(Generic[Batch]):
     def _train(self, batch: Batch) -> float | Callable[[], float]:
         loss = self._step.run(batch)
         self.step += 1
-        if self._captured is not None and self._captured.late is not None:
-            return self._captured.late
+        if self._captured is not None and self._captured.pending_loss is not None:
+            return self._captured.pending_loss
         if loss.device.type == "cpu":
             return loss.item()
         if self._losses is None:
@@ -271,9 +275,9 @@ class Trainer(Generic[Batch]):
         return self._losses.note(loss)
 
     def _counters(self) -> dict[str, int]:
-        """What all collections have looked up and moved so far, named as in a StepRecord."""
+        """Return what all collections have looked up and moved, named as in a StepRecord."""
         totals = dict.fromkeys(_COUNTERS, 0)
-        for group in (group for each in self._collections for group in each.every_group):
+        for group in (group for c in self._collections for group in c.every_group):
             counters = group.counters
             _, _, fetched, evicted = counters.moved
             loaded = counters.loaded_rows
@@ -283,18 +287,18 @@ class Trainer(Generic[Batch]):
         return totals
 
     def _times(self, clock: Clock) -> dict[str, float]:
-        """The host's seconds so far, named as in a StepRecord."""
+        """Return the host's seconds so far, named as in a StepRecord."""
         return {
             "read_seconds": clock.read.seconds,
             "plan_seconds": clock.plan.seconds,
             "rows_seconds": clock.rows.seconds,
-            "chunk_seconds": sum(each.chunk_seconds() for each in self._collections),
+            "chunk_seconds": sum(c.chunk_seconds() for c in self._collections),
         }
 
 
 @contextmanager
 def algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
-    """Deterministic operations inside; outside again whatever the caller had chosen."""
+    """Inside, only deterministic operations; afterwards, the caller's own setting."""
     memory: Any = torch.utils.deterministic
     mode, filling = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     if deterministic:
@@ -302,7 +306,7 @@ def algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
             # cuBLAS reads it when it first runs; without it torch refuses matrix products.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("error")
-        # torch would also fill new memory: a pass over every buffer that no result needs.
+        # torch would also fill new memory, which no result needs.
         memory.fill_uninitialized_memory = False
     try:
         yield
@@ -312,28 +316,28 @@ def algorithms(deterministic: bool, device: torch.device) -> Iterator[None]:
 
 
 class _Losses:
-    """Losses on their way from a device, in page-locked memory that is used in turn."""
+    """Copies losses from a device to page-locked memory, whose elements are used in turn."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._there = torch.zeros(1024, pin_memory=True)
-        self._taken: deque[Late] = deque()
+        self._memory = torch.zeros(1024, pin_memory=True)
+        self._pending: deque[PendingLoss] = deque()
         self._next = 0
 
     def note(self, loss: Tensor) -> Callable[[], float]:
-        if len(self._taken) == self._there.numel():
-            self._taken.popleft()()  # its place is needed
-        place = self._there[self._next]
-        self._next = (self._next + 1) % self._there.numel()
-        place.copy_(loss, non_blocking=True)
-        late = Late(place, self._lanes, self._lanes.mark("train"))
-        self._taken.append(late)
-        return late
+        if len(self._pending) == self._memory.numel():
+            self._pending.popleft()()  # its element is needed
+        element = self._memory[self._next]
+        self._next = (self._next + 1) % self._memory.numel()
+        element.copy_(loss, non_blocking=True)
+        pending = PendingLoss(element, self._lanes, self._lanes.mark("train"))
+        self._pending.append(pending)
+        return pending
 
 
 @contextmanager
 def _evaluation(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode and the random state again outside."""
+    """Inside, evaluation mode; afterwards, every module's own mode and the random state."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -351,7 +355,7 @@ def _quality(scores: Tensor, labels: Tensor, *, step: int) -> EvalRecord:
     # Here, because its import takes longer than all of hotrow's.
     from torchmetrics.functional.classification import binary_auroc
 
-    # Of one class alone nothing can be ranked; torchmetrics would warn and say 0.
+    # One class alone cannot be ranked; torchmetrics would warn and return 0.
     is_mixed = bool((labels != labels[0]).any())
     is_finite = bool(scores.isfinite().all())
     log_loss = float(F.binary_cross_entropy_with_logits(scores, labels))

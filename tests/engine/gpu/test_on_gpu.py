@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_device_planner import replace_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
@@ -47,7 +48,6 @@ from hotrow.kernels import reference
 from hotrow.kernels.triton import maps
 from hotrow.models.dlrm import DLRM
 from hotrow.training.trainer import Trainer
-from test_device_planner import replace_rows
 from test_loaders import Samples
 
 pytestmark = [
@@ -188,7 +188,7 @@ def test_fills_take_more_of_the_gpu_only_while_training_waits_for_them(busy: boo
         embedding(batch).values().sum().backward()
     assert embedding.traffic().chunked_batches == 0
     assert embedding.traffic().evicted_rows > 3_000_000
-    assert (embedding.groups[0].effort.number > 0) == (not busy)
+    assert (embedding.groups[0].mover.effort.number > 0) == (not busy)
 
 
 def test_leaving_rows_that_go_by_the_copy_engine_arrive() -> None:
@@ -295,7 +295,7 @@ class Run:
     @property
     def graphs(self) -> int:
         captured = self.trainer._captured
-        return 0 if captured is None else sum(len(b.graphs) for b in captured._berths.values())
+        return 0 if captured is None else captured.num_graphs
 
 
 def test_captured_steps_give_the_bits_of_eager_ones_and_of_all_fast() -> None:

@@ -19,7 +19,7 @@ from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.store.writer import why_not
 from hotrow.support.streams import lanes_of
 from hotrow.support.units import parse_bytes
-from hotrow.training.captured import _BERTHS, _Form, _Shape
+from hotrow.training.static_inputs import InputForm, InputShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DIM, STEPS = 3000, 16, 9
@@ -81,7 +81,7 @@ def train_within(
         readout(embedding(batch)).backward()
         assert sum(embedding.memory().values()) <= granted, embedding.memory()
     for group in embedding.groups:
-        pool = group._pool_of_buffers
+        pool = group.planning._buffers
         assert 0 < pool.num_bytes <= group.plan_bytes(group.planner.capacity, group._plans_at_once)
 
 
@@ -372,27 +372,27 @@ def test_old_batches_do_not_keep_buffers() -> None:
     found, expected = losses(embedding), losses(build(None, strategy="all-fast"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (group,) = embedding.groups
-    assert group._pool_of_buffers.num_sets <= group._plans_at_once == 5
+    assert group.planning._buffers.num_sets <= group._plans_at_once == 5
 
 
 @pytest.mark.parametrize("apart", [1, 100])
 def test_a_shape_that_comes_seldom_has_one_berth(apart: int) -> None:
     """Each berth keeps the buffers of a plan for itself."""
     batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
-    form, shape = _Form([batch], {}, ()), _Shape()
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
     for landed in range(0, 20 * apart, apart):
-        berth = shape.next_berth(batch, form, landed, lanes)
+        berth = shape.next_input(batch, form, landed, lanes)
         assert berth is not None
         berth.take(form, landed)
         berth.waits = False  # it is trained at once
-    assert len(shape.berths) == (_BERTHS if apart == 1 else 1)
+    assert len(shape.inputs) == (6 if apart == 1 else 1)
 
 
 def test_batches_of_a_seldom_shape_that_wait_have_berths_of_their_own() -> None:
     batch, lanes = torch.zeros(3, 1, device=DEVICE), lanes_of(DEVICE)
-    form, shape = _Form([batch], {}, ()), _Shape()
+    form, shape = InputForm([batch], {}, ()), InputShape(6)
     for landed in range(0, 300, 100):
-        berth = shape.next_berth(batch, form, landed, lanes)
+        berth = shape.next_input(batch, form, landed, lanes)
         assert berth is not None
         berth.take(form, landed)
-    assert len({id(each) for each in shape.berths}) == 3
+    assert len({id(each) for each in shape.inputs}) == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hotrow
-from hotrow.sizing.ceilings import machine_at, measure
+from hotrow.sizing.machines import machine_at, measure
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_auto_holds_all_rows_where_they_fit() -> None:
     embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget="auto", device="cuda")
     ids = torch.arange(4096, device="cuda")[:, None]
     embedding(ids).values().sum().backward()
-    assert embedding.groups[0].pad.num_slots == 100_000
+    assert embedding.groups[0].memory.pad.num_slots == 100_000
 
 
 def test_auto_takes_less_by_a_profile() -> None:
@@ -38,4 +38,4 @@ def test_auto_takes_less_by_a_profile() -> None:
     embedding = hotrow.EmbeddingBagCollection(
         [table], hotrow.SGD(), budget="auto", device="cuda", profile={"item": counts}
     )
-    assert 0 < embedding.groups[0].pad.num_slots < 500_000
+    assert 0 < embedding.groups[0].memory.pad.num_slots < 500_000

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_gpu_training import Run, batches, same_bits
+from test_staged import build, stages_for
 
 import hotrow
 import hotrow.engine.gpu.memory
@@ -18,8 +20,6 @@ import hotrow.engine.gpu.staged
 import hotrow.store.pinned
 from builders import CASES, RULES, Outcome, outcome, readout, shuffled, tight_budget, train, variant
 from hotrow.engine.gpu.staged import Packet, Staged
-from test_gpu_training import Run, batches, same_bits
-from test_staged import build, stages_for
 
 pytestmark = [
     pytest.mark.gpu,

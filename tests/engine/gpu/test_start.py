@@ -145,7 +145,7 @@ def test_a_bit_for_each_row_is_not_worth_it_where_slots_are_few() -> None:
 def group_share(group: Any) -> Any:
     from hotrow.store.budget import Share
 
-    return Share(group.memory.pad.num_slots, len(group.memory.buffer), False)
+    return Share(group.memory.pad.num_slots, len(group.memory.buffer.memory), False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

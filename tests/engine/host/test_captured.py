@@ -24,6 +24,7 @@ import hotrow.embedding.step
 import hotrow.training.captured
 from hotrow.data import ClickBatch
 from hotrow.support.streams import lanes_of
+from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,10 +114,9 @@ def run(
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Losses, all weights, and how often graphs were replayed."""
     model, replays = Model(rule, unused=unused, strategy=strategy), list[int]()
+    graphs = None
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(
-            hotrow.training.captured, "capture", lambda launch, *_: StandIn(launch, model, replays)
-        )
+        graphs = GraphSettings(capture=lambda launch, *_: StandIn(launch, model, replays))
     else:
         real = hotrow.training.captured._Graph.replay
 
@@ -132,6 +132,7 @@ def run(
         optimizer,
         labels=lambda batch: batch.label,
         lanes=lanes_of(DEVICE) if captured else None,
+        graphs=graphs,
     )
     losses = []
     stream = hotrow.ahead(batches(), model, ids=lambda batch: batch.sparse, step=step)

@@ -15,18 +15,6 @@ from typing import Any
 import hotrow.engine.static_hybrid
 import pytest
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
-
-import hotrow
-import test_freeze
-import test_seam
-from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
-from hotrow.embedding.ahead import to_device
-from hotrow.engine.host.hot import HotRows
-from hotrow.engine.host.rows import HostRows
-from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.simulator import simulate
 from test_hybrid import (
     FORMS,
     TOLERANCE,
@@ -40,6 +28,18 @@ from test_hybrid import (
     on_a_gpu,
     on_gpu,
 )
+from torch import Tensor
+from torch.optim.lr_scheduler import ExponentialLR
+
+import hotrow
+import test_freeze
+import test_seam
+from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
+from hotrow.engine.host.hot import HotRows
+from hotrow.engine.host.rows import HostRows
+from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
+from hotrow.sizing.simulator import simulate
 
 MULTI_HOT = CASES["multi-hot"]
 STEPS = 5  # Triton's interpreter is slow

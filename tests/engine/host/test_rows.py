@@ -24,10 +24,10 @@ import hotrow
 import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
 from hotrow.data import ClickBatch
-from hotrow.embedding.ahead import to_device
 from hotrow.engine.host.link import RowColumns
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES
+from hotrow.inputs.tree import to_device
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep

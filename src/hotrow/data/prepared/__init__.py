@@ -1,6 +1,5 @@
-"""Data prepared once, on disk, and read from there as it is: see `format` for what lies where."""
+"""Data prepared once, on disk, and read from there as it is; `format` says what lies where."""
 
-from hotrow.data.prepared.format import Feature, Manifest, Schema
-from hotrow.data.prepared.reader import Jagged, Prepared, Shard
+from hotrow.data.prepared.format import Feature, Jagged, Manifest, Prepared, Schema, Shard
 
 __all__ = ["Feature", "Jagged", "Manifest", "Prepared", "Schema", "Shard"]

@@ -1,13 +1,14 @@
-"""Columns of any name: a TOML file says what they are. CSV and Parquet become samples alike."""
+"""CSV and Parquet files with columns of any name: a TOML file says what the columns are."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +29,8 @@ from hotrow.data.prepared.arrow import (
     value_type,
 )
 from hotrow.data.prepared.format import Feature, Schema
-from hotrow.data.prepared.rows import Rows, Samples
+from hotrow.data.prepared.pieces import Piece, Place, Rows, Samples, Source, file_by_file
+from hotrow.data.prepared.text import TextFiles, TextSource, first_line
 from hotrow.support import toml
 
 _LISTS = "lists of "
@@ -56,7 +58,7 @@ class Columns:
     categories: tuple[str, ...] = ()
     separator: str = ","
     tables: Mapping[str, str] = field(default_factory=dict)
-    lists: Mapping[str, str] = field(default_factory=dict)  # CSV: what stands between their values
+    lists: Mapping[str, str] = field(default_factory=dict)  # CSV: the separator of a list's values
 
     def __post_init__(self) -> None:
         if not self.label:
@@ -93,43 +95,45 @@ class Columns:
         return [self.label, *self.dense, *self.categories]
 
 
+_WANTED = {
+    "tables": "[tables] gives the name of a table for a column",
+    "lists": "[lists] gives what stands between values for a column",
+    "label": "label must be text",
+    "separator": "separator must be text",
+}
+
+
 def read_columns(path: Path) -> Columns:
-    found = toml.read(path)
-    tables = _of_columns(found, "tables", f"{path}: [tables] gives the name of a table")
-    lists = _of_columns(found, "lists", f"{path}: [lists] gives what stands between values")
-    known = {key: getattr(Columns, key, "") for key in Columns.__dataclass_fields__}
-    for key in found:
+    settings = toml.read(path)
+    known = Columns.__dataclass_fields__
+    for key in settings:
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}; there are {', '.join(known)}")
-        wants_text = isinstance(known[key], str)
-        right = isinstance(found[key], str) if wants_text else _is_texts(found[key])
-        if not right:
-            raise ValueError(f"{path}: {key} must be {'text' if wants_text else 'a list of texts'}")
-        found[key] = found[key] if wants_text else tuple(found[key])
+        try:
+            settings[key] = msgspec.convert(settings[key], get_type_hints(Columns)[key])
+        except msgspec.ValidationError:
+            wanted = _WANTED.get(key, f"{key} must be a list of texts")
+            raise ValueError(f"{path}: {wanted}") from None
     try:
-        return Columns(**found, tables=tables, lists=lists)
+        return Columns(**settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _of_columns(found: dict[str, Any], key: str, what: str) -> dict[str, str]:
-    texts = found.pop(key, {})
-    if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
-        raise ValueError(f"{what} for a column")
-    return texts
-
-
-def _is_texts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(each, str) for each in found)
-
-
 class Described:
-    """Columns as samples."""
+    """Makes samples of the columns that a `Columns` describes."""
 
-    def __init__(self, columns: Columns, *, jagged: Sequence[str], is_text: bool) -> None:
-        """`jagged`: the columns of lists; in CSV they are texts, which are split."""
-        self._columns, self._is_text = columns, is_text
-        self._signed: set[str] = set()  # tables whose columns may hold negative numbers
+    def __init__(
+        self,
+        columns: Columns,
+        *,
+        jagged: Collection[str],
+        is_text: bool,
+        signed: Collection[str] = (),
+    ) -> None:
+        """`jagged` are the columns of lists; in CSV they are texts, which are split. `signed` are
+        the tables whose columns may hold negative numbers."""
+        self._columns, self._is_text, self._signed = columns, is_text, signed
         self.schema = Schema(
             columns.label,
             columns.dense,
@@ -164,7 +168,7 @@ class Described:
     def _numbers(self, rows: Rows, name: str) -> NDArray[np.float64]:
         column = rows.columns[name]
         values = floats(none_if_empty(column) if self._is_text else column)
-        wrong = np.abs(values) > _LARGEST  # infinity, too
+        wrong = np.abs(values) > _LARGEST  # also infinity
         rows.refuse(wrong, name, "not a number, or too large for one of 32 bits")
         values = np.where(wrong | np.isnan(values), 0, values)
         if self._is_text:
@@ -173,54 +177,65 @@ class Described:
 
 
 def _plain(columns: Columns) -> dict[str, Any]:
-    found = asdict(columns)
+    settings = asdict(columns)
     if not columns.lists:
-        del found["lists"]  # folders made before there were any are the same
-    return {key: list(each) if isinstance(each, tuple) else each for key, each in found.items()}
+        del settings["lists"]  # folders made before this key existed stay the same
+    return {key: list(held) if isinstance(held, tuple) else held for key, held in settings.items()}
 
 
-class Csv(Described):
-    """A layout of lines with a header, which names the columns. Quotes may be around fields; an
-    end of line within them is not understood."""
+class Csv(TextSource):
+    """CSV files whose header names the columns. Fields may be quoted, but no line end may stand
+    within quotes."""
 
     name, key_dtype, quotes = "csv", "uint64", True
 
-    def __init__(self, columns: Columns, path: Path, first_line: bytes) -> None:
-        super().__init__(columns, jagged=list(columns.lists), is_text=True)
-        self.header: bytes | None = first_line
+    def __init__(self, columns: Columns, paths: Sequence[Path], *, piece_bytes: int) -> None:
+        TextFiles(paths)  # refuses missing files before the first line is read
+        self.header = first_line(paths[0])
         self.separator = columns.separator
-        try:
-            text = first_line.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} does not begin with a header in UTF-8") from None
-        try:
-            names = next(csv.reader([text], delimiter=columns.separator), [])
-        except csv.Error as error:
-            raise ValueError(f"{path} does not begin with a header: {error}") from None
+        names = self._names(paths[0], self.header)
         hint = (
             f"; the first line is to name the columns, with {columns.separator!r} between, or what "
             "`separator` is in the file of --columns"
         )
         self.width = len(names)
-        self.places: Mapping[str, int] = {
-            name: place_of(name, names, path, hint) for name in columns.used
-        }
+        self.places = {name: place_of(name, names, paths[0], hint) for name in columns.used}
+        self._described = Described(columns, jagged=columns.lists, is_text=True)
+        self.schema, self.describes = self._described.schema, self._described.describes
+        super().__init__(paths, piece_bytes=piece_bytes)
+
+    def _names(self, path: Path, header: bytes) -> list[str]:
+        try:
+            text = header.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} does not begin with a header in UTF-8") from None
+        try:
+            return next(csv.reader([text], delimiter=self.separator), [])
+        except csv.Error as error:
+            raise ValueError(f"{path} does not begin with a header: {error}") from None
+
+    def samples(self, rows: Rows) -> Samples:
+        return self._described.samples(rows)
 
 
-class Parquet(Described):
-    """The columns of Parquet files. Those of lists become jagged features."""
+class ParquetSource(Source):
+    """Parquet files, by row groups. Columns of lists become jagged features."""
 
-    def __init__(self, columns: Columns, paths: Sequence[Path]) -> None:
+    name, key_dtype = "parquet", "uint64"
+    first_line = 1  # as in CSV files, so that both are split alike
+
+    def __init__(self, columns: Columns, paths: Sequence[Path], *, piece_samples: int) -> None:
+        self.paths, self._columns, self._piece_samples = list(paths), columns.used, piece_samples
         types = [_types(path, columns) for path in paths]
         kinds = [
-            {name: _kind(path, name, each[name]) for name in columns.categories}
-            for path, each in zip(paths, types, strict=True)
+            {name: _kind(path, name, held[name]) for name in columns.categories}
+            for path, held in zip(paths, types, strict=True)
         ]
         for name in columns.lists:
-            if any(each[name] != NOTHING and not each[name].startswith(_LISTS) for each in kinds):
+            if any(kind[name] != NOTHING and not kind[name].startswith(_LISTS) for kind in kinds):
                 raise ValueError(f"[lists] splits texts of CSV alone: {name!r} must hold lists")
         for name in columns.categories:
-            held = {each[name]: path for each, path in zip(kinds, paths, strict=True)}
+            held = {kind[name]: path for kind, path in zip(kinds, paths, strict=True)}
             held.pop(NOTHING, None)
             if len(held) > 1:
                 raise ValueError(
@@ -228,18 +243,58 @@ class Parquet(Described):
                     + " and ".join(f"{kind} in {path}" for kind, path in held.items())
                 )
         _check_tables(columns, kinds)
-        jagged = {name for each in kinds for name in each if each[name].startswith(_LISTS)}
-        super().__init__(columns, jagged=list(jagged), is_text=False)
-        self._signed = {
+        signed = {
             columns.table(name)
-            for each in types
+            for held in types
             for name in columns.categories
-            if may_be_negative(value_type(each[name]))
+            if may_be_negative(value_type(held[name]))
         }
+        jagged = {name for kind in kinds for name in kind if kind[name].startswith(_LISTS)}
+        self._described = Described(columns, jagged=jagged, is_text=False, signed=signed)
+        self.schema, self.describes = self._described.schema, self._described.describes
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        return file_by_file(len(self.paths), self._file, start or Place(line=self.first_line))
+
+    def _file(self, place: Place) -> Iterator[Piece]:
+        """Yield parts of row groups; `offset` counts row groups."""
+        path = self.paths[place.file]
+        with open_parquet(path) as file:
+            size, total = path.stat().st_size, max(1, file.metadata.num_rows)
+            at = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if at + rows <= place.file_line:
+                    at += rows
+                    continue
+                for batch in self._batches(file, path, group):
+                    first, at = at, at + len(batch)
+                    if first < place.file_line:
+                        continue  # a run before this one has read it
+                    after = Place(place.file, group, at, place.line + len(batch))
+                    yield Piece(place, after, batch, size * at // total)
+                    place = after
+
+    def _batches(self, file: Any, path: Path, group: int) -> Iterator[Any]:
+        arrow = pyarrow()
+        try:
+            yield from file.iter_batches(
+                batch_size=self._piece_samples, row_groups=[group], columns=self._columns
+            )
+        except (arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
+
+    def parse(self, piece: Piece) -> Samples:
+        batch = piece.data
+        columns = {name: batch.column(name) for name in self._columns}
+        try:
+            return self._described.samples(Rows(columns, np.arange(len(batch))))
+        except ValueError as error:
+            raise ValueError(f"{self.paths[piece.place.file]}: {error}") from error
 
 
 def _types(path: Path, columns: Columns) -> dict[str, Any]:
-    """Return the types of the columns, of which all but categories must hold numbers."""
+    """Return the types of the columns; all but categories must hold numbers."""
     with open_parquet(path) as file:
         schema = file.schema_arrow
         for name in columns.used:
@@ -250,8 +305,8 @@ def _types(path: Path, columns: Columns) -> dict[str, Any]:
             raise ValueError(f"{path}: {name!r} holds lists; only categories may")
         if not may_be_numbers(types[name]):
             raise ValueError(
-                f"{path}: column {name!r} of {types[name]} holds no numbers; cast it where the "
-                "file is written"
+                f"{path}: column {name!r} of {types[name]} does not hold numbers; cast it where "
+                "the file is written"
             )
     return types
 
@@ -268,11 +323,11 @@ def _kind(path: Path, name: str, held: Any) -> str:
 
 
 def _check_tables(columns: Columns, kinds: list[dict[str, str]]) -> None:
-    """Columns that read one table must hold one kind of values."""
+    """Refuse columns of one table that hold different kinds of values."""
     held: dict[str, tuple[str, str]] = {}
     for name in columns.categories:
-        for each in kinds:
-            kind = each[name].removeprefix(_LISTS)
+        for kinds_of_file in kinds:
+            kind = kinds_of_file[name].removeprefix(_LISTS)
             if kind == NOTHING:
                 continue
             other, before = held.setdefault(columns.table(name), (name, kind))

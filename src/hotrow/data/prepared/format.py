@@ -1,23 +1,23 @@
-"""The folder that `hotrow prepare` makes, as records: a manifest and what its shards hold.
+"""The folder that `hotrow prepare` makes: its manifest, its shards, and `Prepared`, which reads it.
 
-    manifest.json            schema, tables, splits; every file with its size and SHA-256. Put in
-                             place last: a folder without it is not finished.
+    manifest.json            schema, tables, splits; every file with its size and SHA-256. Written
+                             last: a folder without it is not finished.
     shards/train-00000.bin   consecutive samples of one split, all columns in one file, so that a
-                             shard is there whole or not at all. No header: little-endian arrays
-                             one after the other, each starting at a multiple of 64 bytes:
+                             shard is whole or missing. No header: little-endian arrays one after
+                             the other, each starting at a multiple of 64 bytes:
                                ids      [samples, single features]  int32, or int64 for big tables
                                dense    [samples, dense columns]    float32
                                label    [samples]                   uint8, 0 or 1
                                and for each jagged feature
                                offsets  [samples + 1] int64, values [offsets[-1]] like ids
     tables/000.counts        accesses of every row by the training split, int64: a profile
-    tables/000.keys          the values that have rows of their own, as numbers, multiplied as
-                             vocabulary.spread does, sorted; the value at position i has row i + 1,
-                             and row 0 is for all others
+    tables/000.keys          the values that have rows of their own, as keys that vocabulary.spread
+                             has multiplied, sorted; the value at position i has row i + 1, and row
+                             0 is for all others
 
-One sample's ids lie side by side, because loaders gather samples in random order. Numbers in a
-manifest are checked against each other and against the files before anything is opened or
-allocated, and no file it names may lie outside of its folder. Nothing is pickled.
+The ids of a sample lie side by side, because loaders gather samples in random order. The numbers of
+a manifest are checked against each other and against the files before anything is opened or
+allocated, and no file may lie outside the folder. Nothing is pickled.
 
 Knows arrays and files; not where samples come from, nor what they are used for.
 """
@@ -25,15 +25,20 @@ Knows arrays and files; not where samples come from, nor what they are used for.
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from hotrow.support.files import Disk, FileRecord
+from hotrow.support.files import Disk, FileRecord, inside, why_wrong
 from hotrow.support.manifests import Count, check_files, check_format, converted, read_json
 from hotrow.support.messages import few
 
@@ -43,11 +48,13 @@ SPLITS = ("train", "validation", "test")
 _ALIGNED = 64
 _REMEDY = "prepare again"
 _INT32_ROWS = 2**31 - 1
+_CHEAP_BYTES = 1 << 30  # checksums of a folder up to this size take a second or two
+_COPY_AGAIN = "copy it again, or prepare the folder again with --restart"
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One column of ids: which table it reads, and whether samples have lists of them."""
+    """A column of ids: the table that it reads, and whether samples have lists of ids."""
 
     name: str
     table: str
@@ -65,15 +72,15 @@ class Schema:
 
     @property
     def single(self) -> list[Feature]:
-        return [each for each in self.features if not each.jagged]
+        return [feature for feature in self.features if not feature.jagged]
 
     @property
     def jagged(self) -> list[Feature]:
-        return [each for each in self.features if each.jagged]
+        return [feature for feature in self.features if feature.jagged]
 
     @property
     def tables(self) -> list[str]:
-        return list(dict.fromkeys(each.table for each in self.features))
+        return list(dict.fromkeys(feature.table for feature in self.features))
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class ShardRecord(FileRecord):
 
 @dataclass(frozen=True)
 class TableRecord:
-    """A table: its rows, and how values became rows."""
+    """A table: its rows, and how its values became rows."""
 
     name: str
     rows: Count
@@ -105,9 +112,9 @@ class Manifest:
     made_by: str = ""
 
     def table(self, name: str) -> TableRecord:
-        for each in self.tables:
-            if each.name == name:
-                return each
+        for table in self.tables:
+            if table.name == name:
+                return table
         raise ValueError(
             f"the data has no table {name!r}; it has {few(t.name for t in self.tables)}"
         )
@@ -117,7 +124,7 @@ class Manifest:
 
     @property
     def files(self) -> list[FileRecord]:
-        tables = [file for each in self.tables for file in (each.counts, each.keys) if file]
+        tables = [file for table in self.tables for file in (table.counts, table.keys) if file]
         return [*(shard for shards in self.splits.values() for shard in shards), *tables]
 
 
@@ -127,7 +134,7 @@ def id_dtype(rows: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """Where an array lies in a shard."""
+    """Where an array lies in a file."""
 
     offset: int
     dtype: str
@@ -135,33 +142,31 @@ class Section:
 
     @property
     def end(self) -> int:
-        size = np.dtype(self.dtype).itemsize
-        for each in self.shape:
-            size *= each
-        return self.offset + size
+        return self.offset + np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 def sections(schema: Schema, samples: int, values: Mapping[str, int]) -> dict[str, Section]:
-    """The arrays of a shard by name; the last one's end is the size of the file."""
+    """Return the arrays of a shard by name; the end of the last one is the size of the file."""
     wanted: list[tuple[str, str, tuple[int, ...]]] = [
         ("ids", schema.id_dtype, (samples, len(schema.single))),
         ("dense", "float32", (samples, len(schema.dense))),
         ("label", "uint8", (samples,)),
     ]
-    for each in schema.jagged:
-        wanted.append((f"{each.name}.offsets", "int64", (samples + 1,)))
-        wanted.append((f"{each.name}.values", schema.id_dtype, (values[each.name],)))
+    for feature in schema.jagged:
+        name = feature.name
+        wanted.append((f"{name}.offsets", "int64", (samples + 1,)))
+        wanted.append((f"{name}.values", schema.id_dtype, (values[name],)))
     return side_by_side(wanted)
 
 
 def side_by_side(wanted: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Section]:
-    """Places for arrays (name, dtype, shape) in one file, in that order."""
-    found: dict[str, Section] = {}
+    """Place arrays (name, dtype, shape) in one file, in that order."""
+    places: dict[str, Section] = {}
     end = 0
     for name, dtype, shape in wanted:
-        found[name] = Section(-(-end // _ALIGNED) * _ALIGNED, dtype, shape)
-        end = found[name].end
-    return found
+        places[name] = Section(-(-end // _ALIGNED) * _ALIGNED, dtype, shape)
+        end = places[name].end
+    return places
 
 
 def shard_bytes(schema: Schema, samples: int, values: Mapping[str, int]) -> int:
@@ -169,17 +174,14 @@ def shard_bytes(schema: Schema, samples: int, values: Mapping[str, int]) -> int:
 
 
 def write_shard(
-    disk: Disk,
-    file: str,
-    schema: Schema,
-    samples: int,
-    values: Mapping[str, int],
-    arrays: Callable[[str], Iterable[NDArray[Any]]],
+    disk: Disk, file: str, schema: Schema, arrays: Mapping[str, NDArray[Any]]
 ) -> ShardRecord:
-    """Write a shard; `arrays` returns those that make a section, one after the other. It is not
-    waited for: `make_durable` must follow before a manifest names it."""
+    """Write the arrays of a shard, by section. It may not be on the disk yet: `make_durable` must
+    follow before a manifest names the shard."""
+    samples = len(arrays["label"])
+    values = {feature.name: len(arrays[f"{feature.name}.values"]) for feature in schema.jagged}
     places = sections(schema, samples, values)
-    data = in_sections((section, arrays(name)) for name, section in places.items())
+    data = in_sections((section, [arrays[name]]) for name, section in places.items())
     record = disk.write(file, data, durable=False)
     return ShardRecord(**asdict(record), samples=samples, values=values)
 
@@ -187,7 +189,7 @@ def write_shard(
 def in_sections(
     parts: Iterable[tuple[Section, Iterable[NDArray[Any]]]],
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a file made of sections, each of several arrays one after the other."""
+    """Yield the bytes of a file made of sections, each of one or more arrays."""
     end = 0
     for section, arrays in parts:
         yield memoryview(bytes(section.offset - end))
@@ -207,7 +209,7 @@ def as_bytes(array: NDArray[Any]) -> memoryview:
 def map_section(path: Path, section: Section) -> NDArray[Any]:
     """Map an array of a file into memory."""
     if 0 in section.shape:
-        return np.empty(section.shape, section.dtype)  # no bytes, which cannot be mapped
+        return np.empty(section.shape, section.dtype)  # nothing cannot be mapped
     kind = np.dtype(section.dtype).newbyteorder("<")
     return np.memmap(path, kind, "r", section.offset, section.shape)
 
@@ -223,10 +225,10 @@ def to_json(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, checked; a ValueError says what is wrong with it."""
+    """Read and check the manifest of a folder; a ValueError says what is wrong with it."""
     path = folder / MANIFEST
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         if not folder.exists():
             raise ValueError(
@@ -237,31 +239,24 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{folder} has no {MANIFEST}" + (hint if unfinished else ", so it is no prepared data")
         ) from None
-    return from_json(found, where=str(path))
+    return from_json(content, where=str(path))
 
 
-def from_json(found: Any, *, where: str) -> Manifest:
-    version = found.get("format") if isinstance(found, dict) else None
-    if type(version) is int and version != FORMAT:
-        what = "made by a newer hotrow" if version > FORMAT else "of a form no longer read"
-        raise ValueError(
-            f"{where} is {what}: format {version}, and this hotrow reads {FORMAT}; "
-            + ("update hotrow, or prepare again" if version > FORMAT else "prepare again")
-        )
-    check_format(found, FORMAT, where=where, remedy=_REMEDY)
-    return converted(Manifest, found, where=where, remedy=_REMEDY, check=_check)
+def from_json(content: Any, *, where: str) -> Manifest:
+    check_format(content, FORMAT, where=where, remedy=_REMEDY)
+    return converted(Manifest, content, where=where, remedy=_REMEDY, check=_check)
 
 
 def _check(manifest: Manifest) -> None:
     """Refuse numbers that contradict each other, before they size anything."""
-    schema, names = manifest.schema, [each.name for each in manifest.tables]
+    schema, names = manifest.schema, [table.name for table in manifest.tables]
     if schema.id_dtype not in ("int32", "int64"):
         raise ValueError(f"id_dtype is {schema.id_dtype!r}")
     if len(set(names)) != len(names) or set(schema.tables) - set(names):
         raise ValueError(
             f"features read the tables {few(schema.tables)}, and there are {few(names)}"
         )
-    if len({each.name for each in schema.features}) != len(schema.features):
+    if len({feature.name for feature in schema.features}) != len(schema.features):
         raise ValueError("two features have one name")
     for table in manifest.tables:
         if table.counts.bytes != 8 * table.rows:
@@ -275,7 +270,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(
                 f"table {table.name} has {table.rows} rows, {table.keys.bytes} bytes of keys"
             )
-    jagged = {each.name for each in schema.jagged}
+    jagged = {feature.name for feature in schema.jagged}
     for shards in manifest.splits.values():
         for shard in shards:
             if set(shard.values) != jagged:
@@ -287,3 +282,106 @@ def _check(manifest: Manifest) -> None:
                     f"{expected}"
                 )
     check_files(file.file for file in manifest.files)
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Lists of ids: sample i has values[offsets[i]:offsets[i + 1]]."""
+
+    offsets: NDArray[np.int64]  # [samples + 1]
+    values: NDArray[Any]  # [offsets[-1]] int32 or int64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Consecutive samples, mapped into memory: nothing is read until it is used."""
+
+    samples: int
+    ids: NDArray[Any]  # [samples, single features] int32 or int64
+    dense: NDArray[np.float32]  # [samples, dense columns]
+    label: NDArray[np.uint8]  # [samples]
+    jagged: dict[str, Jagged]
+
+
+class Prepared:
+    """A folder made by `hotrow prepare`.
+
+    data = Prepared("prepared/criteo")
+    for shard in data.shards("train"):
+        shard.ids, shard.dense, shard.label
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
+        for record in self.manifest.files:
+            if wrong := why_wrong(self.folder, record, contents=False):
+                raise ValueError(f"{wrong}; {_COPY_AGAIN}")
+
+    @property
+    def schema(self) -> Schema:
+        return self.manifest.schema
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        return {table.name: table.rows for table in self.manifest.tables}
+
+    def samples(self, split: str) -> int:
+        self._shards(split)
+        return self.manifest.samples(split)
+
+    def shards(self, split: str) -> list[Shard]:
+        return [self._open(record) for record in self._shards(split)]
+
+    def counts(self, table: str) -> NDArray[np.int64]:
+        """Return how often the training split reads each row of a table: [rows], memory-mapped."""
+        record = self.manifest.table(table)
+        path = inside(self.folder, record.counts.file)
+        return map_section(path, Section(0, "int64", (record.rows,)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.manifest.files)
+
+    def profile(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return for each table the rows that the training split reads, and how often: `profile=`
+        of a collection."""
+        profile = {}
+        for table in self.table_rows:
+            counts = self.counts(table)
+            rows = np.flatnonzero(counts)
+            profile[table] = torch.from_numpy(rows), torch.from_numpy(counts[rows])
+        return profile
+
+    def verify(self, advance: Callable[[int], None] = lambda size: None) -> None:
+        """Read every file and compare checksums; a ValueError names what has changed."""
+        records = self.manifest.files
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            checked = pool.map(lambda file: why_wrong(self.folder, file, contents=True), records)
+            for record, wrong in zip(records, checked, strict=True):
+                if wrong:
+                    raise ValueError(f"{wrong}; {_COPY_AGAIN}")
+                advance(record.bytes)
+
+    def verify_if_small(self) -> bool:
+        """Compare checksums if that takes a second or two; return whether it did."""
+        is_small = self.num_bytes <= _CHEAP_BYTES
+        if is_small:
+            self.verify()
+        return is_small
+
+    def _shards(self, split: str) -> tuple[ShardRecord, ...]:
+        if split not in self.manifest.splits:
+            names = ", ".join(self.manifest.splits)
+            raise ValueError(f"{self.folder} has no split {split!r}; it has {names}")
+        return self.manifest.splits[split]
+
+    def _open(self, record: ShardRecord) -> Shard:
+        arrays = map_shard(inside(self.folder, record.file), self.schema, record)
+        jagged = {
+            feature.name: Jagged(
+                arrays[f"{feature.name}.offsets"], arrays[f"{feature.name}.values"]
+            )
+            for feature in self.schema.jagged
+        }
+        return Shard(record.samples, arrays["ids"], arrays["dense"], arrays["label"], jagged)

@@ -1,29 +1,26 @@
-"""What a run of `prepare` is asked for, how it shares its memory, and what its stages have in
-common. Knows nothing of the stages."""
+"""What a run of `prepare` is asked for, how it shares its memory, and what its stages share."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.prepared.pieces import Piece, Source
-from hotrow.data.prepared.rows import Samples
+from hotrow.data.prepared.pieces import Piece, Samples, Source
 from hotrow.data.prepared.spool import Disk, Spool
 from hotrow.data.prepared.text import PIECE_BYTES
 from hotrow.support.numbers import plain_fields
 from hotrow.support.units import show_bytes
 
 BASE_BYTES = 384 << 20  # Python, torch and the libraries they load
-_STRETCH_BYTES = 320 << 20  # one that is filled and one that is written, with their counts
-_PIECE_BYTES = 12 * PIECE_BYTES  # of work for each piece under way, at the most
+_STRETCH_BYTES = 320 << 20  # one stretch that is filled and one that is written, with their counts
+_WORK_BYTES = 12 * PIECE_BYTES  # at most, for each piece that is being worked on
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides about the bytes that are written. A run is resumed with the same only."""
+    """What decides about the bytes that are written. A run is resumed only with the same."""
 
     min_frequency: int = 1
     max_rows: int | None = None
@@ -54,16 +51,23 @@ class Settings:
             raise ValueError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
 
 
-class Watch(Protocol):
-    """Gets the progress of a run."""
+@dataclass(frozen=True)
+class Sizes:
+    """How much is worked on at once. Memory is shared for the defaults; tests use small sizes."""
 
-    def stage(self, title: str, total: int) -> None: ...
-    def advance(self, done: int, samples: int) -> None: ...
-    def say(self, text: str) -> None: ...
+    piece_bytes: int = PIECE_BYTES  # of text in a piece
+    piece_samples: int = 1 << 14  # of Parquet in a piece
+    event_bytes: int = 6 << 20  # of text, about, in one file of Taobao's events
+    stretch_pieces: int = 16  # in a stretch, or fewer:
+    stretch_bytes: int = 48 << 20  # of samples are enough, which short lines reach sooner
+    values_bytes: int | None = None  # for the values of all tables; None: what `share` leaves
 
 
-class NoWatch:
-    """Ignores the progress of a run."""
+SIZES = Sizes()
+
+
+class Watch:
+    """Gets the progress of a run. This one ignores it."""
 
     def stage(self, title: str, total: int) -> None: ...
     def advance(self, done: int, samples: int) -> None: ...
@@ -77,19 +81,19 @@ class Share:
     values_bytes: int  # for the values of all tables
 
 
-def share(memory_bytes: int, workers: int | None) -> Share:
-    """Share the memory of a run. Half of what is left is for pieces under way, two for each worker
-    and two more; the other half for values, so that this part does not depend on the cores. By
-    default there are as many workers as there are cores and memory for them."""
+def share(memory_bytes: int, workers: int | None, *, cores: int | None = None) -> Share:
+    """Share the memory of a run. Half of what is left is for pieces, two for each worker and two
+    more; the other half is for values, so that this part does not depend on the cores. By default
+    there are as many workers as there are cores and memory for them."""
     left = memory_bytes - BASE_BYTES - _STRETCH_BYTES
-    most = left // 2 // (2 * _PIECE_BYTES) - 1
+    most = left // 2 // (2 * _WORK_BYTES) - 1
     if most < 1 or (workers or 1) > most:
         least = needed(workers or 1)
         raise ValueError(
             f"--memory {show_bytes(memory_bytes, beside=least)} is too small: "
             f"{workers or 1} --workers need {show_bytes(least, beside=memory_bytes)}"
         )
-    cores = len(os.sched_getaffinity(0))
+    cores = cores or len(os.sched_getaffinity(0))
     return Share(
         workers=workers or min(most, cores),
         idle=0 if workers else max(0, cores - most),
@@ -98,8 +102,8 @@ def share(memory_bytes: int, workers: int | None) -> Share:
 
 
 def needed(workers: int) -> int:
-    """Return the least memory that so many workers can do with."""
-    return BASE_BYTES + _STRETCH_BYTES + 2 * (2 * (workers + 1) * _PIECE_BYTES)
+    """Return the least memory for a number of workers."""
+    return BASE_BYTES + _STRETCH_BYTES + 2 * (2 * (workers + 1) * _WORK_BYTES)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Job:
     source: Source
     out: Path
     settings: Settings
+    sizes: Sizes
     values_bytes: int  # of memory, for the values of all tables
     watch: Watch
     disk: Disk
@@ -114,7 +119,7 @@ class Job:
     cores: Cores
 
     def parse(self, piece: Piece) -> Samples:
-        """Return the samples of a piece, on a worker; bad lines are an error unless skipped."""
+        """Return the samples of a piece; bad lines are an error unless skipped. Runs on workers."""
         samples = self.source.parse(piece)
         if samples.bad.count and self.settings.bad_rows == "error":
             raise ValueError(
@@ -126,5 +131,5 @@ class Job:
     def describe(self, piece: Piece, samples: Samples) -> list[str]:
         path, before = self.source.paths[piece.place.file], piece.place.file_line
         return [
-            f"{path}, line {before + each.line + 1:,}: {each.reason}" for each in samples.bad.first
+            f"{path}, line {before + bad.line + 1:,}: {bad.reason}" for bad in samples.bad.first
         ]

@@ -1,4 +1,4 @@
-"""Work on several cores, with results in order and a bounded number under way."""
+"""Work on several cores, with results in order and a bounded number of items in flight."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 
 
 class Cores:
-    """Threads: numpy lets others run while it works."""
+    """Threads, because numpy and Arrow release Python's lock while they work."""
 
     def __init__(self, workers: int) -> None:
-        self._pool, self._ahead = ThreadPoolExecutor(workers), 2 * workers
+        self.workers, self._pool = workers, ThreadPoolExecutor(workers)
         self._behind = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
 
@@ -27,31 +27,27 @@ class Cores:
         self._behind.shutdown(wait=True)
 
     def behind(self, work: Callable[[], None]) -> None:
-        """Does something while the caller goes on: one after the other, and one at a time. What
-        goes wrong is raised by the next call, or by `catch_up`."""
+        """Run something while the caller goes on, after what was given before. Its error is raised
+        by the next call, or by `catch_up`."""
         self.catch_up()
         self._last = self._behind.submit(work)
 
     def catch_up(self) -> None:
-        """Returns when what was left behind is done."""
+        """Wait for what was given to `behind`."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
 
     def each(self, work: Callable[[Item], None], items: Iterable[Item]) -> None:
-        """Returns when all is done."""
+        """Return when all items are done."""
         for _ in self._pool.map(work, items):
             pass
 
     def in_order(
-        self,
-        work: Callable[[Item], Result],
-        items: Iterable[Item],
-        *,
-        ahead: int | None = None,
+        self, work: Callable[[Item], Result], items: Iterable[Item], *, ahead: int | None = None
     ) -> Iterator[tuple[Item, Result]]:
-        """Results in the order of the items, of which `ahead` are under way at the most."""
-        most = ahead or self._ahead
+        """Yield results in the order of the items; at most `ahead` are in flight."""
+        most = ahead or 2 * self.workers
         waiting: deque[tuple[Item, Future[Result]]] = deque()
         try:
             for item in items:

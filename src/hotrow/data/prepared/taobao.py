@@ -1,14 +1,14 @@
 """Taobao's UserBehavior.csv into sequences: what a user has touched, and what comes next.
 
-Lines are events (user, item, category, behaviour, time), in no order. They are dealt out by user
-to files that fit into memory; each of those is sorted by user and time and cut into samples.
+Lines are events (user, item, category, behaviour, time), in no order. They are distributed by user
+to files that fit in memory; each file is sorted by user and time and cut into samples.
 
-A sample is an event with up to 20 events of the same user before it, as TBSM takes them: of each
-user at most 10 are drawn, and in half of the samples the item is another one, drawn from all
-different items of the same file, with its category; those have label 0. `gap` is the time since
-the last event before it, as log(seconds + 1), the same for both labels.
+A sample is an event with up to 20 events of the same user before it, as in TBSM. At most 10 samples
+of a user are drawn. In half of the samples the item is another one, drawn from all different items
+of the same file, with its category; those have label 0. `gap` is the time since the event before,
+as log(seconds + 1), the same for both labels.
 
-Every kind of behaviour counts as an event; who has but one event has no sample.
+Every kind of behaviour counts as an event. A user with one event has no sample.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.prepared.arrow import whole_numbers
 from hotrow.data.prepared.format import Feature, Schema, as_bytes
-from hotrow.data.prepared.job import Watch
+from hotrow.data.prepared.job import SIZES, Sizes, Watch
 from hotrow.data.prepared.parallel import Cores
-from hotrow.data.prepared.pieces import Piece, Place, Source
-from hotrow.data.prepared.rows import BadLine, BadLines, Samples
+from hotrow.data.prepared.pieces import BadLine, BadLines, Piece, Place, Samples, Source
 from hotrow.data.prepared.spool import WORK, Disk
-from hotrow.data.prepared.text import PIECE_BYTES, TextFiles, read_rows
+from hotrow.data.prepared.text import TextFiles, read_rows
 from hotrow.support.hashing import mixed
 
 STEPS = 20
 POINTS = 10
-_FILE_BYTES = 6 << 20  # of text in one file of events, about
-_COMPRESSION = 5  # how much larger text becomes, about, when it is uncompressed
+_COMPRESSION = 5  # how much larger text becomes, about, when it is decompressed
 _COLUMNS = {"user": 0, "item": 1, "category": 2, "behaviour": 3, "time": 4}
 _BEHAVIOURS = ["pv", "buy", "cart", "fav"]
 
@@ -43,12 +41,9 @@ Events = NDArray[np.int64]  # [events, 4]: user, item, category, time
 
 
 class Taobao(Source):
-    """The source. Events are dealt out once, before there are pieces."""
+    """The source. Events are distributed once, before there are pieces."""
 
-    name = "taobao"
-    key_dtype = "uint32"
-    times = True
-    first_line = header_lines = 0
+    name, key_dtype, times = "taobao", "uint32", True
     schema = Schema(
         "next",
         ("gap",),
@@ -62,29 +57,27 @@ class Taobao(Source):
     )
 
     def __init__(
-        self, paths: list[Path], out: Path, *, seed: int, skip_bad: bool,
-        file_bytes: int = _FILE_BYTES, piece_bytes: int = PIECE_BYTES,
-    ) -> None:  # fmt: skip
+        self, paths: list[Path], out: Path, *, seed: int, skip_bad: bool, sizes: Sizes = SIZES
+    ) -> None:
         if len(paths) != 1:
             raise ValueError(f"taobao is one file of events, UserBehavior.csv; not {len(paths)}")
-        self._files = TextFiles(paths, piece_bytes=piece_bytes)
+        self._files = TextFiles(paths, piece_bytes=sizes.piece_bytes)
         self.paths = self._files.paths
         self._out, self._seed, self._skip_bad = out, seed, skip_bad
         size = paths[0].stat().st_size
         text = size * (_COMPRESSION if paths[0].suffix in (".gz", ".zst") else 1)
-        self._count = max(1, -(-text // file_bytes))
-        self.describes: dict[str, Any] = {"steps": STEPS, "points": POINTS, "files_of": file_bytes}
+        self._count = max(1, -(-text // sizes.event_bytes))
+        self.describes = {"steps": STEPS, "points": POINTS, "files_of": sizes.event_bytes}
 
     def pieces(self, start: Place | None = None) -> Iterator[Piece]:
-        """One piece for each file of events; `offset` is its number."""
-        noted = json.loads(self._noted.read_text())
-        dealt = BadLines(noted["count"], tuple(BadLine(**each) for each in noted["first"]))
+        """Yield a piece for each file of events; `offset` is its number."""
+        every_bad = msgspec.json.decode(self._noted.read_bytes(), type=BadLines)
         size = self.paths[0].stat().st_size
         place = start or Place()
         for number in range(place.offset, self._count):
             events = np.fromfile(self._path(number), np.int64).reshape(-1, 4)
-            bad = BadLines() if number else dealt
-            # Lines over all files do not advance: times stand in their place.
+            bad = BadLines() if number else every_bad
+            # The line over all files stays 0: samples have times in place of lines.
             after = Place(0, number + 1, place.file_line + len(events) + bad.count, 0)
             yield Piece(place, after, (events, bad), size * (number + 1) // self._count)
             place = after
@@ -97,26 +90,25 @@ class Taobao(Source):
         return self._out / WORK / "events.json"
 
     def ready(self, disk: Disk, cores: Cores, watch: Watch) -> None:
-        """Writes every event to the file of its user."""
+        """Write every event to the file of its user."""
         if self._noted.exists():
             return
         for number in range(self._count):
             disk.write(f"{WORK}/{self._path(number).name}", [], durable=False)
-        watch.stage("dealing out events", self.paths[0].stat().st_size)
-        bad = BadLines()
-        dealt = 0
-        for piece, (events, found) in cores.in_order(_events, self._files.pieces()):
-            found = found.later(piece.place.file_line)
-            if found.count and not self._skip_bad:
-                first = found.first[0]
+        watch.stage("distributing events", self.paths[0].stat().st_size)
+        bad, count = BadLines(), 0
+        for piece, (events, bad_lines) in cores.in_order(_events, self._files.pieces()):
+            bad_lines = bad_lines.later(piece.place.file_line)
+            if bad_lines.count and not self._skip_bad:
+                first = bad_lines.first[0]
                 raise ValueError(
                     f"{self.paths[0]}, line {first.line + 1:,}: {first.reason}. --bad-rows skip "
                     "leaves such lines out and counts them"
                 )
-            bad = BadLines.joined([bad, found])
+            bad = BadLines.joined([bad, bad_lines])
             self._append(events, disk)
-            dealt += len(events)
-            watch.advance(piece.read_bytes, dealt)
+            count += len(events)
+            watch.advance(piece.read_bytes, count)
         disk.write(f"{WORK}/{self._noted.name}", [json.dumps(asdict(bad)).encode()])
 
     def _append(self, events: Events, disk: Disk) -> None:
@@ -125,8 +117,8 @@ class Taobao(Source):
         bounds = np.searchsorted(to[order], np.arange(self._count + 1, dtype=np.uint64))
         for number in range(self._count):
             if bounds[number] < bounds[number + 1]:
-                mine = events[order[bounds[number] : bounds[number + 1]]]
-                disk.extend(f"{WORK}/{self._path(number).name}", as_bytes(mine))
+                of_file = events[order[bounds[number] : bounds[number + 1]]]
+                disk.extend(f"{WORK}/{self._path(number).name}", as_bytes(of_file))
 
     def parse(self, piece: Piece) -> Samples:
         events, bad = piece.data
@@ -135,7 +127,7 @@ class Taobao(Source):
 
 
 def _events(piece: Piece) -> tuple[Events, BadLines]:
-    """On a worker."""
+    """Return the events of a piece. Runs on workers."""
     if piece.bad:
         return np.empty((0, 4), np.int64), BadLines(1, (BadLine(0, piece.bad),))
     rows = read_rows(piece.data, _COLUMNS, separator=",", width=len(_COLUMNS))
@@ -151,15 +143,15 @@ def _events(piece: Piece) -> tuple[Events, BadLines]:
 
 
 def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Samples:
-    """Samples of the events of some users: all events of each of them."""
+    """Return the samples of some users, given all their events."""
     events = events[np.lexsort((events[:, 3], events[:, 0]))]  # stable: equal times keep order
     user, item, category, time = events.T
-    starts = np.flatnonzero(np.concatenate([[True], user[1:] != user[:-1]])) if len(user) else user
+    starts = np.flatnonzero(np.diff(user, prepend=-1))  # users are at least 0
     sizes = np.diff(np.append(starts, len(user)))
     position = np.arange(len(user)) - np.repeat(starts, sizes)
     targets = _some_of_each(user, position, draw)
     lengths = np.minimum(position[targets], STEPS)
-    # The events before each target, the oldest first.
+    # The events before each target, oldest first.
     ends = np.cumsum(lengths)
     history = np.arange(ends[-1] if len(ends) else 0)
     history += np.repeat(targets - lengths - (ends - lengths), lengths)
@@ -177,7 +169,7 @@ def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Sa
         lines=time[targets].copy(),
         label=label,
         dense=gap[:, None],
-        keys={name: each.astype(np.uint32) for name, each in keys.items()},
+        keys={name: values.astype(np.uint32) for name, values in keys.items()},
         bad=bad,
         lengths={"history_item": lengths, "history_category": lengths},
     )
@@ -186,11 +178,11 @@ def make_samples(events: Events, draw: np.random.Generator, bad: BadLines) -> Sa
 def _some_of_each(
     user: NDArray[np.int64], position: NDArray[np.int64], draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Up to POINTS events of each user that have one before them, in order."""
-    found = np.flatnonzero(position > 0)
-    order = found[np.lexsort((draw.random(len(found)), user[found]))]
-    mine = user[order]
-    first = np.flatnonzero(np.concatenate([[True], mine[1:] != mine[:-1]])) if len(mine) else mine
+    """Draw up to POINTS events of each user that have one before them; return them in order."""
+    later = np.flatnonzero(position > 0)
+    order = later[np.lexsort((draw.random(len(later)), user[later]))]
+    users = user[order]
+    first = np.flatnonzero(np.diff(users, prepend=-1))
     rank = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
     return np.sort(order[rank < POINTS])
 
@@ -198,7 +190,7 @@ def _some_of_each(
 def _others(
     item: NDArray[np.int64], targets: NDArray[np.int64], draw: np.random.Generator
 ) -> NDArray[np.int64]:
-    """For each target an event with another item, every different item being as likely."""
+    """Return for each target an event with another item; all different items are as likely."""
     different, places = np.unique(item, return_index=True)
     if len(different) < 2:
         return targets

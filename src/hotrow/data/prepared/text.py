@@ -1,11 +1,9 @@
-"""Files of text, plain, .gz or .zst, in pieces of whole lines; and these pieces as columns.
-
-Columns are read by Arrow, one piece at a time.
-"""
+"""Text files, plain, .gz or .zst: pieces of whole lines, and their columns, which Arrow reads."""
 
 from __future__ import annotations
 
 import csv
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,17 @@ from typing import Any
 import numpy as np
 
 from hotrow.data.prepared.arrow import pyarrow
-from hotrow.data.prepared.pieces import Piece, Place, file_by_file
-from hotrow.data.prepared.rows import EXAMPLES, BadLine, BadLines, Rows
+from hotrow.data.prepared.pieces import (
+    EXAMPLES,
+    BadLine,
+    BadLines,
+    Piece,
+    Place,
+    Rows,
+    Samples,
+    Source,
+    file_by_file,
+)
 from hotrow.support.messages import many
 
 PIECE_BYTES = 4 << 20
@@ -28,7 +35,7 @@ _OTHERS = {
     b"\x04\x22\x4d\x18": "compressed by lz4: unpack it, or use .gz or .zst",
     b"PAR1": "a Parquet file, and no text",
 }
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, which Windows puts before texts
+_MARK = b"\xef\xbb\xbf"  # of UTF-8; Windows puts it before texts
 
 
 class TextFiles:
@@ -51,7 +58,7 @@ class TextFiles:
         path = self.paths[place.file]
         with _Stream(path) as stream:
             stream.skip(place.offset)
-            # What follows the last end of line is kept for the next piece.
+            # What follows the last line end is kept for the next piece.
             rest = b""
             while True:
                 more = stream.read(self._piece_bytes - len(rest))
@@ -84,8 +91,8 @@ class TextFiles:
                 yield piece
 
     def _pass_by(self, stream: _Stream, size: int) -> tuple[int, bytes, bool]:
-        """Read to the end of a line, of which `size` bytes are read, and keep nothing of it.
-        Return its size, what was read behind it, and whether a line end was found."""
+        """Read to the end of a line whose first `size` bytes are read already, and keep none of it.
+        Return its size, what was read after it, and whether a line end was found."""
         while more := stream.read(self._piece_bytes):
             line, end, rest = more.partition(b"\n")
             size += len(line) + len(end)
@@ -94,7 +101,7 @@ class TextFiles:
         return size, b"", False
 
     def _check_line(self, text: bytes, place: Place) -> None:
-        """A file without a line end is one line, or no text."""
+        """Refuse a file without a line end, unless it is one short line."""
         where = f"{self.paths[place.file]}, line {place.file_line + 1:,}"
         if b"\r" in text.rstrip(b"\r"):
             raise ValueError(f"{where}: lines end in \\r alone, as on old Macs; make it \\n")
@@ -117,13 +124,13 @@ class TextFiles:
 
 
 def _count_lines(text: bytes) -> int:
-    """bytes.count takes four times as long where lines are short."""
+    """Count lines; bytes.count takes four times as long if lines are short."""
     ends = np.frombuffer(text, np.uint8) == ord("\n")
     return int(np.count_nonzero(ends)) + _lacks_end(text)
 
 
 def _lacks_end(text: bytes) -> bool:
-    """Whether the last line has no end, as that of a file may."""
+    """Return whether the last line has no end, which the last one of a file may lack."""
     return bool(text) and not text.endswith(b"\n")
 
 
@@ -136,9 +143,9 @@ def read_rows(
     quotes: bool = False,
     skipped: int = 0,
 ) -> Rows:
-    """Return some columns of whole lines, by their places among `width` columns. Quotes may be
-    around fields if `quotes`; they are a part of them otherwise. So many first lines are
-    `skipped`. Lines with more or fewer columns are bad."""
+    """Return some columns of whole lines, by their places among `width` columns. With `quotes`
+    fields may be quoted; without, quotes belong to the fields. The first `skipped` lines are left
+    out. Lines with more or fewer columns are bad."""
     reader, arrow = pyarrow("csv", what="text is read"), pyarrow()
     for _ in range(skipped):
         text = text[text.find(b"\n") + 1 or len(text) :]
@@ -163,7 +170,7 @@ def read_rows(
         return Rows({name: arrow.array([], arrow.string()) for name in columns}, np.arange(0))
     names = [str(place) for place in range(width)]
     if text.startswith(_MARK):
-        text = _MARK + text  # Arrow takes the first one for no part of the text
+        text = _MARK + text  # Arrow drops the first one
     table = reader.read_csv(
         arrow.BufferReader(text),
         reader.ReadOptions(use_threads=False, column_names=names, block_size=len(text) + 1),
@@ -181,9 +188,9 @@ def read_rows(
             check_utf8=False,
         ),
     )
-    found = {name: table.column(names[at]).combine_chunks() for name, at in columns.items()}
+    arrays = {name: table.column(names[at]).combine_chunks() for name, at in columns.items()}
     lines = np.delete(np.arange(num_lines), bad) + skipped
-    return Rows(found, lines, BadLines(len(bad), tuple(first)))
+    return Rows(arrays, lines, BadLines(len(bad), tuple(first)))
 
 
 def _wrong_width(columns: int, width: int) -> str:
@@ -191,9 +198,9 @@ def _wrong_width(columns: int, width: int) -> str:
 
 
 def _is_odd(text: bytes, quotes: bool) -> bool:
-    """Whether Arrow would read lines otherwise: where the first is empty, or one that ends in a
-    return; where they have quotes, or returns that end no line. Of lines that are not UTF-8 it
-    cannot say that they are bad."""
+    """Return whether Arrow would read lines differently: the first one is empty, or an empty one
+    ends in a carriage return; or there are quotes, or carriage returns within lines. Arrow cannot
+    report bad lines that are not UTF-8."""
     return (
         (quotes and b'"' in text)
         or text.startswith((b"\n", b"\r\n"))
@@ -216,8 +223,8 @@ def _is_utf8(text: bytes) -> bool:
 def _rewritten(
     text: bytes, separator: str, width: int, quotes: bool, reasons: dict[int, str]
 ) -> bytes:
-    """Return the same lines with quotes around fields wherever Arrow needs them. Bad lines become
-    one column; the first of them are added to `reasons`. Each line takes a turn of Python."""
+    """Return the same lines with quotes wherever Arrow needs them. Bad lines become one column; the
+    first reasons are added to `reasons`. Slow: every line passes through Python."""
     lines, between = [], separator.encode()
     for number, line in enumerate(text.removesuffix(b"\n").split(b"\n")):
         line = line.removesuffix(b"\r")
@@ -239,7 +246,7 @@ def _rewritten(
 
 
 def _without_quotes(line: bytes, separator: str) -> tuple[list[bytes], str]:
-    """Return the fields of a line, and what is wrong with its quotes."""
+    """Return the fields of a line, and what is wrong with its quotes, if anything."""
     decoded = line.decode("utf-8", errors="surrogateescape")
     try:
         fields = next(csv.reader([decoded], delimiter=separator, strict=True))
@@ -272,36 +279,23 @@ def _check(path: Path) -> None:
     for magic, suffix in _STARTS.items():
         if start.startswith(magic) and path.suffix != suffix:
             raise ValueError(f"{path} is compressed; give it a name that ends in {suffix}")
-    # A .zst may begin otherwise, too.
+    # A .zst may begin differently, too.
     if path.suffix == ".gz" and not start.startswith(b"\x1f\x8b"):
         raise ValueError(f"{path} is not compressed by gzip, whatever its name says; rename it")
 
 
 class _Stream:
-    """A file's text, uncompressed where needed."""
+    """The text of a file, decompressed if needed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._raw = path.open("rb")
-        self._text: Any = self._raw
-        kind = _COMPRESSED.get(path.suffix)
-        if kind:
-            what = f"{path.suffix} files are read"
-            self._text = pyarrow(what=what).CompressedInputStream(self._raw, kind)
+        self._path, kind = path, _COMPRESSED.get(path.suffix)
         self._is_compressed = kind is not None
+        arrow = pyarrow(what=f"{path.suffix} files are read") if kind else None
+        self._raw = path.open("rb")
+        self._text: Any = arrow.CompressedInputStream(self._raw, kind) if arrow else self._raw
 
     def read(self, size: int) -> bytes:
-        """`size` bytes, or fewer at the end of the file."""
-        parts = []
-        while size > 0:
-            part = self._read(size)
-            if not part:
-                break
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-    def _read(self, size: int) -> bytes:
+        """Return `size` bytes, or fewer at the end of the file."""
         try:
             return bytes(self._text.read(size))
         except OSError as error:
@@ -317,13 +311,13 @@ class _Stream:
             self._raw.seek(size)
             return
         while size:
-            found = len(self.read(min(size, 8 << 20)))
-            if not found:
+            skipped = len(self.read(min(size, 8 << 20)))
+            if not skipped:
                 raise ValueError(
                     f"{self._path} ends {size:,} bytes of text before the place where reading "
                     "stopped: it has changed; --restart prepares it anew"
                 )
-            size -= found
+            size -= skipped
 
     def tell(self) -> int:
         return self._raw.tell()
@@ -342,3 +336,39 @@ def first_line(path: Path) -> bytes:
         raise ValueError(f"{path}, line 1: {piece.bad}")
     line: bytes = piece.data.partition(b"\n")[0] if piece else b""
     return line.rstrip(b"\r")
+
+
+class TextSource(Source):
+    """Files of lines. Subclasses say what the columns are, and make samples of them."""
+
+    separator = ","
+    quotes = False  # whether fields may be quoted
+    header: bytes | None = None  # the first line of every file
+    width: int  # columns of every line
+    places: Mapping[str, int]  # of the columns that are used
+
+    def __init__(self, paths: Sequence[Path], *, piece_bytes: int = PIECE_BYTES) -> None:
+        self._files = TextFiles(paths, header=self.header, piece_bytes=piece_bytes)
+        self.paths = self._files.paths
+        self.first_line = self.header_lines = 0 if self.header is None else 1
+
+    def pieces(self, start: Place | None = None) -> Iterator[Piece]:
+        return self._files.pieces(start)
+
+    def parse(self, piece: Piece) -> Samples:
+        rows = read_rows(
+            piece.data,
+            self.places,
+            separator=self.separator,
+            width=self.width,
+            quotes=self.quotes,
+            skipped=0 if piece.place.file_line or piece.bad else self.header_lines,
+        )
+        samples = self.samples(rows)
+        if piece.bad:
+            return replace(samples, bad=BadLines(1, (BadLine(0, piece.bad),)))
+        return samples
+
+    @abstractmethod
+    def samples(self, rows: Rows) -> Samples:
+        """Return the samples of some lines."""

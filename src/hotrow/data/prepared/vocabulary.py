@@ -1,10 +1,10 @@
-"""Which value has which row: counted and looked up, or hashed. Sees numbers (keys), not text.
+"""Which value has which row: counted and looked up, or hashed. Values are keys here, not texts.
 
     tally.add(keys)  ...  tally.vocabulary(...)  ->  Vocabulary.rows_of(keys)
 
-Keys are multiplied by an odd number first, which spreads them evenly and loses nothing. So the
-sorted keys can be searched from a table of their leading bits, a few steps for each; and rows come
-in an order that has nothing to do with popularity or time.
+Keys are multiplied by an odd number first, which spreads them evenly and loses nothing. So a table
+of their leading bits finds a sorted key in a few steps, and the order of rows has nothing to do
+with popularity or time.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotrow.data.prepared.keys import EXACT, Checks
+from hotrow.data.prepared.arrow import EXACT, Checks
 from hotrow.support.hashing import mixed
 
 Keys = NDArray[Any]  # uint32 or uint64
 
 _ODD = {4: np.uint32(0x9E3779B1), 8: np.uint64(0x9E3779B97F4A7C15)}
 _MOST_COUNT = np.uint64(2**32 - 1)  # counts stop there; by then the order of values is clear
-_LEAST_PENDING = 1 << 18
-_BOUNDS = 1 << 20  # keys or buckets that are looked at together
-_MOST_STEPS = 8  # from the start of a bucket; what lies deeper is searched for by halving
+LEAST_PENDING = 1 << 18
+_TOGETHER = 1 << 20  # keys or buckets that are looked at together
+_MOST_STEPS = 8  # from the start of a bucket; a binary search finds what lies deeper
 
 
 def spread(keys: Keys) -> Keys:
-    """Different keys stay different."""
-    found: Keys = keys * _ODD[keys.itemsize]
-    return found
+    """Spread keys evenly; different keys stay different."""
+    multiplied: Keys = keys * _ODD[keys.itemsize]
+    return multiplied
 
 
 @dataclass(frozen=True)
@@ -44,40 +44,41 @@ class Counted:
 
     @classmethod
     def of(cls, keys: Keys) -> Counted:
-        found, counts = np.unique(spread(keys), return_counts=True)
-        return cls(found, counts.astype(np.uint32))
+        different, counts = np.unique(spread(keys), return_counts=True)
+        return cls(different, counts.astype(np.uint32))
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
 def bytes_per_value(key_dtype: str) -> int:
-    """What a different value costs while it is counted; looking it up later costs less.
-
-    Its key and its count, twice, because a table is copied when new values come in.
-    """
+    """Return the memory that a different value takes while it is counted: its key and its count,
+    twice, because a table is copied when new values come in. Looking values up takes less."""
     return 2 * (np.dtype(key_dtype).itemsize + 4)
 
 
 class Tally:
-    """Counts the values of a table. New ones wait until they are worth a pass over all."""
+    """Counts the values of a table. New ones wait until there are enough for a pass over all."""
 
-    def __init__(self, key_dtype: str) -> None:
+    def __init__(
+        self, key_dtype: str, *, pending: int = LEAST_PENDING, together: int = _TOGETHER
+    ) -> None:
+        self._least_pending, self._together = pending, together
         self._keys: Keys = np.empty(0, key_dtype)  # different ones, sorted
         self._counts = np.empty(0, np.uint32)
         self._pending: list[Counted] = []
 
-    def add(self, found: Counted) -> None:
-        self._pending.append(found)
-        if sum(map(len, self._pending)) > max(_LEAST_PENDING, len(self._keys) // 8):
+    def add(self, counted: Counted) -> None:
+        self._pending.append(counted)
+        if sum(map(len, self._pending)) > max(self._least_pending, len(self._keys) // 8):
             self.settle()
 
     def __len__(self) -> int:
-        """How many values are kept: all different ones, and some that may be the same."""
+        """Return how many values are kept: different ones, and pending ones that may be known."""
         return len(self._keys) + sum(map(len, self._pending))
 
     def settle(self) -> None:
-        """Adds what waits. Costs a pass over all, but sorts nothing of it."""
+        """Add the pending values. Passes over all keys, but sorts only the pending ones."""
         if not self._pending:
             return
         new = joined(self._pending)
@@ -95,12 +96,12 @@ class Tally:
             is_old = np.ones(len(self._keys) + len(fresh), np.bool_)
             is_old[places[fresh] + np.arange(len(fresh))] = False
             del places, known
-            # One after the other: only one of the two is there twice at a time.
+            # One after the other, so that only one of the two is in memory twice.
             self._keys = _woven(is_old, self._keys, new.keys[fresh])
             self._counts = _woven(is_old, self._counts, new.counts[fresh])
 
     def vocabulary(self, *, min_frequency: int, max_rows: int | None) -> tuple[Keys, int]:
-        """The keys that get rows, sorted, and how many different ones there are."""
+        """Return the keys that get rows, sorted, and how many different ones there are."""
         self.settle()
         kept = self._counts >= min_frequency
         if max_rows is not None and np.count_nonzero(kept) >= max_rows:
@@ -108,32 +109,32 @@ class Tally:
         return self._keys[kept], len(self._keys)
 
     def _most_frequent(self, most: int) -> NDArray[np.bool_]:
-        """Of equally frequent ones the smaller keys stay: the same ones every time."""
+        """Keep the `most` frequent keys; ties: the smaller keys stay."""
         last = len(self._counts) - most
         least = np.partition(self._counts, last)[last]
         kept: NDArray[np.bool_] = self._counts > least
         left = most - np.count_nonzero(kept)
-        for first in range(0, len(kept), _BOUNDS):
-            same = np.flatnonzero(self._counts[first : first + _BOUNDS] == least)[:left]
+        for first in range(0, len(kept), self._together):
+            same = np.flatnonzero(self._counts[first : first + self._together] == least)[:left]
             kept[first + same] = True
             left -= len(same)
         return kept
 
 
 def _woven(is_old: NDArray[np.bool_], old: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
-    found = np.empty(len(is_old), old.dtype)
-    found[is_old] = old
-    found[~is_old] = new
-    return found
+    woven = np.empty(len(is_old), old.dtype)
+    woven[is_old] = old
+    woven[~is_old] = new
+    return woven
 
 
 def joined(parts: list[Counted]) -> Counted:
-    """Counts of several parts, added up."""
-    parts = [each for each in parts if len(each)] or parts[:1]
+    """Add up the counts of several parts."""
+    parts = [part for part in parts if len(part)] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    keys = np.concatenate([each.keys for each in parts])
-    counts = np.concatenate([each.counts for each in parts])
+    keys = np.concatenate([part.keys for part in parts])
+    counts = np.concatenate([part.counts for part in parts])
     order = np.argsort(keys)
     keys, counts = keys[order], counts[order]
     del order
@@ -150,14 +151,14 @@ class Vocabulary:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.rows = len(keys) + 1
-        # One or two buckets for each key: most keys are then found at the first look.
+        # One or two buckets for each key, so that the first step finds most keys.
         bits = keys.itemsize * 8
         leading_bits = min(bits - 1, max(1, len(keys).bit_length()))
         self._shift = keys.dtype.type(bits - leading_bits)
         small = np.int32 if len(keys) < 2**31 else np.int64
         self._starts = np.empty(1 << leading_bits, small)
-        for first in range(0, len(self._starts), _BOUNDS):
-            part = self._starts[first : first + _BOUNDS]
+        for first in range(0, len(self._starts), _TOGETHER):
+            part = self._starts[first : first + _TOGETHER]
             bounds = np.arange(first, first + len(part), dtype=keys.dtype) << self._shift
             part[:] = np.searchsorted(keys, bounds)
 
@@ -166,51 +167,51 @@ class Vocabulary:
             return np.zeros(len(keys), np.int64)
         wanted = spread(keys)
         at = self._starts[(wanted >> self._shift).astype(np.int64)]
-        found = np.take(self.keys, at, mode="clip")
-        rows = np.where(found == wanted, at + 1, 0).astype(np.int64)
-        rest = np.flatnonzero(found < wanted)
+        known = np.take(self.keys, at, mode="clip")
+        rows = np.where(known == wanted, at + 1, 0).astype(np.int64)
+        rest = np.flatnonzero(known < wanted)
         at, wanted = at[rest], wanted[rest]
         for _ in range(_MOST_STEPS):
             if not len(rest):
                 return rows
             at += 1
-            found = np.take(self.keys, at, mode="clip")
-            same = found == wanted
+            known = np.take(self.keys, at, mode="clip")
+            same = known == wanted
             rows[rest[same]] = at[same] + 1
-            left = (found < wanted) & (at < len(self.keys))
+            left = (known < wanted) & (at < len(self.keys))
             rest, at, wanted = rest[left], at[left], wanted[left]
         at = np.searchsorted(self.keys, wanted)  # keys that multiplying did not spread
-        found = np.take(self.keys, at, mode="clip")
-        rows[rest] = np.where(found == wanted, at + 1, 0)
+        known = np.take(self.keys, at, mode="clip")
+        rows[rest] = np.where(known == wanted, at + 1, 0)
         return rows
 
 
 class RowChecks:
-    """The check of the value that has each row; 0: the row was not used yet.
+    """The check of the value of each row; 0: the row was not used yet.
 
-    Where keys are hashes, two values can have one key. Their checks differ, which `confirm` finds.
-    The checks are in a file of 4 bytes per row, so that a resumed run has them, too.
+    If keys are hashes, two values can have one key. Their checks differ, which `confirm` finds. The
+    checks are in a file of 4 bytes per row, so that a resumed run has them, too.
     """
 
     def __init__(self, path: Path) -> None:
         self._checks = np.asarray(np.memmap(path, np.uint32, "r+"))
-        self._lock = Lock()  # else two threads could both find a row unused
+        self._lock = Lock()  # without it two threads could both find a row unused
 
     def confirm(self, rows: NDArray[np.int64], checks: Checks | None) -> bool:
-        """Store the checks of values by row, and return whether each row has one value only. Row 0
-        may have any number. Without `checks` all values are exact."""
-        mine = np.full(len(rows), EXACT) if checks is None else checks
+        """Store the checks of values by row; return whether each row has one value only. Row 0 may
+        have any number. Without `checks` all values are exact."""
+        checks = np.full(len(rows), EXACT) if checks is None else checks
         with self._lock:
             known = self._checks[rows]
             new = np.flatnonzero(known == 0)
             if len(new):
-                self._checks[rows[new]] = mine[new]
+                self._checks[rows[new]] = checks[new]
                 known[new] = self._checks[rows[new]]
-        return not ((known != mine) & (rows > 0)).any()
+        return not ((known != checks) & (rows > 0)).any()
 
 
 class Hashed:
-    """Any key has a row; some share one. Needs no memory, and no pass to count."""
+    """Any key has a row; some keys share one. Needs no memory and no counting."""
 
     how = "hash"
 

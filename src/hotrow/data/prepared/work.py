@@ -1,17 +1,16 @@
-"""Prepares: reads samples and counts their values, encodes them into shards, verifies these.
+"""`prepare`: reads samples and counts their values, encodes them into shards, verifies the shards.
 
     files -> pieces -> samples with keys -> spool (.work/)          reading
                                 |-> counts of values -> vocabularies
                           spool -> samples with rows -> splits -> shards   encoding
                          shards -> checksums, ranges; accesses of each row     verifying
 
-Pieces are read in order by one thread and worked on by all cores. In memory are: the pieces under
-way, one stretch of them, and the values of all tables, which get a fixed part of `memory_bytes`
-(see `job.share`); a table that does not fit is hashed instead. So memory does not depend on the
-size of the input.
+One thread reads pieces in order and all cores work on them. Memory holds the pieces in flight, one
+stretch, and the values of all tables, which get a fixed part of `memory_bytes` (see `job.share`); a
+table that does not fit is hashed instead. So memory does not depend on the size of the input.
 
-Whatever is finished is noted in .work/, and a stopped run goes on from there. What is written
-depends on the files and the settings alone: not on cores, on time, or on how often it was stopped.
+Finished work is noted in .work/, and a stopped run goes on from there. What is written depends on
+the files and the settings alone: not on cores, on time, or on how often it was stopped.
 """
 
 from __future__ import annotations
@@ -25,30 +24,36 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hotrow.data.prepared.encoding import Encode
-from hotrow.data.prepared.format import MANIFEST, Manifest, id_dtype, read_manifest, to_json
-from hotrow.data.prepared.job import Job, NoWatch, Settings, Watch, share
+from hotrow.data.prepared.format import (
+    MANIFEST,
+    Manifest,
+    Prepared,
+    id_dtype,
+    read_manifest,
+    to_json,
+)
+from hotrow.data.prepared.job import SIZES, Job, Settings, Sizes, Watch, share
 from hotrow.data.prepared.parallel import Cores
 from hotrow.data.prepared.pieces import Source
-from hotrow.data.prepared.reader import Prepared
 from hotrow.data.prepared.reading import Read
-from hotrow.data.prepared.splits import (
+from hotrow.data.prepared.shards import (
     AtRandom,
-    ByTime,
+    Encode,
+    InOrder,
     Split,
+    Verify,
     by_quantiles,
     last_day_halved,
     out_of_order,
 )
 from hotrow.data.prepared.spool import WORK, Disk, Spool, Stretch
-from hotrow.data.prepared.verifying import Verify
 from hotrow.support.messages import many
 from hotrow.support.units import show_bytes
 from hotrow.support.version import __version__
 
 _SETTINGS = f"{WORK}/settings.json"
 _LOCK = "lock"
-_WORK_FORMAT = 2  # of what a stopped run leaves; raise it when keys, lines or splits change
+_WORK_FORMAT = 2  # of what a stopped run leaves; raised when keys, lines or splits change
 
 
 def prepare(
@@ -60,10 +65,11 @@ def prepare(
     restart: bool = False,
     watch: Watch | None = None,
     disk: Disk | None = None,
+    sizes: Sizes = SIZES,
 ) -> Manifest:
-    """Makes the folder `out`, or finishes it; see the top of this module."""
+    """Make the folder `out`, or finish it; see the top of this module."""
     shared = share(settings.memory_bytes, workers)
-    watch, disk, described = watch or NoWatch(), disk or Disk(out), _described(source, settings)
+    watch, disk, described = watch or Watch(), disk or Disk(out), _described(source, settings)
     if shared.idle:
         watch.say(
             f"{many(shared.idle, 'core')} idle, as more than {shared.workers} need more --memory"
@@ -72,7 +78,8 @@ def prepare(
         watch.say(hint)
     spool = Spool(disk, source.schema, source.key_dtype)
     with _alone(disk, described, restart=restart), Cores(shared.workers) as cores:
-        job = Job(source, out, settings, shared.values_bytes, watch, disk, spool, cores)
+        values_bytes = sizes.values_bytes or shared.values_bytes
+        job = Job(source, out, settings, sizes, values_bytes, watch, disk, spool, cores)
         if (out / MANIFEST).exists():
             return _finished(job)
         manifest = _run(job, described)
@@ -83,24 +90,24 @@ def prepare(
 
 def _finished(job: Job) -> Manifest:
     data = Prepared(job.out)
-    seen = (
+    checked = (
         "all checksums are right"
         if data.verify_if_small()
         else "all files have their sizes, and `hotrow verify` compares checksums"
     )
-    job.watch.say(f"{job.out} is already prepared ({seen}); nothing to do")
+    job.watch.say(f"{job.out} is already prepared ({checked}); nothing to do")
     return data.manifest
 
 
 def _described(source: Source, settings: Settings) -> dict[str, Any]:
-    """All that decides about what is written."""
+    """Return all that decides about what is written."""
     files, seen = [], set()
     for path in source.paths:
         if path.resolve() in seen:
             raise ValueError(f"{path} is given twice")
         seen.add(path.resolve())
-        found = path.stat()
-        files.append({"name": path.name, "bytes": found.st_size, "changed_ns": found.st_mtime_ns})
+        stat = path.stat()
+        files.append({"name": path.name, "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns})
     return {"layout": source.name, "files": files, **source.describes, **asdict(settings)}
 
 
@@ -111,12 +118,12 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
     stretches = reading.run()
     tables = reading.tables()
     bad, lines = stretches[-1].bad, _lines_of_files(stretches, len(job.source.paths))
-    rows = {name: each.ids.rows for name, each in tables.items()}
+    rows = {name: table.ids.rows for name, table in tables.items()}
     _check_room(job, sum(rows.values()))
-    records = {name: each.record() for name, each in tables.items()}
+    records = {name: table.record() for name, table in tables.items()}
     schema = replace(job.source.schema, id_dtype=id_dtype(list(rows.values())))
     splits = Encode(job, schema, tables, _split(job, stretches, lines)).run(stretches)
-    del tables  # their memory is for counts now
+    del tables  # counts need their memory
     if not splits["train"]:
         raise ValueError(
             f"of {many(sum(lines), 'line')} none is left for training; give more, or --split random"
@@ -124,7 +131,7 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
     counts = Verify(job, schema, rows, splits).run()
     return Manifest(
         schema=schema,
-        tables=tuple(record(counts[name]) for name, record in records.items()),
+        tables=tuple(record(counts=counts[name]) for name, record in records.items()),
         splits=splits,
         source={"lines": sum(lines), "bad_rows": bad.count, "bad_examples": bad.examples},
         settings=described,
@@ -133,9 +140,9 @@ def _run(job: Job, described: dict[str, Any]) -> Manifest:
 
 
 def _check_room(job: Job, rows: int) -> None:
-    """Access counts of hashed tables are as many as rows were asked for, whatever the data are."""
-    there = sum(each.stat().st_size for each in job.out.glob("*/*.counts"))  # written anew
-    free = shutil.disk_usage(job.out).free + there
+    """Refuse access counts that do not fit the disk: --max-rows may ask for any number."""
+    replaced = sum(path.stat().st_size for path in job.out.glob("*/*.counts"))
+    free = shutil.disk_usage(job.out).free + replaced
     if 8 * rows > free:
         raise ValueError(
             f"access counts of {rows:,} rows take {show_bytes(8 * rows, beside=free)}, and "
@@ -148,26 +155,28 @@ def _split(job: Job, stretches: list[Stretch], lines: list[int]) -> Split:
     if job.settings.split == "random":
         return AtRandom(job.settings.seed)
     if not job.source.times:
-        samples = [each - job.source.header_lines for each in lines]
+        samples = [count - job.source.header_lines for count in lines]
         return last_day_halved(samples, first_line=job.source.first_line)
     noted = job.out / WORK / "split.json"  # the spool goes while shards are made
     if not noted.exists():
-        split = by_quantiles([job.spool.read(each).lines for each in stretches])
-        job.disk.write(f"{WORK}/split.json", [json.dumps(asdict(split)).encode()])
-    return ByTime(**json.loads(noted.read_text()))
+        split = by_quantiles([job.spool.read(stretch).lines for stretch in stretches])
+        starts = {"validation": split.held, "test": split.middle}
+        job.disk.write(f"{WORK}/split.json", [json.dumps(starts).encode()])
+    starts = json.loads(noted.read_text())
+    return InOrder(starts["validation"], starts["test"])
 
 
 def _lines_of_files(stretches: list[Stretch], files: int) -> list[int]:
-    found = [0] * files
+    total = [0] * files
     for stretch in stretches:
         for file, lines in stretch.lines.items():
-            found[file] += lines
-    return found
+            total[file] += lines
+    return total
 
 
 @contextmanager
 def _alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterator[None]:
-    """One process at a time works in a folder, and only goes on with what is `described` alike."""
+    """Let one process at a time work in a folder, and resume only what is `described` alike."""
     out, work = disk.folder, disk.folder / WORK
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; --out is the folder to make")
@@ -195,15 +204,16 @@ def _alone(disk: Disk, described: Mapping[str, Any], *, restart: bool) -> Iterat
 
 
 def _is_ours(manifest: Path) -> bool:
-    """Others have files of that name, too, and --restart throws away what lies beside it."""
+    """Return whether `prepare` wrote a manifest: --restart removes what lies beside it, and other
+    programs have files of that name."""
     try:
-        found = json.loads(manifest.read_bytes())
+        keys = json.loads(manifest.read_bytes())
     except (OSError, ValueError):
         return False
     return (
-        isinstance(found, dict)
-        and str(found.get("made_by")).startswith("hotrow ")
-        and {"schema", "splits"} <= found.keys()  # or it is a model's
+        isinstance(keys, dict)
+        and str(keys.get("made_by")).startswith("hotrow ")
+        and {"schema", "splits"} <= keys.keys()  # else it is a model's
     )
 
 
@@ -224,7 +234,7 @@ def _check(disk: Disk, now: dict[str, Any]) -> None:
                 "--restart begins anew"
             )
         if before == now | {"bad_rows": "error"} and now["bad_rows"] == "skip":
-            # As the message about a bad line suggests; none was met so far.
+            # As the message about a bad line suggests; no line was skipped so far.
             _note(disk, now)
         elif before != now:
             raise ValueError(

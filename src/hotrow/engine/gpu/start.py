@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Normal, Uniform, WidthGroup
 from hotrow.kernels.triton import start
-from hotrow.store.ram import initialise_table, seed_words
+from hotrow.store.ram import initialise, seed_words
 from hotrow.support.streams import synchronize
 
 
@@ -17,23 +17,13 @@ def initialise_on_gpu(
     """Start every row of page-locked host memory; a GPU fills it as fast as the link goes."""
     columns = torch.tensor(state, device=device)
     for table, base in zip(layout.tables, layout.bases, strict=True):
-        rows = store[base : base + table.num_embeddings]
-        padding = -1 if table.padding_idx is None else table.padding_idx
-        begin, words = table.start, seed_words(seed, table.name, layout.dim)
-        if isinstance(begin, Constant):
-            start.start_constant(rows, columns, value=begin.value, padding=padding)
-        elif isinstance(begin, Uniform):
-            start.start_uniform(
-                rows, columns, word=words[0], low=begin.low, high=begin.high, padding=padding,
-            )  # fmt: skip
-        elif isinstance(begin, Normal):
-            start.start_normal(
-                rows, columns, words=(words[1], words[2]), mean=begin.mean, std=begin.std,
-                padding=padding,
-            )  # fmt: skip
-        else:
+        beginning = _beginning(table, on_gpu=True)
+        if beginning.kind == "other":
             synchronize(device)
-            initialise_table(store, layout, table, state, seed)
+            initialise(store, layout, state, seed, tables=[table])
+        else:
+            rows = store[base : base + table.num_embeddings]
+            start.start_rows(rows, columns, beginning, seed_words(seed, table.name, layout.dim))
     synchronize(device)
 
 

@@ -29,86 +29,19 @@ from hotrow.support.streams import capturing
 _NONE = torch.zeros(1, dtype=torch.int64)
 
 
-class NoHotRows:
-    """The part of an engine all of whose rows are on the host."""
-
-    exists = False
-    num_slots = 0
-    is_learning_due = False
-
-    def split(self, keys: Tensor) -> tuple[HotLookups | None, Tensor, list[Tensor]]:
-        """Return the lookups of hot rows, the keys with these as padding, and facts to count."""
-        return None, keys, []
-
-    def is_current(self, plan: HostPlan) -> bool:
-        """Whether the rows that are hot are those that were when a plan was made."""
-        return True
-
-    def learn(self) -> Tensor:
-        """Choose hot rows by their uses so far; return the ids of all hot rows."""
-        raise NotImplementedError
-
-    def choose(self, ids: Tensor) -> Tensor:
-        """Take the rows that a caller names; return the ids of all hot rows."""
-        raise NotImplementedError
-
-    def pool(self, plan: HostPlan, x: Lookups) -> Tensor | None:
-        """Return one vector per bag from hot rows alone; None: there are none."""
-        return None
-
-    def weight_grads(
-        self, plan: HostPlan, bag_of: Tensor | None, x: Lookups, grads: Tensor
-    ) -> Tensor | None:
-        """Return gradients of per-sample weights from hot rows alone; None: there are none."""
-        return None
-
-    def update(self, plan: HostPlan, bag_of: Tensor | None, x: Lookups, grads: Tensor) -> None:
-        """Update the hot rows of a batch."""
-
-    def update_rows(self, ids: Tensor, grads: Tensor) -> Tensor | None:
-        """Update the hot ones among some rows; return a mask of them, None if there are none."""
-        return None
-
-    def read(self, ids: Tensor, out: Tensor) -> None:
-        """Copy hot rows to their places in `out`."""
-
-    def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace the hot ones among some rows."""
-
-    def load(self) -> None:
-        """Read hot rows again from the store."""
-
-    def flush(self) -> None:
-        """Write hot rows to the store."""
-
-    def freeze(self) -> None:
-        """The store has other frozen rows."""
-
-    def count(self, plan: HostPlan) -> tuple[Tensor, Tensor]:
-        """Return lookups and different rows of hot rows, by table; learn from the others."""
-        return _NONE, _NONE
-
-    def num_bytes(self) -> dict[str, int]:
-        return {}
-
-    def check(self) -> None:
-        """Prove the slots consistent."""
-
-
 class HotRows:
-    """The hottest rows, with their state, on the device."""
-
-    exists = True
+    """The hottest rows, with their state, on the device. Without slots there are none."""
 
     def __init__(self, settings: Settings, store: Store, room: int) -> None:
         self._settings, self._store, self._layout = settings, store, settings.layout
         self._device, self._lanes, self._dim = settings.device, settings.lanes, settings.dim
         layout, profile, self._tuning = settings.layout, settings.profile, settings.tuning
-        if profile is None:
+        if profile is None or not room:
             hot = small_tables(layout, room // 2)
         else:
             hot = hottest(profile, layout, room)
             room = len(hot)  # rows never used need no slot
+        self.exists = room > 0
         # The last slot stays zero: it is read for rows that are not hot.
         self.slots = torch.zeros(room + 1, settings.width, device=self._device)
         self._key_type = torch.int32 if layout.num_rows < 2**31 - 1 else torch.int64
@@ -119,7 +52,7 @@ class HotRows:
             partial(settings.optimizer.table_scalars, settings.table_names), self._lanes
         )
         # The cold rows of each batch so far, on the host, while it is learned which are hot.
-        self._seen: list[Tensor] | None = [] if profile is None else None
+        self._seen: list[Tensor] | None = [] if profile is None and room else None
         self.ids = hot.sort()[0]  # of hot rows, on the host
         self._take(self.ids)
 
@@ -159,9 +92,11 @@ class HotRows:
             self._lanes.join()
 
     def load(self) -> None:
+        """Read hot rows again from the store."""
         self._take(self.ids)
 
     def choose(self, ids: Tensor) -> Tensor:
+        """Take the rows that a caller names; learn no more. Returns the ids of all hot rows."""
         self._seen = None
         self._take(ids[: self.num_slots].cpu().sort()[0])
         return self.ids
@@ -204,6 +139,9 @@ class HotRows:
         return torch.where(is_hot, place, null).int(), cold
 
     def split(self, keys: Tensor) -> tuple[HotLookups | None, Tensor, list[Tensor]]:
+        """Return the lookups of hot rows, the keys with these as padding, and facts to count."""
+        if not self.exists:
+            return None, keys, []
         version = self._version  # first: another thread may let other rows be hot meanwhile
         slots, cold = self._find(keys)
         hot = segments_of(slots)
@@ -213,11 +151,13 @@ class HotRows:
         return HotLookups(slots, hot, version), cold, [edges, rows]
 
     def is_current(self, plan: HostPlan) -> bool:
-        return _hot(plan).version == self._version
+        """Whether the rows that are hot are those that were when a plan was made."""
+        return plan.hot is None or plan.hot.version == self._version
 
     # -- lookup and update -------------------------------------------------------------
 
     def pool(self, plan: HostPlan, x: Lookups) -> Tensor | None:
+        """Return one vector per bag from hot rows alone; None: there are none."""
         if not len(self.ids):
             return None
         dtype, slots = self._settings.output_dtype, _hot(plan).slots
@@ -233,6 +173,9 @@ class HotRows:
     def weight_grads(
         self, plan: HostPlan, bag_of: Tensor | None, x: Lookups, grads: Tensor
     ) -> Tensor | None:
+        """Return gradients of per-sample weights from hot rows alone; None: there are none."""
+        if not self.exists:
+            return None
         slots = _hot(plan).slots
         if self._by_kernels:
             weight_grads: Tensor = self._triton[0].weight_grads(
@@ -245,6 +188,7 @@ class HotRows:
         return reference.weight_grads(vectors, every, bags, grads.float())
 
     def update(self, plan: HostPlan, bag_of: Tensor | None, x: Lookups, grads: Tensor) -> None:
+        """Update the hot rows of a batch."""
         if not len(self.ids):
             return
         hot, null = _hot(plan), self._null
@@ -261,6 +205,9 @@ class HotRows:
         self._step(slots.ids, reference.sum_by_row(grads, bags, x.weights, slots))
 
     def update_rows(self, ids: Tensor, grads: Tensor) -> Tensor | None:
+        """Update the hot ones among some rows; return a mask of them, None if there are none."""
+        if not self.exists:
+            return None
         slots, _ = self._find(ids.to(self._key_type))
         is_hot = slots != self._null
         with torch.no_grad():
@@ -296,10 +243,12 @@ class HotRows:
     # -- rows --------------------------------------------------------------------------
 
     def read(self, ids: Tensor, out: Tensor) -> None:
+        """Copy hot rows to their places in `out`."""
         places, slots = self._slots_among(ids)
         out[places] = self.slots.index_select(0, slots).to(out.device)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace the hot ones among some rows."""
         places, slots = self._slots_among(ids)
         self.slots.index_copy_(0, slots, rows[places].to(self._device))
 
@@ -313,14 +262,16 @@ class HotRows:
         return is_hot, at[is_hot].to(self._device)
 
     def flush(self) -> None:
+        """Write hot rows to the store."""
         with uninterrupted(), in_any_order():
             for first in range(0, len(self.ids), self._tuning.chunk_rows):
                 ids = self.ids[first : first + self._tuning.chunk_rows]
                 self._store.write(ids, self.slots[first : first + len(ids)].cpu())
 
     def freeze(self) -> None:
+        """Follow the frozen rows of the store."""
         self._frozen_slots: Tensor | None = None
-        moves = self._store.frozen.moving(self.ids)
+        moves = self._store.frozen.moving(self.ids) if self.exists else None
         if moves is not None:
             slots = (~moves).nonzero().squeeze(1)
             self._frozen_slots = bits_of(slots.to(self._device), len(self.slots))
@@ -328,6 +279,9 @@ class HotRows:
     # -- facts -------------------------------------------------------------------------
 
     def count(self, plan: HostPlan) -> tuple[Tensor, Tensor]:
+        """Return lookups and different rows of hot rows, by table; learn from the others."""
+        if not self.exists:
+            return _NONE, _NONE
         size = len(self._bases)
         lookups, rows = plan.facts[-2 * size :].view(2, size).diff()
         self._batches += 1
@@ -339,6 +293,8 @@ class HotRows:
         frozen = (
             {} if self._frozen_slots is None else {"which slots are frozen": self._frozen_slots}
         )
+        if not self.exists:
+            return {}
         parts = {"slots": self.slots, "ids of slots": self._device_ids, **frozen}
         return {name: part.nbytes for name, part in parts.items()}
 

@@ -8,7 +8,6 @@ device. Rows that are hot can be on the device instead (`hot.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -19,43 +18,25 @@ from torch import Tensor
 
 from hotrow.engine.counters import Counters, Overflow
 from hotrow.engine.direct import chunks
-from hotrow.engine.gpu.id_check import IdCheck
-from hotrow.engine.host.hot import HotRows, NoHotRows, refuse_capture
-from hotrow.engine.host.link import HostBuffer, Link, RowColumns, in_any_order
-from hotrow.engine.host.plan import FACTS, HostPlan, HostSide, HostWork
+from hotrow.engine.host.boundary import GraphBoundary
+from hotrow.engine.host.hot import HotRows, refuse_capture
+from hotrow.engine.host.link import Link
+from hotrow.engine.host.plan import HostPlan, HostSide, HostWork
+from hotrow.engine.host.planning import HostPlanning, LargestBytes
+from hotrow.engine.host.table import HostTable
 from hotrow.engine.memory import ALL_AT_ONCE
 from hotrow.engine.mover import NoMoves
-from hotrow.engine.planning import Depth
+from hotrow.engine.planning import Outcome
 from hotrow.engine.rows import RowGroup, grads_by_row
 from hotrow.engine.settings import Settings
 from hotrow.engine.strategy import Strategy
 from hotrow.engine.work import Work
-from hotrow.inputs.batch import Batch, Lookups, lookups_of, spans_of
+from hotrow.inputs.batch import Lookups
 from hotrow.inputs.tables import WidthGroup
 from hotrow.kernels import reference
-from hotrow.kernels.rules import SGD, per_row
-from hotrow.kernels.rules import Scalars as TableNumbers
-from hotrow.kernels.triton.segments import Segments, segments_of
 from hotrow.store.pinned import locked_rows
 from hotrow.store.ram import Store, host_rows, initialise
-from hotrow.support.interrupts import uninterrupted
-from hotrow.support.streams import Mark, capturing
-
-_INT32_MAX = 2**31 - 1
-_REMEMBERED = 8  # batches that a lookup may ask for again
-
-
-class GraphBoundary:
-    """Where a captured step is cut: vectors come from the host's rows, gradients go there."""
-
-    def __init__(self, vectors: Tensor) -> None:
-        self.vectors = vectors  # [bags, dim], read by the graph
-        self.grads: Tensor | None = None  # likewise, written by it; None: it has no update
-        self.used: tuple[bool, ...] | None = None  # the features that have gradients; None: all
-
-    @property
-    def num_bytes(self) -> int:
-        return self.vectors.nbytes + (0 if self.grads is None else self.grads.nbytes)
+from hotrow.support.streams import capturing
 
 
 class HostRows:
@@ -79,134 +60,31 @@ class HostRows:
         cpu = torch.device("cpu")
         self.counters = Counters(layout, cpu, width=settings.width, moved_width=settings.dim)
         self.link = Link(settings.lanes, settings.dim)
-        limits, paddings = zip(
-            *((table.num_embeddings, table.skipped_idx) for table in layout.tables), strict=True
-        )
-        facts = [
-            [layout.bases[f.table], limits[f.table], paddings[f.table], f.column]
-            for f in layout.features
-        ]
-        self._pads = any(padding is not None for padding in paddings)
-        # Base, limit, padding and column of each feature, [4, F]. Laid out here: on the device a
-        # kernel would do it, for which no lane waits.
-        listed = [[-1 if fact is None else fact for fact in feature] for feature in facts]
-        self._features = torch.tensor(listed).t().contiguous().to(device)
-        self._bases = torch.tensor([*layout.bases, layout.num_rows])
-        self._key_type = torch.int32 if layout.num_rows < _INT32_MAX else torch.int64
-        self._device_bases = self._bases.to(self._key_type).to(device)
-        self._numbers_of: Any = None
-        self._numbers: tuple[TableNumbers, bool] = ({}, True)
-
-        rows, dim, width = store.rows, settings.dim, settings.width
-        self._columns = [RowColumns(rows[:, :dim])]
-        if width > dim:
-            self._columns.append(RowColumns(rows[:, dim:]))
-        self._id_check = IdCheck(self._features.t().contiguous(), layout.num_rows)
-        locked = self.link.exists
-        self._rows, self._grads = (HostBuffer(dim, locked=locked) for _ in range(2))
-        self._state_rows = HostBuffer(width - dim, locked=False)
-        self._held: HostPlan | None = None  # whose rows the buffer for rows has, as the store does
-        self._rows_sent = self.lanes.mark("train")
-        self._updates = 0
-        # An update whose gradients are on their way; a function that does not keep this engine.
-        self._owed: Callable[[HostRows], None] | None = None
-        self._largest: dict[str, int] = {}
+        self.hot = HotRows(settings, store, 0 if settings.share is None else settings.share.slots)
+        self.counters.count_loaded(self.hot.ids)
+        self._peak = LargestBytes()
+        self.planning = HostPlanning(settings, self.link, self.hot, self.counters, self._peak)
+        self.table = HostTable(settings, store, self.link)
         # Of the newest graph, by its input; graphs hold them, and they go with them.
         self._boundaries: weakref.WeakValueDictionary[int, GraphBoundary] = (
             weakref.WeakValueDictionary()
         )
-        self.hot: HotRows | NoHotRows = NoHotRows()
 
-    # -- planning: ids are sorted ------------------------------------------------------
-
-    remembered_batches = _REMEMBERED
-    most_ahead: int | None = None
-
-    def input_device(self, device: torch.device | None) -> torch.device | None:
-        return device
-
-    def copies_to_compare(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return () if self.link.exists else tuple(map(torch.clone, tensors))
-
-    def work(self, batch: Batch) -> HostWork:
-        return HostWork(self, batch)
-
-    def expect(self, work: Work, values: Tensor) -> None:
-        """Nothing is decided ahead."""
+    # -- planning ----------------------------------------------------------------------
 
     def plan(self, work: HostWork) -> None:
-        """Sort a batch's ids; the outcome is known at `confirm`."""
-        work.plan = self._sort(*self.keys_of(work.batch))
-
-    def keys_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the ids looked up, [L], padding the largest, and whether one is bad. Does not wait
-        for the device."""
-        values = batch.values
-        features = self._features.to(values.device)
-        if batch.offsets is None:
-            if len(self.layout.features) < len(batch.keys):
-                values = values.index_select(1, features[3])
-        else:
-            spans = spans_of(batch, self.layout)
-            values = torch.cat([values[low:high] for low, high in spans])
-            lengths = torch.tensor([high - low for low, high in spans])
-            lengths = lengths.to(values.device, non_blocking=True)
-            features = torch.repeat_interleave(features, lengths, 1, output_size=len(values))
-        base, limit, padding, _ = features
-        bad = ((values < 0) | (values >= limit)).any()
-        keys = values + base
-        if self._pads:
-            keys = torch.where(values == padding, self.layout.num_rows, keys)
-        return keys.flatten().to(self._key_type), bad
-
-    def _sort(self, keys: Tensor, bad: Tensor) -> HostPlan:
-        hot, cold, more = self.hot.split(keys)
-        segments, facts, host_ids = self._sorted(cold, bad, *more)
-        return HostPlan(keys, segments, facts, host_ids, hot)
-
-    def _sorted(self, keys: Tensor, bad: Tensor, *more: Tensor) -> tuple[Segments, Tensor, Tensor]:
-        """Return segments and, on their way to the host, facts, then `more`, and unique ids."""
-        segments = segments_of(keys)
-        ordered = segments.ids.index_select(0, segments.rank)
-        edges = torch.searchsorted(ordered, self._device_bases)
-        padded = keys.numel() - edges[-1:]
-        counts = [segments.count, padded, bad.view(1), edges, *more]
-        facts = torch.cat([count.long() for count in counts])
-        (host_facts, host_ids), _ = self.link.start_to_host(facts, segments.ids.long())
-        assert host_facts is not None
-        assert host_ids is not None
-        return segments, host_facts, host_ids
-
-    def mark_planned(self, work: HostWork, mark: Mark) -> None:
-        if work.plan is not None and work.plan.ready is None:
-            work.plan.ready = mark
+        """Sort a batch's ids."""
+        self.planning.plan(work)
 
     def confirm(self, work: HostWork) -> bool:
         """Learn how many rows a batch has. Raises on a bad id."""
-        plan = work.plan
-        if plan is None or plan.num_rows >= 0:
-            return True
-        if not plan.learn():
-            work.plan = None
-            lookups_of(work.batch, self.layout)  # raises, and says which
-            raise AssertionError("a plan found an id that no table has, but the host found none")
-        self._count_plan(plan)
-        return True
-
-    def take_back(self, work: Work) -> None:
-        """No plan halts another."""
+        return self.planning.confirm(work) is Outcome.PLANNED
 
     def finish_planned(self) -> None:
         """No row moves."""
 
     def forget_window(self) -> None:
         """Nothing is decided ahead."""
-
-    def depth(self) -> Depth | None:
-        return None
-
-    def free_berth(self, berth: int) -> None:
-        """Boundaries go with their graphs."""
 
     def go_direct(self, work: Work) -> bool:
         return False
@@ -217,27 +95,6 @@ class HostRows:
     def timed(self, work: Work | None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def part(self, work: Work, batch: Batch, part: Batch, first: int) -> Work:
-        raise NotImplementedError("batches in parts need rows in slots")
-
-    # -- ids that were changed ---------------------------------------------------------
-
-    def compare(self, work: HostWork) -> None:
-        batch, plan = work.batch, work.plan
-        if not self.link.exists or plan is None or not batch.given or capturing():
-            return
-        places = None
-        if batch.offsets is not None:
-            names = [batch.keys.index(feature.name) for feature in self.layout.features]
-            places = torch.tensor(names).to(self.device, non_blocking=True)
-        self._id_check.launch(batch.given, places, batch.num_samples, plan.keys, None, work.number)
-
-    def note_number(self, work: HostWork, number: int) -> None:
-        work.number = number
-
-    def take_changed(self) -> int | None:
-        return self._id_check.take()
-
     # -- lookup ------------------------------------------------------------------------
 
     def lookup(self, work: HostWork, x: Lookups) -> Tensor:
@@ -247,20 +104,13 @@ class HostRows:
         if self.hot.is_learning_due:
             self.flush()
             self.counters.count_loaded(self.hot.learn())
-        return self._vectors(self._planned(work), x)
+        return self._vectors(self.planning.planned(work), x)
 
     def parts_of(self, x: Lookups) -> list[tuple[Lookups, Any]]:
         """Split the bags of a batch that is only read. Reads no row."""
         if self._reads_store:
             return [(part, None) for part in chunks(x, ALL_AT_ONCE)]
-        keys = torch.where(x.ids < 0, self.layout.num_rows, x.ids).to(self._key_type)
-        return [(x, self._sort_now(keys))]
-
-    def _sort_now(self, keys: Tensor) -> HostPlan:
-        plan = self._sort(keys, torch.zeros((), device=keys.device))
-        plan.ready = self.lanes.mark("train")
-        plan.learn()
-        return plan
+        return [(x, self.planning.sorter.sort_now(x.ids))]
 
     def read_parts(self, parts: list[tuple[Lookups, Any]]) -> Tensor:
         """Return one vector per bag of what `parts_of` gave. Several threads may read."""
@@ -269,7 +119,7 @@ class HostRows:
             joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             return joined.to(self.output_dtype)
         ((x, plan),) = parts
-        plan = self._current(plan)
+        plan = self.planning.sorter.current(plan)
         plan.is_trained = False
         return self._vectors(plan, x)
 
@@ -279,32 +129,14 @@ class HostRows:
         return not self.link.exists and not self.hot.exists
 
     def _read_part(self, x: Lookups) -> Tensor:
-        self.settle()
-        vectors = torch.empty(x.ids.numel(), self.dim, dtype=torch.float32, device="cpu")
-        self._columns[0].read(x.ids.clamp(min=0) if self._pads else x.ids, out=vectors)
-        if self._pads:
+        vectors, pads = torch.empty(x.ids.numel(), self.dim), self.planning.sorter.has_padding
+        self.table.read_vectors(x.ids.clamp(min=0) if pads else x.ids, out=vectors)
+        if pads:
             vectors.masked_fill_((x.ids < 0).unsqueeze(1), 0.0)
         if x.offsets is None:
             return vectors
         every = torch.arange(x.ids.numel())
         return reference.pool(vectors, every, x.offsets, x.weights, x.divisor)
-
-    def _planned(self, work: HostWork) -> HostPlan:
-        """Return a batch's plan, made now if there is none, for the rows that are hot now."""
-        if work.plan is None:
-            self.plan(work)
-            self.mark_planned(work, self.lanes.mark("train"))
-        self.confirm(work)
-        assert work.plan is not None
-        work.plan = self._current(work.plan)
-        return work.plan
-
-    def _current(self, plan: HostPlan) -> HostPlan:
-        """Return a plan that suits the rows as they are kept now."""
-        if self.hot.is_current(plan):
-            return plan
-        self.lanes.hand_over(plan.tensors())
-        return self._sort_now(plan.keys)
 
     def _vectors(self, plan: HostPlan, x: Lookups) -> Tensor:
         """Return one vector per bag, [bags, dim], of the rows as they are now."""
@@ -340,28 +172,9 @@ class HostRows:
         return lookup, update
 
     def _collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
-        """Return the rows of a batch, and zeros: here, or on the device where they `cross`."""
-        self.settle()
-        count = plan.num_rows
-        if plan.is_trained:
-            self._rows_sent.wait()
-            self._held = None  # until all of these have been read
-            rows = self._rows.take(count + 1)
-        else:  # other threads may read at the same time
-            rows = torch.empty(count + 1, self.dim, pin_memory=self.device.type == "cuda")
-        rows[count].zero_()  # what padding reads
-        there = torch.empty(rows.shape, device=self.device) if cross else rows
-        # In one go: the cores lose more by starting again and again than the link would gain.
-        self._columns[0].read(plan.ids, out=rows[:count])
-        if cross:
-            there.copy_(rows, non_blocking=True)
-        if plan.is_trained:
-            if cross:
-                self._rows_sent = self.lanes.mark("train")
-                plan.there, plan.there_since = there, self._updates
-            self._held = plan
-        self._note_bytes("rows of a batch", there)
-        return there
+        rows = self.table.collect(plan, cross=cross)
+        self._peak.note("rows of a batch", rows)
+        return rows
 
     def _pool_here(self, plan: HostPlan, x: Lookups) -> Tensor:
         side = self._host_side(plan, x)
@@ -389,7 +202,7 @@ class HostRows:
 
     def weight_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradients of per-sample weights, from the rows before their update, [L]."""
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         hot = self.hot.weight_grads(plan, work.bag_of, x, grads)
         if hot is None:
             return self._cold_weight_grads(plan, work, x, grads)
@@ -400,7 +213,7 @@ class HostRows:
     ) -> Tensor:
         if plan.rows_cross:
             there = plan.there
-            if there is None or plan.there_since != self._updates:
+            if there is None or plan.there_since != self.table.updates:
                 there = self._collect(plan, cross=True)
             weight_grads: Tensor = self._triton[0].weight_grads(
                 there, plan.inverse, work.bag_of, grads, self.dim
@@ -425,7 +238,7 @@ class HostRows:
 
     def load_vectors(self, work: HostWork, boundary: GraphBoundary) -> None:
         """Put vectors where the graph reads them."""
-        self.compare(work)
+        self.planning.compare(work)
         boundary.vectors.copy_(self.lookup(work, work.lookups))
 
     def apply_gradients(self, work: HostWork, boundary: GraphBoundary) -> None:
@@ -444,31 +257,27 @@ class HostRows:
     def _row_grads(self, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         """Return the gradient of each different row, hot or cold, [U, dim], on the device."""
         refuse_capture()
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         if plan.hot is not None:
             grads = grads.float() if x.divisor is None else grads.float() / x.divisor
             bag_of = replace(x, ids=work.ids.inverse).bag_of()
             return reference.sum_by_row(grads, bag_of, x.weights, work.ids)
         if self.device.type == "cpu" and not plan.rows_cross:
-            return self._sum_here(plan, x, grads, x.weights)
+            return _sum_here(self._host_side(plan, x), grads, x.weights)
         return self._sum_there(plan, work, x, grads)
 
     def _sum_there(self, plan: HostPlan, work: HostWork, x: Lookups, grads: Tensor) -> Tensor:
         terms = (grads, work.bag_of, x.weights, x.divisor)
         # Padding has no gradient, and might be the longest of all sums; hot rows count as padding.
-        padding = self.layout.num_rows if self._pads or plan.hot is not None else None
+        padding = (
+            self.layout.num_rows
+            if self.planning.sorter.has_padding or plan.hot is not None
+            else None
+        )
         sums = self._triton[1].sum_by_row(*terms, plan.segments, padding=padding)
-        self._note_bytes("gradients of a batch", sums)
+        self._peak.note("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
-
-    def _sum_here(
-        self, plan: HostPlan, x: Lookups, grads: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        side, grads = self._host_side(plan, x), grads.float()
-        if side.divisor is not None:
-            grads = grads / side.divisor
-        return reference.sum_by_row(grads, side.bag_of, weights, side.ids)
 
     @torch.no_grad()
     def update_planned(self, work: Work, x: Lookups, grads: Tensor) -> bool:
@@ -480,7 +289,7 @@ class HostRows:
             return True
         if x.used is not None:
             return False
-        plan = self._planned(work)
+        plan = self.planning.planned(work)
         if plan.num_rows:  # first: their gradients have the longer way
             self._update_cold(plan, work, x, grads)
         self.hot.update(plan, work.bag_of, x, grads)
@@ -488,128 +297,39 @@ class HostRows:
 
     def _update_cold(self, plan: HostPlan, work: HostWork, x: Lookups, grads: Tensor) -> None:
         if plan.rows_cross:
-            self._send_home(plan, plan.ids, self._sum_there(plan, work, x, grads))
+            self.table.send_home(plan, plan.ids, self._sum_there(plan, work, x, grads))
             return
         self.settle()
-        numbers = self._numbers_now()
-        self._host_side(plan, x)
-        (here, weights), ready = self.link.start_to_host(grads, x.weights, buffer=self._grads)
+        numbers, side = self.table.numbers_now(), self._host_side(plan, x)
+        (here, weights), ready = self.link.start_to_host(grads, x.weights, buffer=self.table.grads)
 
-        def update(rows: HostRows) -> None:
+        def update(table: HostTable) -> None:
             ready.wait()
             assert here is not None
-            sums = rows._sum_here(plan, x, here, weights)
-            rows._update_rows(plan, plan.ids, sums, ready, numbers)
+            table.update_rows(plan, plan.ids, _sum_here(side, here, weights), ready, numbers)
 
-        self._owe(update, plan)
+        self.table.owe(update, plan)
 
     def update(self, ids: Tensor, grads: Tensor, work: Work | None) -> None:
         """Make one optimizer step on unique rows, when their gradients have come to the host."""
         refuse_capture()
         is_hot = self.hot.update_rows(ids, grads)
         if is_hot is not None:
-            self._send_home(None, ids[~is_hot].cpu(), grads[~is_hot])
+            self.table.send_home(None, ids[~is_hot].cpu(), grads[~is_hot])
             return
         plan = work.plan if isinstance(work, HostWork) else None
         if plan is not None and len(ids) < plan.num_rows:
             plan = None  # some of its rows have no gradient
-        self._send_home(plan, ids.cpu() if plan is None else plan.ids, grads)
-
-    def _send_home(self, plan: HostPlan | None, ids: Tensor, grads: Tensor) -> None:
-        """Send `grads` of rows to the host, where an update waits for them; `ids` are there."""
-        self.settle()
-        numbers = self._numbers_now()
-        here = grads
-        if self.link.exists:
-            here = self._grads.take(len(grads)).copy_(grads, non_blocking=True)
-        arrived = self.lanes.mark("train")
-        self._owe(lambda rows: rows._update_rows(plan, ids, here, arrived, numbers), plan)
-
-    def _owe(self, update: Callable[[HostRows], None], plan: HostPlan | None) -> None:
-        """Keep an update for the next read of a row, which does it first.
-
-        Until then the device goes on, with the dense part's optimizer for instance. `backward()`
-        may also end in a thread of autograd's own, whose cores would be others than the reader's.
-        """
-        self._owed = update
-        self._updates += 1
-        if plan is not None:
-            plan.there = None
-        if not self.link.exists:
-            self.settle()  # the gradients are autograd's own, and may change
-
-    is_settled = True
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Do the update that is owed."""
-        if self._owed is not None:
-            with uninterrupted():
-                owed, self._owed = self._owed, None
-                owed(self)
-
-    def _update_rows(
-        self,
-        plan: HostPlan | None,
-        ids: Tensor,
-        grads: Tensor,
-        arrived: Mark,
-        numbers: tuple[TableNumbers, bool],
-    ) -> None:
-        # What the lookup has read is still there, if no row was written since.
-        is_held = plan is not None and self._held is plan
-        self._held = None
-        if not is_held:
-            self._rows_sent.wait()
-        moves = self.store.frozen.moving(ids)
-        values = [self._rows.take(len(ids))]
-        if moves is not None:
-            ids = ids[moves]
-            values = [values[0][moves] if is_held else values[0][: len(ids)]]
-        self.store.note_changed(ids)
-        if len(self._columns) > 1:
-            values.append(self._state_rows.take(len(ids)))
-        with in_any_order():
-            for columns, out in list(zip(self._columns, values, strict=True))[is_held:]:
-                columns.read(ids, out=out)
-            arrived.wait()
-            if moves is not None:
-                grads = grads[moves]
-            self._step_on(ids, values, grads, numbers)
-            self.store.will_write(ids)
-            for columns, changed in zip(self._columns, values, strict=True):
-                columns.write(ids, changed)
-
-    def _step_on(
-        self, ids: Tensor, values: list[Tensor], grads: Tensor, numbers: tuple[TableNumbers, bool]
-    ) -> None:
-        scalars, alike = numbers
-        rule, weights = self.optimizer.rule, values[0]
-        if type(rule) is SGD and alike and not scalars["decay"].any():
-            # The same without passes over zeros; the gradients are ours.
-            weights.sub_(grads.mul_(float(scalars["lr"][0].float())))
-            return
-        # A row's state follows its weights.
-        state = [
-            values[1][:, place.start - self.dim : place.stop - self.dim]
-            for place in self.state.values()
-        ]
-        tables = None if alike else self.layout.table_of(ids)
-        rule.update(weights, grads, state, per_row(scalars, tables))
-
-    def _numbers_now(self) -> tuple[TableNumbers, bool]:
-        """Return the rule's numbers for each table, and whether all tables have the same."""
-        names = self.settings.table_names
-        values = self.optimizer.table_scalars(names)
-        if values is not self._numbers_of:
-            self._numbers_of = values
-            scalars = self.optimizer.scalars(names)
-            self._numbers = scalars, all(numbers == values[0] for numbers in values)
-        return self._numbers
+        self.table.send_home(plan, ids.cpu() if plan is None else plan.ids, grads)
 
     # -- rows --------------------------------------------------------------------------
 
     chunk_rows = ALL_AT_ONCE
+    is_settled = True
+
+    def settle(self) -> None:
+        """Do the update that is owed."""
+        self.table.settle()
 
     @property
     def notes_changes(self) -> bool:
@@ -631,7 +351,7 @@ class HostRows:
     def scatter(self, ids: Tensor, rows: Tensor) -> None:
         """Replace rows, each given once."""
         self.settle()
-        self._expect_changes()
+        self.table.expect_changes()
         self.store.note_changed(ids)
         self.store.write(ids, rows)  # of hot rows the store has an older state at most
         self.hot.write(ids, rows)
@@ -639,12 +359,8 @@ class HostRows:
     def flush(self) -> None:
         """Bring the store up to date."""
         self.settle()
-        self._expect_changes()
+        self.table.expect_changes()
         self.hot.flush()
-
-    def _expect_changes(self) -> None:
-        """Rows may change from now on without an update by this engine."""
-        self._held, self._updates = None, self._updates + 1
 
     def freeze(self, ids: Tensor | None) -> None:
         """From the next step on, leave these rows and their state as they are; None: no row."""
@@ -654,7 +370,7 @@ class HostRows:
 
     def replaced(self) -> None:
         """Rows were replaced in the store, while nothing was in flight."""
-        self._expect_changes()
+        self.table.expect_changes()
         self.hot.load()
 
     def pin_rows(self, ids: Tensor) -> None:
@@ -664,46 +380,28 @@ class HostRows:
 
     # -- facts -------------------------------------------------------------------------
 
-    def _count_plan(self, plan: HostPlan) -> None:
-        """Count a batch: every row that is not hot is read, and written, across the link."""
-        edges = plan.facts[FACTS : FACTS + len(self._bases)]
-        lookups, cold = edges.diff(), torch.searchsorted(plan.ids, self._bases).diff()
-        hot_lookups, hot_rows = self.hot.count(plan)
-        counts = torch.stack([lookups + hot_lookups, cold + hot_rows, cold, cold], dim=1)
-        self.counters.by_table += counts
-        self.counters.note(counts.sum(0).tolist())
-        self._note_bytes("sorted ids", *plan.tensors())
-
-    def _note_bytes(self, what: str, *tensors: Tensor) -> None:
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._largest[what] = max(self._largest.get(what, 0), size)
-
     def num_bytes(self) -> dict[str, int]:
         """Return what the largest batch so far has taken, hot rows, and what graphs take."""
         boundaries = sum(boundary.num_bytes for boundary in self._boundaries.values())
         captured = {"vectors of captured steps": boundaries} if boundaries else {}
-        return {**self.hot.num_bytes(), **self._largest, **captured}
+        return {**self.hot.num_bytes(), **self._peak.parts, **captured}
 
     def check(self) -> None:
-        """Prove that what is held of the last batch is what the store has."""
-        self.settle()
-        if self._held is not None:
-            ids = self._held.ids
-            held = self._rows.take(len(ids))
-            assert torch.equal(held.nan_to_num(), self.store.rows[ids, : self.dim].nan_to_num()), (
-                "rows have changed since they were read, without a note"
-            )
+        """Prove that buffers and slots are consistent."""
+        self.table.check()
         self.hot.check()
 
 
 def host_rows_engine(layout: WidthGroup, **options: Any) -> HostRows:
     """Build the engine of rows on the host; `options` are those of `Settings`."""
     settings = Settings(layout, **options)
-    group = HostRows(settings, _new_store(settings))
-    if settings.share is not None:
-        group.hot = HotRows(settings, group.store, settings.share.slots)
-        group.counters.count_loaded(group.hot.ids)
-    return group
+    return HostRows(settings, _new_store(settings))
+
+
+def _sum_here(side: HostSide, grads: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the gradient of each different row, summed by the host."""
+    grads = grads.float() if side.divisor is None else grads.float() / side.divisor
+    return reference.sum_by_row(grads, side.bag_of, weights, side.ids)
 
 
 def _new_store(settings: Settings) -> Store:

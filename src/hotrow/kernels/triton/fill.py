@@ -26,6 +26,7 @@ from hotrow.kernels.triton.start import is_written, set_written
 # what did would wait with its loads behind those from the host, and the kernel it belongs to, too.
 _WARPS = 32
 _LOADS = 4  # per thread and way
+_PACKED_FLOATS = 2048  # of a tile where rows stay on the device
 _ALL_BLOCKS = 16  # saturate the link, when no training runs beside
 
 
@@ -48,21 +49,9 @@ def fill(
     twice, and no row may leave one slot and enter another: moves are done in any order. With
     `written`, rows that leave are noted there, and rows that were never written are not read.
     """
-    width = _width(slots, store)
-    piece, pieces = _pieces(width)
+    shape = _shape(slots, store, tile_floats or _tile_floats(slots.shape[1]))
     _fill[(blocks,)](
-        slots,
-        store,
-        move_slots,
-        leaving,
-        entering,
-        count,
-        written,
-        WIDTH=width,
-        PIECE=piece,
-        PIECES=pieces,
-        TILE=(tile_floats or _tile_floats(width)) // piece,
-        num_warps=num_warps,
+        slots, store, move_slots, leaving, entering, count, written, **shape, num_warps=num_warps
     )
 
 
@@ -87,14 +76,11 @@ def pack_more(
     written: Tensor | None,  # a bit for each row of the store, or None
 ) -> None:
     """Copy leaving rows behind those that were packed before, and note them as written."""
-    width = _width(slots, rows)
-    piece, pieces = _pieces(width)
-    tile = max(1, 2048 // piece)
+    shape = _shape(slots, rows, _PACKED_FLOATS)
     most = min(rows.shape[0], move_slots.numel())
-    _pack_more[(triton.cdiv(most * pieces, tile),)](
-        slots, move_slots, leaving, count, rows, ids, taken, written, rows.shape[0], WIDTH=width,
-        PIECE=piece, PIECES=pieces, TILE=tile,
-    )  # fmt: skip
+    _pack_more[(triton.cdiv(most * shape["PIECES"], shape["TILE"]),)](
+        slots, move_slots, leaving, count, rows, ids, taken, written, rows.shape[0], **shape
+    )
     _take[(1,)](taken, count)
 
 
@@ -116,13 +102,10 @@ def unpack(
 def _repack(
     slots: Tensor, move_slots: Tensor, leaving: Any, entering: Any, count: Tensor, rows: Tensor
 ) -> None:
-    width = _width(slots, rows)
-    piece, pieces = _pieces(width)
-    tile = max(1, 2048 // piece)
-    _pack[(triton.cdiv(rows.shape[0] * pieces, tile),)](
-        slots, move_slots, leaving, entering, count, rows, rows.shape[0], WIDTH=width, PIECE=piece,
-        PIECES=pieces, TILE=tile,
-    )  # fmt: skip
+    shape = _shape(slots, rows, _PACKED_FLOATS)
+    _pack[(triton.cdiv(rows.shape[0] * shape["PIECES"], shape["TILE"]),)](
+        slots, move_slots, leaving, entering, count, rows, rows.shape[0], **shape
+    )
 
 
 def gather(
@@ -150,8 +133,6 @@ def scatter(
 def _copy_rows(
     rows: Tensor, store: Tensor, ids: Tensor, count: Tensor | None, blocks: int, *, to_store: bool
 ) -> None:
-    width = _width(rows, store)
-    piece, pieces = _pieces(width)
     _copy[(blocks,)](
         rows,
         store,
@@ -159,20 +140,20 @@ def _copy_rows(
         ids.numel() if count is None else count,
         COUNTED=count is not None,
         TO_STORE=to_store,
-        WIDTH=width,
-        PIECE=piece,
-        PIECES=pieces,
-        TILE=_tile_floats(width) // piece,
+        **_shape(rows, store, _tile_floats(rows.shape[1])),
         num_warps=_WARPS,
     )
 
 
-def _width(rows: Tensor, store: Tensor) -> int:
-    for each in (rows, store):
-        assert each.dtype is torch.float32
-        assert each.is_contiguous()
-    assert rows.shape[1] == store.shape[1]
-    return rows.shape[1]
+def _shape(rows: Tensor, others: Tensor, tile_floats: int) -> dict[str, int]:
+    """Return the constants of a kernel that moves such rows, a tile of so many floats at once."""
+    for tensor in (rows, others):
+        assert tensor.dtype is torch.float32
+        assert tensor.is_contiguous()
+    assert rows.shape[1] == others.shape[1]
+    piece, pieces = _pieces(rows.shape[1])
+    tile = max(1, tile_floats // piece)
+    return {"WIDTH": rows.shape[1], "PIECE": piece, "PIECES": pieces, "TILE": tile}
 
 
 def _pieces(width: int) -> tuple[int, int]:
@@ -219,28 +200,23 @@ def _fill(
         move, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)
         slot = tl.load(move_slots + move, mask=there, other=0).to(tl.int64)
         in_slots = slots + slot[:, None] * WIDTH + column
-        if leaving is None:
-            new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
-            comes = new >= 0
-            if written is not None:
-                comes = is_written(written, new, comes)
-            enters = comes[:, None] & inside
-            incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
-            tl.store(in_slots, incoming, mask=enters)
-        else:
+        new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
+        comes = new >= 0
+        if leaving is not None:
             old = tl.load(leaving + move, mask=there, other=-1).to(tl.int64)
-            new = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
-            leaves = (old >= 0)[:, None] & inside
-            comes = (new >= 0) & (new != old)
+            comes = comes & (new != old)
+        if written is not None:
+            comes = is_written(written, new, comes)
+        enters = comes[:, None] & inside
+        # Both loads are under way before the first store waits for either.
+        incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
+        if leaving is not None:
             if written is not None:
-                comes = is_written(written, new, comes)
                 set_written(written, old, old >= 0)
-            enters = comes[:, None] & inside
-            # Both loads are under way before the first store waits for either.
-            incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
+            leaves = (old >= 0)[:, None] & inside
             outgoing = tl.load(in_slots, mask=leaves)
             tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
-            tl.store(in_slots, incoming, mask=enters)
+        tl.store(in_slots, incoming, mask=enters)
         first += tl.num_programs(0) * TILE
 
 

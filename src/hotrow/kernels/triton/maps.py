@@ -5,9 +5,9 @@ is in the first bucket on its way that had a free place when it came; a search e
 an empty one. A place holds a slot, whose row stands in `row_of_slot`, and above its bits a tag, the
 rest of the row's hash: rows with another tag need not be compared.
 
-A row that leaves a bucket with an empty place leaves another: nobody has gone past it. Otherwise it
-leaves a tombstone, which a later row takes over. So rows are removed by one launch and inserted by
-the next: among rows that come, one could go past while an empty place is made behind it.
+A row that leaves a bucket with an empty place leaves an empty place: no search has gone past the
+bucket. Otherwise it leaves a tombstone, which a later row takes over. So rows are removed by one
+launch and inserted by the next: an insert could go past a bucket in which a place becomes empty.
 Knows ids and slots, never bytes.
 """
 
@@ -23,6 +23,19 @@ EMPTY = tl.constexpr(-1)
 TOMBSTONE = tl.constexpr(-2)
 PLACES = tl.constexpr(8)  # of a bucket: what the memory delivers at once
 BLOCK = 256
+
+
+@triton.jit
+def count_ends(ends, value, mask, count, SEARCH: tl.constexpr):
+    """How many of `count` ascending ends are at most each value; SEARCH: bits of `count`."""
+    low = tl.zeros(value.shape, tl.int32)
+    high = low + count
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        # Where the search has ended, nothing may move on.
+        end = tl.load(ends + middle, mask=mask & (low < high), other=1 << 62)
+        low, high = tl.where(end <= value, middle + 1, low), tl.where(end <= value, high, middle)
+    return low
 
 
 @triton.jit

@@ -12,9 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.triton.maps import DeviceMap, find_slots, insert, remove
+from hotrow.kernels.triton.maps import DeviceMap, count_ends, find_slots, insert, remove
 from hotrow.kernels.triton.ranking import last_known_use
 from hotrow.kernels.triton.segments import Segments
+
+from hotrow.kernels.triton.words import (  # isort: skip
+    AGAIN, BAD_ID, BLOCK_AGAIN, BLOCK_FIRSTS, BLOCK_MISSING, BLOCK_WORDS, CLOCK, COUNT_WORDS, END,
+    EVICTED, FIRST_BAD, FIRST_USE, FLOOR, HALT, HEAD, KNOWN, LAST_USE, MISSING, MOVES, NEVER,
+    NO_BAD_ID, NO_ROOM, NOT_PLANNED, OUTCOME, PLANNED, SOONEST, TABLE_EVICTED, TABLE_FETCHED,
+    TABLE_LOOKUPS, TABLE_ROWS, TABLE_WORDS, TOMBSTONES, UNIQUE,
+)  # fmt: skip
 
 BLOCK = 1024
 # Rows of a program that searches the map. Training's matrix products want whole multiprocessors and
@@ -24,10 +31,24 @@ _WARPS = 2
 
 
 @triton.jit
+def _cannot_plan(state, counts):
+    """Whether a plan before this one has failed, or this batch has an id that no table has."""
+    return (tl.load(state + HALT) != 0) | (tl.load(counts + FIRST_BAD) != NO_BAD_ID)
+
+
+@triton.jit
+def _firsts(keys, place, inside):
+    """Sorted keys, and whether each is the first of its run."""
+    key = tl.load(keys + place, mask=inside, other=0)
+    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
+    return key, inside & (key != before)
+
+
+@triton.jit
 def _prefix(per_block, program, num_blocks, word, BLOCKS: tl.constexpr):
     """The sum of a counter over the blocks before this one, and over all of them."""
     block = tl.arange(0, BLOCKS)
-    counts = tl.load(per_block + block * 4 + word, mask=block < num_blocks, other=0)
+    counts = tl.load(per_block + block * BLOCK_WORDS + word, mask=block < num_blocks, other=0)
     return tl.sum(tl.where(block < program, counts, 0), axis=0), tl.sum(counts, axis=0)
 
 
@@ -42,14 +63,12 @@ def _classify(
     `per_block` is zero before; PER_BLOCK programs add to each of its counts.
     """
     program = tl.program_id(0)
-    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+    if _cannot_plan(state, counts):
         return
-    number = tl.load(state)
+    number = tl.load(state + CLOCK)
     place = program * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_lookups
-    key = tl.load(keys + place, mask=inside, other=0)
-    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
-    is_first = inside & (key != before)
+    key, is_first = _firsts(keys, place, inside)
     real = is_first & (key != num_rows)
     slot = find_slots(key, real, table, row_of_slot, size, bits, HASHED)
     hit = real & (slot >= 0)
@@ -64,15 +83,15 @@ def _classify(
     code = tl.where(is_first & (key == num_rows), num_slots, code)
     tl.store(found + place, code, mask=inside)
     missing = real & (slot < 0)
-    mine = per_block + program // PER_BLOCK * 4
+    mine = per_block + program // PER_BLOCK * BLOCK_WORDS
     firsts = tl.sum(is_first.to(tl.int32), axis=0)
     if firsts > 0:
-        tl.atomic_add(mine, firsts)
+        tl.atomic_add(mine + BLOCK_FIRSTS, firsts)
     misses = tl.sum(missing.to(tl.int32), axis=0)
     if misses > 0:
-        tl.atomic_add(mine + 1, misses)
+        tl.atomic_add(mine + BLOCK_MISSING, misses)
     if REFETCH:
-        tl.atomic_add(mine + 2, tl.sum(again.to(tl.int32), axis=0))
+        tl.atomic_add(mine + BLOCK_AGAIN, tl.sum(again.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -86,16 +105,14 @@ def _segment(
     There is `room` for so many: a plan with more fails later, and writes no further here.
     """
     program = tl.program_id(0)
-    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+    if _cannot_plan(state, counts):
         return
-    firsts, num_unique = _prefix(per_block, program, num_blocks, 0, BLOCKS)
-    misses, num_missing = _prefix(per_block, program, num_blocks, 1, BLOCKS)
-    agains, num_again = _prefix(per_block, program, num_blocks, 2, BLOCKS)
+    firsts, num_unique = _prefix(per_block, program, num_blocks, BLOCK_FIRSTS, BLOCKS)
+    misses, num_missing = _prefix(per_block, program, num_blocks, BLOCK_MISSING, BLOCKS)
+    agains, num_again = _prefix(per_block, program, num_blocks, BLOCK_AGAIN, BLOCKS)
     place = program * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_lookups
-    key = tl.load(keys + place, mask=inside, other=0)
-    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
-    is_first = inside & (key != before)
+    key, is_first = _firsts(keys, place, inside)
     code = tl.load(found + place, mask=is_first, other=0)
     my_rank = firsts + tl.cumsum(is_first.to(tl.int32), axis=0) - 1
     tl.store(rank + place, my_rank, mask=inside)
@@ -119,27 +136,27 @@ def _segment(
     tl.store(move_slots + move, slot, mask=again)
     if program == 0:
         tl.store(starts + tl.minimum(num_unique, room), num_lookups)
-        tl.store(counts, num_unique)
-        tl.store(counts + 1, num_missing)
-        tl.store(counts + 2, num_again)
+        tl.store(counts + UNIQUE, num_unique)
+        tl.store(counts + MISSING, num_missing)
+        tl.store(counts + AGAIN, num_again)
 
 
 @triton.jit
 def _may_leave(
     queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE: tl.constexpr
 ):  # fmt: skip
-    """Whether each place of the queue still names a slot that nobody has used, or will, since."""
-    head = tl.load(state + 2)
-    asked = (place < limit) & (head + place < tl.load(state + 3))
+    """Return slots of the queue, and whether each is still unused and not known to be used."""
+    head = tl.load(state + HEAD)
+    asked = (place < limit) & (head + place < tl.load(state + END))
     slot = tl.load(queue + head + place, mask=asked, other=0)
-    last = tl.load(last_use + slot, mask=asked, other=2147483647)
-    valid = asked & (last < tl.load(state + 4))
-    if KNOWN_USE == 1:
+    last = tl.load(last_use + slot, mask=asked, other=NEVER)
+    valid = asked & (last < tl.load(state + FLOOR))
+    if KNOWN_USE == FIRST_USE:
         soon = tl.load(next_use + slot, mask=valid, other=0)
-        valid = valid & ((soon == 2147483647) | (soon <= tl.load(state + 5)))
-    elif KNOWN_USE == 2:
+        valid = valid & ((soon == NEVER) | (soon <= tl.load(state + KNOWN)))
+    elif KNOWN_USE == LAST_USE:
         row = tl.load(row_of_slot + slot, mask=valid, other=-1)
-        valid = valid & (last_known_use(next_use, num_slots, row, valid) < tl.load(state))
+        valid = valid & (last_known_use(next_use, num_slots, row, valid) < tl.load(state + CLOCK))
     return slot, valid
 
 
@@ -149,17 +166,18 @@ def _count_victims(
     KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+    if _cannot_plan(state, counts):
         return
-    limit = tl.load(counts + 1) * 4 + spread
+    limit = tl.load(counts + MISSING) * 4 + spread
+    mine = per_block + program * BLOCK_WORDS + BLOCK_FIRSTS
     if program * BLOCK >= limit:
-        tl.store(per_block + program * 4, 0)
+        tl.store(mine, 0)
         return
     place = program * BLOCK + tl.arange(0, BLOCK)
     _, valid = _may_leave(
         queue, state, last_use, next_use, row_of_slot, num_slots, place, limit, KNOWN_USE
     )  # fmt: skip
-    tl.store(per_block + program * 4, tl.sum(valid.to(tl.int32), axis=0))
+    tl.store(mine, tl.sum(valid.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -170,25 +188,26 @@ def _take_victims(
 ):  # fmt: skip
     """The first slots of the queue that may still leave, one for each missing row."""
     program = tl.program_id(0)
-    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+    if _cannot_plan(state, counts):
         if program == 0:
-            tl.store(counts + 3, 0)
-            bad = tl.load(counts + 4) != 2147483647
-            tl.store(counts + 5, tl.where(bad & (tl.load(state + 1) == 0), 2, 3))
+            tl.store(counts + MOVES, 0)
+            bad = tl.load(counts + FIRST_BAD) != NO_BAD_ID
+            bad = bad & (tl.load(state + HALT) == 0)
+            tl.store(counts + OUTCOME, tl.where(bad, BAD_ID, NOT_PLANNED))
         return
-    num_missing = tl.load(counts + 1)
+    num_missing = tl.load(counts + MISSING)
     if program > 0 and program * BLOCK >= num_missing * 4 + spread:
         return
-    num_moves = num_missing + tl.load(counts + 2)
-    valid_before, num_valid = _prefix(per_block, program, num_blocks, 0, BLOCKS)
-    fits = (num_valid >= num_missing) & (tl.load(counts) <= room)
+    num_moves = num_missing + tl.load(counts + AGAIN)
+    valid_before, num_valid = _prefix(per_block, program, num_blocks, BLOCK_FIRSTS, BLOCKS)
+    fits = (num_valid >= num_missing) & (tl.load(counts + UNIQUE) <= room)
     if HASHED:  # without an empty place in the map, a search would never end
-        fits = fits & (tl.load(state + 6) + num_missing < spare_places)
+        fits = fits & (tl.load(state + TOMBSTONES) + num_missing < spare_places)
     if program == 0:
-        tl.store(counts + 3, tl.where(fits, num_moves, 0))
-        tl.store(counts + 5, tl.where(fits, 0, 1))
+        tl.store(counts + MOVES, tl.where(fits, num_moves, 0))
+        tl.store(counts + OUTCOME, tl.where(fits, PLANNED, NO_ROOM))
         if num_missing == 0:
-            tl.store(new_head, tl.load(state + 2))
+            tl.store(new_head, tl.load(state + HEAD))
     if fits:
         place = program * BLOCK + tl.arange(0, BLOCK)
         limit = num_missing * 4 + spread
@@ -202,16 +221,16 @@ def _take_victims(
         tl.store(leaving + move, row, mask=taken)
         evicted = tl.sum((taken & (row >= 0)).to(tl.int32), axis=0)
         if evicted > 0:
-            tl.atomic_add(counts + 6, evicted)
-        if KNOWN_USE == 1:
+            tl.atomic_add(counts + EVICTED, evicted)
+        if KNOWN_USE == FIRST_USE:
             # In how many batches the first of them is used again, as far as is known.
-            soon = tl.load(next_use + slot, mask=taken, other=2147483647)
-            ahead = tl.where(soon == 2147483647, soon, soon - tl.load(state))
+            soon = tl.load(next_use + slot, mask=taken, other=NEVER)
+            ahead = tl.where(soon == NEVER, soon, soon - tl.load(state + CLOCK))
             soonest = tl.min(ahead, axis=0)
-            if soonest < 2147483647:
-                tl.atomic_min(counts + 7, soonest)
+            if soonest < NEVER:
+                tl.atomic_min(counts + SOONEST, soonest)
         last = taken & (move == num_missing - 1)
-        head = tl.load(state + 2) + place + 1
+        head = tl.load(state + HEAD) + place + 1
         tl.store(new_head + tl.zeros(place.shape, tl.int32), head, mask=last)
 
 
@@ -220,17 +239,17 @@ def _let_leave(
     move_slots, leaving, counts, state, table, size, bits, HASHED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Take the leaving rows out of the map."""
-    if tl.load(counts + 5) != 0:
+    if tl.load(counts + OUTCOME) != PLANNED:
         return
     move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = move < tl.load(counts + 1)
+    mask = move < tl.load(counts + MISSING)
     if tl.max(mask.to(tl.int32), axis=0) == 0:
         return
     slot = tl.load(move_slots + move, mask=mask, other=0)
     row = tl.load(leaving + move, mask=mask, other=-1)
     left = tl.sum(remove(row, slot, mask & (row >= 0), table, size, bits, HASHED), axis=0)
     if left > 0:
-        tl.atomic_add(state + 6, left)
+        tl.atomic_add(state + TOMBSTONES, left)
 
 
 @triton.jit
@@ -240,10 +259,10 @@ def _let_enter(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put the entering rows into the map: it describes the future, bytes follow later."""
-    if tl.load(counts + 5) != 0:
+    if tl.load(counts + OUTCOME) != PLANNED:
         return
     move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = move < tl.load(counts + 1)
+    mask = move < tl.load(counts + MISSING)
     if tl.max(mask.to(tl.int32), axis=0) == 0:
         return
     slot = tl.load(move_slots + move, mask=mask, other=0)
@@ -251,10 +270,10 @@ def _let_enter(
     tl.store(row_of_slot + slot, row, mask=mask)
     taken_over = tl.sum(insert(row, slot, mask, table, spare, size, bits, HASHED), axis=0)
     if taken_over > 0:
-        tl.atomic_add(state + 6, -taken_over)
-    tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state), mask=mask)
-    if KNOWN_USE < 2:
-        tl.store(next_use + slot, tl.full(slot.shape, 2147483647, tl.int32), mask=mask)
+        tl.atomic_add(state + TOMBSTONES, -taken_over)
+    tl.store(last_use + slot, tl.zeros(slot.shape, tl.int32) + tl.load(state + CLOCK), mask=mask)
+    if KNOWN_USE != LAST_USE:
+        tl.store(next_use + slot, tl.full(slot.shape, NEVER, tl.int32), mask=mask)
     tl.store(uses + slot, tl.full(slot.shape, 1, tl.int16), mask=mask)
     rank = tl.load(missing_rank + move, mask=mask, other=0)
     tl.store(row_slots + rank, slot, mask=mask)
@@ -267,27 +286,27 @@ def _resolve(
 ):  # fmt: skip
     """The slot of every lookup; tells the host what enters; the first program moves the clock."""
     program = tl.program_id(0)
-    outcome = tl.load(counts + 5)
+    outcome = tl.load(counts + OUTCOME)
     place = program * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_lookups
-    if outcome == 0:
+    if outcome == PLANNED:
         position = tl.load(order + place, mask=inside, other=0)
         my_rank = tl.load(rank + place, mask=inside, other=0)
         slot = tl.load(row_slots + my_rank, mask=inside, other=0)
         tl.store(lookup_slots + position, slot, mask=inside)
         if told is not None:
-            moves = inside & (place < tl.load(counts + 3))
+            moves = inside & (place < tl.load(counts + MOVES))
             tl.store(told + place, tl.load(entering + place, mask=moves, other=-1), mask=moves)
     if program == 0:
-        if outcome == 0:
-            tl.store(state, tl.load(state) + 1)
-            tl.store(state + 2, tl.load(new_head))
+        if outcome == PLANNED:
+            tl.store(state + CLOCK, tl.load(state + CLOCK) + 1)
+            tl.store(state + HEAD, tl.load(new_head))
         else:
-            tl.store(state + 1, 1)
-        word = tl.arange(0, 8)
+            tl.store(state + HALT, 1)
+        word = tl.arange(0, COUNT_WORDS)
         tl.store(kept + word, tl.load(counts + word))
         tl.store(status + word, tl.load(counts + word))
-        tl.store(status + 8 + word, tl.load(state + word))
+        tl.store(status + COUNT_WORDS + word, tl.load(state + word))
 
 
 def plan(
@@ -297,7 +316,7 @@ def plan(
     lookup_slots: Tensor,  # out: [L] int32
     moves: tuple[Tensor, Tensor, Tensor],  # out: slots, leaving, entering, [>= R] each
     counts: Tensor,  # [8] int32, FIRST_BAD set; the others are written
-    kept: Tensor,  # out: [8] int32: the counts, for whoever reads the plan
+    kept: Tensor,  # out: [8] int32: the counts, for readers of the plan
     status: Tensor,  # out: [16] int32, page-locked: counts, then most of the state
     scratch: Tensor,  # [words] int32
     *,
@@ -377,25 +396,25 @@ def scratch_words(lookups: int, queue: int) -> int:
 def _count_firsts(keys, found, per_block, state, counts, num_lookups, BLOCK: tl.constexpr):
     """As `_classify` where row and slot are one: nothing is missing."""
     program = tl.program_id(0)
-    if tl.load(state + 1) != 0 or tl.load(counts + 4) != 2147483647:
+    if _cannot_plan(state, counts):
         return
     place = program * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_lookups
-    key = tl.load(keys + place, mask=inside, other=0)
-    before = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1)
+    key, is_first = _firsts(keys, place, inside)
     tl.store(found + place, key.to(tl.int32), mask=inside)
-    firsts = tl.sum((inside & (key != before)).to(tl.int32), axis=0)
-    tl.store(per_block + program * 4, firsts)
-    tl.store(per_block + program * 4 + 1, 0)
-    tl.store(per_block + program * 4 + 2, 0)
+    mine = per_block + program * BLOCK_WORDS
+    tl.store(mine + BLOCK_FIRSTS, tl.sum(is_first.to(tl.int32), axis=0))
+    tl.store(mine + BLOCK_MISSING, 0)
+    tl.store(mine + BLOCK_AGAIN, 0)
 
 
 @triton.jit
 def _nothing_moves(state, counts, new_head):
-    bad = tl.load(counts + 4) != 2147483647
-    halted = tl.load(state + 1) != 0
-    tl.store(counts + 3, 0)
-    tl.store(counts + 5, tl.where(halted, 3, tl.where(bad, 2, 0)))
+    bad = tl.load(counts + FIRST_BAD) != NO_BAD_ID
+    halted = tl.load(state + HALT) != 0
+    tl.store(counts + MOVES, 0)
+    outcome = tl.where(halted, NOT_PLANNED, tl.where(bad, BAD_ID, PLANNED))
+    tl.store(counts + OUTCOME, outcome)
     tl.store(new_head, 0)
 
 
@@ -436,15 +455,21 @@ def plan_everything(
 
 
 @triton.jit
+def _add(at, more, mask):
+    tl.store(at, tl.load(at, mask=mask, other=0) + more, mask=mask)
+
+
+@triton.jit
 def _count_tables(bases, ids, starts, entering, counts, traffic, num_tables, TABLES: tl.constexpr):
     """Lookups, unique rows and rows fetched of each table.
 
     Six searches for each, side by side: where it begins and ends among the unique rows, the missing
     ones and those that are fetched anew, all of them sorted.
     """
-    if tl.load(counts + 5) != 0:
+    if tl.load(counts + OUTCOME) != PLANNED:
         return
-    unique, missing, moves = tl.load(counts), tl.load(counts + 1), tl.load(counts + 3)
+    unique, missing = tl.load(counts + UNIQUE), tl.load(counts + MISSING)
+    moves = tl.load(counts + MOVES)
     table = tl.program_id(0) * TABLES + tl.arange(0, TABLES)
     there = (table < num_tables)[:, None]
     edge = tl.arange(0, 8)[None, :]
@@ -468,33 +493,30 @@ def _count_tables(bases, ids, starts, entering, counts, traffic, num_tables, TAB
     lookups = tl.load(starts + end, mask=mask, other=0) - tl.load(
         starts + first, mask=mask, other=0
     )
-    mine = traffic + table * 4
-    tl.store(mine, tl.load(mine, mask=mask, other=0) + lookups, mask=mask)
-    tl.store(mine + 1, tl.load(mine + 1, mask=mask, other=0) + (end - first), mask=mask)
-    tl.store(mine + 2, tl.load(mine + 2, mask=mask, other=0) + fetched, mask=mask)
+    mine = traffic + table * TABLE_WORDS
+    _add(mine + TABLE_LOOKUPS, lookups, mask)
+    _add(mine + TABLE_ROWS, end - first, mask)
+    _add(mine + TABLE_FETCHED, fetched, mask)
 
 
 @triton.jit
 def _count_leaving(bases, leaving, counts, traffic, num_tables, BLOCK: tl.constexpr,
                    SEARCH: tl.constexpr, TABLES: tl.constexpr):  # fmt: skip
     move = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(counts + 5) != 0:
+    if tl.load(counts + OUTCOME) != PLANNED:
         return
-    mask = move < tl.load(counts + 3)
+    mask = move < tl.load(counts + MOVES)
     if tl.max(mask.to(tl.int32), axis=0) == 0:
         return
     row = tl.load(leaving + move, mask=mask, other=-1)
     mask = mask & (row >= 0)
-    low = tl.zeros(move.shape, tl.int32)
-    high = low + num_tables
-    for _ in tl.static_range(SEARCH):
-        middle = (low + high) // 2
-        end = tl.load(bases + middle + 1, mask=mask & (low < high), other=1 << 62)
-        low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
-    per_table = tl.histogram(tl.where(mask, low, TABLES - 1), TABLES)
+    found = count_ends(bases + 1, row, mask, num_tables, SEARCH)
+    per_table = tl.histogram(tl.where(mask, found, TABLES - 1), TABLES)
     table = tl.arange(0, TABLES)
     wanted = (table < num_tables) & (per_table > 0)
-    tl.atomic_add(traffic + table * 4 + 3, per_table.to(tl.int64), mask=wanted)
+    tl.atomic_add(
+        traffic + table * TABLE_WORDS + TABLE_EVICTED, per_table.to(tl.int64), mask=wanted
+    )
 
 
 def count_traffic(

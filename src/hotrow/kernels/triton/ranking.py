@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotrow.kernels.triton.maps import BLOCK as LANES
 from hotrow.kernels.triton.maps import DeviceMap, find_slots, first_place
-from hotrow.kernels.triton.words import DOUBLED, NOTHING
+from hotrow.kernels.triton.words import CLOCK, DOUBLED, FIRST_USE, LAST_USE, NEVER, NOTHING
 
 BLOCK = 1024
 
@@ -34,14 +34,14 @@ def _expect(
     mask = place < capacity
     id_ = tl.load(ids + ring.to(tl.int64) * capacity + place, mask=mask, other=num_rows)
     mask = mask & (id_ < num_rows)
-    if KNOWN_USE == 1:
+    if KNOWN_USE == FIRST_USE:
         where = find_slots(id_, mask, table, row_of_slot, size, bits, HASHED)
         mask = mask & (where >= 0)
     else:
         where = first_place(id_, num_slots)
     # Most are known to be used sooner, or another lane has noted it: look before the atomic.
     known = tl.load(next_use + where, mask=mask, other=0)
-    if KNOWN_USE == 1:
+    if KNOWN_USE == FIRST_USE:
         tl.atomic_min(next_use + where, number + ahead, mask=mask & (known > number + ahead))
     else:
         tl.atomic_max(next_use + where, number + ahead, mask=mask & (known < number + ahead))
@@ -58,22 +58,22 @@ def _hold(
     id_ = tl.load(ids + place, mask=mask, other=num_rows)
     mask = mask & (id_ < num_rows)
     slot = find_slots(id_, mask, table, row_of_slot, size, bits, HASHED)
-    number = tl.load(state) + ahead
+    number = tl.load(state + CLOCK) + ahead
     tl.atomic_max(last_use + slot, number, mask=mask & (slot >= 0))
 
 
 @triton.jit
 def _rank_keys(
     keys, last_use, next_use, uses, row_of_slot, state, num_slots, past, ORDER: tl.constexpr,
-    KNOWN_USE: tl.constexpr, DOUBLED: tl.constexpr, BLOCK: tl.constexpr,
+    KNOWN_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The order in which slots leave, smallest first; the largest number: it may not."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = slot < num_slots
-    number = tl.load(state)
+    number = tl.load(state + CLOCK)
     last = tl.load(last_use + slot, mask=mask, other=0)
     may_leave = last < number - past
-    # Slots that nobody has used have a last use near the smallest integer.
+    # The last use of an unused slot is near the smallest integer.
     age = number - tl.maximum(last, number - (1 << 30))
     if ORDER == 0:  # least recent
         key = (1 << 30) - age
@@ -90,13 +90,13 @@ def _rank_keys(
                 over = tl.minimum(used, 2 << power) - (1 << power)
                 bonus += (DOUBLED * tl.maximum(over, 0)) >> power
             key = fresh + bonus
-        if KNOWN_USE == 1:  # farthest next use; those of which none is known leave first
+        if KNOWN_USE == FIRST_USE:  # farthest next use; those of which none is known leave first
             soon = tl.load(next_use + slot, mask=mask, other=0)
-            key = tl.where(soon == 2147483647, key, (1 << 30) - (soon - number))
-        elif KNOWN_USE == 2:  # those alone
+            key = tl.where(soon == NEVER, key, (1 << 30) - (soon - number))
+        elif KNOWN_USE == LAST_USE:  # those alone
             row = tl.load(row_of_slot + slot, mask=mask, other=-1)
             may_leave = may_leave & (last_known_use(next_use, num_slots, row, mask) < number)
-    tl.store(keys + slot, tl.where(may_leave, key, 2147483647), mask=mask)
+    tl.store(keys + slot, tl.where(may_leave, key, NEVER), mask=mask)
 
 
 ORDERS = {"least-recent": 0, "most-recent": 1, "least-frequent": 2, "farthest-next-use": 3}
@@ -149,6 +149,6 @@ def rank_keys(
     keys = torch.empty_like(last_use)
     _rank_keys[(triton.cdiv(keys.numel(), BLOCK),)](
         keys, last_use, next_use, uses, row_of_slot, state, keys.numel(), past, ORDER=ORDERS[order],
-        KNOWN_USE=known_use, DOUBLED=DOUBLED, BLOCK=BLOCK,
+        KNOWN_USE=known_use, BLOCK=BLOCK,
     )  # fmt: skip
     return keys

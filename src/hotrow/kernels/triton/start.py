@@ -8,8 +8,8 @@ the row's number within its table.
 `rows` is device memory, or page-locked host memory. Programs write its floats in order, whatever
 the width, so that whole lines cross the link.
 
-A row that nobody has written since is the same function still: `start_moves` makes it in its slot,
-and nothing crosses the link.
+A row that was never written still has its starting value: `start_moves` makes it in its slot, and
+nothing crosses the link.
 """
 
 from __future__ import annotations
@@ -22,92 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotrow.kernels.triton.maps import count_ends
+
 _BLOCK = 2048
 # Beside training: programs are short, since its kernels wait for those that are there.
 _MOVED_FLOATS, _MOVE_WARPS, _MOST_BLOCKS = 512, 2, 1024
 _NO_ROW = -1
-
-
-def start_constant(
-    rows: Tensor,  # [n, width] float32
-    state: Tensor,  # [width - dim] float32, on the device: what each state column starts at
-    *,
-    value: float,
-    padding: int = _NO_ROW,  # a row whose weights are zero
-) -> None:
-    """Weights that are all the same."""
-    _start(rows, state, padding, kind="constant", first_row=0, words=(0, 0), a=value, b=0.0)
-
-
-def start_uniform(
-    rows: Tensor,  # [n, width] float32: the rows first_row, first_row + 1, ... of a table
-    state: Tensor,
-    *,
-    word: int,
-    low: float,
-    high: float,
-    first_row: int = 0,
-    padding: int = _NO_ROW,
-) -> None:
-    """Weights uniform between low and high."""
-    _start(
-        rows,
-        state,
-        padding,
-        kind="uniform",
-        first_row=first_row,
-        words=(word, 0),
-        a=low,
-        b=high - low,
-    )
-
-
-def start_normal(
-    rows: Tensor,  # [n, width] float32: the rows first_row, first_row + 1, ... of a table
-    state: Tensor,
-    *,
-    words: tuple[int, int],
-    mean: float,
-    std: float,
-    first_row: int = 0,
-    padding: int = _NO_ROW,
-) -> None:
-    """Weights from a normal distribution: `words` for the radius and for the angle."""
-    _start(rows, state, padding, kind="normal", first_row=first_row, words=words, a=mean, b=std)
-
-
-def _start(
-    rows: Tensor,
-    state: Tensor,
-    padding: int,
-    *,
-    kind: str,
-    first_row: int,
-    words: tuple[int, int],
-    a: float,
-    b: float,
-) -> None:
-    assert rows.dtype is state.dtype is torch.float32
-    assert rows.is_contiguous()
-    width = rows.shape[1]
-    if rows.numel() == 0:
-        return
-    # In tensors: the kernel would otherwise be compiled for each range of the integers' values.
-    integers = torch.tensor([first_row, *map(_signed, words), padding])
-    floats = torch.tensor([a, b], dtype=torch.float32)
-    _start_rows[(triton.cdiv(rows.numel(), _BLOCK),)](
-        rows,
-        state,
-        integers.to(state.device),
-        floats.to(state.device),
-        rows.numel(),
-        KIND=kind,
-        WIDTH=width,
-        DIM=width - state.numel(),
-        BLOCK=_BLOCK,
-        # A fused multiply and add would round once where numpy rounds twice.
-        enable_fp_fusion=False,
-    )
 
 
 @dataclass(frozen=True)
@@ -115,8 +35,42 @@ class Beginning:
     """How the rows of one table start: `kind`, its two numbers, and the row of zeros, if any."""
 
     kind: str  # constant, uniform, normal; or other: such rows have to be read
-    numbers: tuple[float, float] = (0.0, 0.0)
+    numbers: tuple[float, float] = (0.0, 0.0)  # value; low and span; or mean and deviation
     padding: int = _NO_ROW
+
+
+def start_rows(
+    rows: Tensor,  # [n, width] float32: the rows first_row, first_row + 1, ... of a table
+    state: Tensor,  # [width - dim] float32, on the device: what each state column starts at
+    beginning: Beginning,
+    words: Sequence[int],  # of the table: for uniform weights, normal radius and angle
+    *,
+    first_row: int = 0,
+    block: int = _BLOCK,  # floats of a program
+) -> None:
+    """Start rows of one table. `padding` counts from the first of them."""
+    assert rows.dtype is state.dtype is torch.float32
+    assert rows.is_contiguous()
+    assert beginning.kind != "other"
+    width = rows.shape[1]
+    if rows.numel() == 0:
+        return
+    # In tensors: the kernel would otherwise be compiled for each range of the integers' values.
+    integers = torch.tensor([first_row, *map(_signed, words), beginning.padding])
+    floats = torch.tensor(beginning.numbers, dtype=torch.float32)
+    _start_rows[(triton.cdiv(rows.numel(), block),)](
+        rows,
+        state,
+        integers.to(state.device),
+        floats.to(state.device),
+        rows.numel(),
+        KIND=beginning.kind,
+        WIDTH=width,
+        DIM=width - state.numel(),
+        BLOCK=block,
+        # A fused multiply and add would round once where numpy rounds twice.
+        enable_fp_fusion=False,
+    )
 
 
 _KINDS = ("constant", "uniform", "normal", "other")
@@ -170,7 +124,7 @@ def start_moves(
     count: Tensor,  # [1] int32: the moves there are
     unwritten: Unwritten,
 ) -> None:
-    """Start the entering rows that nobody has written yet."""
+    """Start the entering rows that were never written."""
     width, tables = slots.shape[1], unwritten.kinds.numel()
     columns = triton.next_power_of_2(width)
     rows = max(1, _MOVED_FLOATS // columns)
@@ -223,6 +177,15 @@ def _unit_floats(row, word, column):
 
 
 @triton.jit
+def _normal(mean, std, row, radius_word, angle_word, column):
+    # 1 - u is exact, u being a multiple of 2**-24, so that this is the CPU's log1p(-u).
+    u = _unit_floats(row, radius_word, column)
+    radius = tl.sqrt_rn(-2 * tl.log(1 - u))
+    angle = 6.2831854820251465 * _unit_floats(row, angle_word, column)
+    return mean + std * radius * tl.cos(angle)
+
+
+@triton.jit
 def _start_rows(
     rows,
     state,
@@ -244,15 +207,11 @@ def _start_rows(
     if KIND == "uniform":
         weights = a + _unit_floats(number, tl.load(integers + 1).to(tl.uint64), hashed) * b
     elif KIND == "normal":
-        # 1 - u is exact, u being a multiple of 2**-24, so that this is the CPU's log1p(-u).
-        u = _unit_floats(number, tl.load(integers + 1).to(tl.uint64), hashed)
-        radius = tl.sqrt_rn(-2 * tl.log(1 - u))
-        v = _unit_floats(number, tl.load(integers + 2).to(tl.uint64), hashed)
-        angle = 6.2831854820251465 * v
-        weights = a + b * radius * tl.cos(angle)
+        radius, angle = tl.load(integers + 2).to(tl.uint64), tl.load(integers + 3).to(tl.uint64)
+        weights = _normal(a, b, number, radius, angle, hashed)
     else:
         weights = a
-    weights = tl.where(row == tl.load(integers + 3), 0.0, weights)
+    weights = tl.where(row == tl.load(integers + 4), 0.0, weights)
     is_state = column >= DIM
     states = tl.load(state + (column - DIM), mask=is_state, other=0.0)
     float_ = first + tl.arange(0, BLOCK)
@@ -303,14 +262,8 @@ def _start_moves(
         row = tl.load(entering + move, mask=there, other=-1).to(tl.int64)
         there = there & (row >= 0)
         there = there & (is_written(written, row, there) == 0)
-        low = tl.zeros([ROWS], tl.int32)
-        high = low + num_tables
-        for _ in tl.static_range(SEARCH):
-            middle = (low + high) // 2
-            # Where the search has ended, nothing may move on.
-            end = tl.load(bases + middle + 1, mask=there & (low < high), other=1 << 62)
-            low, high = tl.where(end <= row, middle + 1, low), tl.where(end <= row, high, middle)
-        table = tl.minimum(low, num_tables - 1)
+        ended = count_ends(bases + 1, row, there, num_tables, SEARCH)
+        table = tl.minimum(ended, num_tables - 1)
         kind = tl.load(kinds + table, mask=there, other=0)[:, None]
         a = tl.load(numbers + 2 * table, mask=there, other=0.0)[:, None]
         b = tl.load(numbers + 2 * table + 1, mask=there, other=0.0)[:, None]
@@ -320,11 +273,9 @@ def _start_moves(
         weights = tl.zeros([ROWS, COLUMNS], tl.float32) + a
         weights = tl.where(kind == 1, a + _unit_floats(number, word, hashed) * b, weights)
         if tl.max((kind == 2).to(tl.int32)) > 0:
-            u = _unit_floats(number, _word(words, table, there, 1), hashed)
-            radius = tl.sqrt_rn(-2 * tl.log(1 - u))
-            v = _unit_floats(number, _word(words, table, there, 2), hashed)
-            angle = 6.2831854820251465 * v
-            weights = tl.where(kind == 2, a + b * radius * tl.cos(angle), weights)
+            radius, angle = _word(words, table, there, 1), _word(words, table, there, 2)
+            normal = _normal(a, b, number, radius, angle, hashed)
+            weights = tl.where(kind == 2, normal, weights)
         zeros = tl.load(padding + table, mask=there, other=-1) == row
         weights = tl.where(zeros[:, None], 0.0, weights)
         is_state = (column >= DIM) & (column < WIDTH)

@@ -20,7 +20,7 @@ nothing that the host would have to know.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +37,45 @@ if TYPE_CHECKING:
 # What `scalars` holds per table, in the order of each rule's own dict.
 NUM_SCALARS = {"SGD": 2, "Adagrad": 2, "RowWiseAdagrad": 2, "Adam": 4, "AdamW": 5}
 MOST_PROGRAMS = 16384  # for tiles of rows, whose number only the GPU knows: no army of idle ones
+
+
+# -- what kernels are given ----------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where the unique rows lie, and which of them no step changes."""
+
+    rows: Any  # [., width] float32
+    width: Any
+    row_slots: Any  # of each unique row; None: row i is the i-th
+    ids: Any
+    frozen: Any  # a bit for each id, or None
+    untrained: Any  # ids, or None
+
+
+class Runs(NamedTuple):
+    """Lookups sorted by id, as `Segments` has them."""
+
+    order: Any
+    rank: Any
+    starts: Any
+
+
+class Terms(NamedTuple):
+    """What lookups add to the gradients of their rows."""
+
+    grads: Any  # [bags, dim] float32 or bfloat16
+    bag_of: Any  # [L]; None: the position is the bag
+    weights: Any  # [L] float32, or None
+    divisor: Any  # [bags, 1] float32, or None
+
+
+class Settings(NamedTuple):
+    """What a rule needs, by table."""
+
+    scalars: Any  # [T, K] float32
+    bases: Any  # [T] int64: the first id of each table; None: scalars[0] is for all
+    num_tables: Any
 
 
 def sum_by_row(
@@ -57,7 +96,7 @@ def sum_by_row(
     if padding is not None:
         place = torch.arange(most, dtype=torch.int32, device=grads.device)
         place = torch.where(segments.ids == padding, -1, place)
-    _reduce(out, place, segments, (grads, bag_of, weights, divisor), _NO_STEP, -1, dim)
+    _reduce(out, place, segments, Terms(grads, bag_of, weights, divisor), _NO_STEP, -1, dim)
     return out
 
 
@@ -78,7 +117,7 @@ def update_slots(
     untrained: Tensor | None = None,  # [P] int64: ids of few rows that are skipped, too
 ) -> None:
     """One optimizer step on every unique row but those at the null slot, and frozen ones."""
-    terms = (grads, bag_of, weights, divisor)
+    terms = Terms(grads, bag_of, weights, divisor)
     step = _step_of(rule, scalars, bases)
     _reduce(rows, row_slots, segments, terms, step, null_slot, dim, frozen, untrained)
 
@@ -103,38 +142,36 @@ def update_rows(
         return
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
+    place = Place(rows, rows.stride(0), index, ids, frozen, untrained)
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        *(rows, rows.stride(0), index, null_slot, ids, frozen, *_listed(untrained)),
-        *(count, num_rows, row_grads.contiguous()),
-        *_step_of(rule, scalars, bases),
-        *(dim, columns, tile),
-        num_warps=tile_warps(columns),
-        **EXACT,
-    )
-
-
-_NO_STEP = (None, None, 0, 0, None)  # the sum itself is stored
+        place, null_slot, _count_untrained(untrained), count, num_rows, row_grads.contiguous(),
+        *_step_of(rule, scalars, bases), dim, columns, tile,
+        num_warps=tile_warps(columns), **EXACT,
+    )  # fmt: skip
 
 
 def _step_of(rule: RowRule, scalars: Tensor, bases: Tensor | None) -> tuple[Any, ...]:
-    """What kernels are told about a step: settings, tables, and the rule's name as a constant."""
+    """Return what kernels need for a step: settings, and constants SEARCH and RULE."""
     name = type(rule).__name__
     assert scalars.shape[1] == NUM_SCALARS[name]
     num_tables = scalars.shape[0]
     search_steps = 0 if bases is None else (num_tables - 1).bit_length()
-    return scalars.contiguous(), bases, num_tables, search_steps, name
+    return Settings(scalars.contiguous(), bases, num_tables), search_steps, name
 
 
-def _listed(untrained: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return the ids and their number, which kernels take as a constant: 0 costs nothing."""
-    return untrained, 0 if untrained is None else untrained.numel()
+_NO_STEP = (Settings(None, None, 0), 0, None)  # the sum itself is stored
+
+
+def _count_untrained(untrained: Tensor | None) -> int:
+    """Kernels take it as a constant: 0 costs nothing."""
+    return 0 if untrained is None else untrained.numel()
 
 
 def _reduce(
     rows: Tensor,
     row_slots: Tensor | None,  # None: row i of `rows` is the i-th unique one
     segments: Segments,
-    terms: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    terms: Terms,
     step: tuple[Any, ...],
     null_slot: int,
     dim: int,
@@ -144,32 +181,24 @@ def _reduce(
     num_lookups = segments.order.numel()
     if num_lookups == 0:
         return
-    terms = (terms[0].contiguous(), *terms[1:])
+    terms = terms._replace(grads=terms.grads.contiguous())
     columns = triton.next_power_of_2(dim)
     part, chunk_warps = chunk_part(columns)
     chunk_shape = (dim, columns, part, CHUNK)
     num_windows = triton.cdiv(num_lookups, CHUNK)
     partial = torch.empty(num_windows, dim, dtype=torch.float32, device=rows.device)
-    runs = (segments.order, segments.rank, segments.starts)
-    place = (row_slots, null_slot, segments.ids, frozen, *_listed(untrained))
-    target = (rows, rows.stride(0), *place)
-    _chunks[(num_windows,)](
-        *(partial, *place, *runs, *terms, *chunk_shape),
-        num_warps=chunk_warps,
-        **EXACT,
-    )
+    runs = Runs(segments.order, segments.rank, segments.starts)
+    place = Place(rows, rows.stride(0), row_slots, segments.ids, frozen, untrained)
+    common = (place, null_slot, _count_untrained(untrained), runs, terms)
+    _chunks[(num_windows,)](partial, *common, *chunk_shape, num_warps=chunk_warps, **EXACT)
     _long_rows[(num_windows,)](
-        *(*target, partial, *runs, *terms, *step, *chunk_shape),
-        num_warps=chunk_warps,
-        **EXACT,
+        partial, *common, *step, *chunk_shape, num_warps=chunk_warps, **EXACT
     )
     tile = tile_rows(columns)
     _short_rows[(min(triton.cdiv(num_lookups, tile), MOST_PROGRAMS),)](
-        *(*target, segments.count, segments.order, segments.starts, *terms, *step),
-        *(dim, columns, tile, CHUNK),
-        num_warps=tile_warps(columns),
-        **EXACT,
-    )
+        segments.count, *common, *step, dim, columns, tile, CHUNK,
+        num_warps=tile_warps(columns), **EXACT,
+    )  # fmt: skip
 
 
 def chunk_part(columns: int) -> tuple[int, int]:
@@ -192,16 +221,16 @@ def _find(order, bag_of, at, is_there):
 
 
 @triton.jit
-def _terms(found, is_there, grads, weights, divisor, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def _values(found, is_there, terms, DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """What lookups add to the gradients of their rows, 0 where there is none: [n, COLUMNS]."""
     position, bag = found
     column = tl.arange(0, COLUMNS)[None, :]
     mask = is_there[:, None] & (column < DIM)
-    values = tl.load(grads + bag[:, None] * DIM + column, mask=mask, other=0.0).to(tl.float32)
-    if divisor is not None:
-        values = tl.div_rn(values, tl.load(divisor + bag, mask=is_there, other=1.0)[:, None])
-    if weights is not None:
-        values = values * tl.load(weights + position, mask=is_there, other=0.0)[:, None]
+    values = tl.load(terms.grads + bag[:, None] * DIM + column, mask=mask, other=0.0).to(tl.float32)
+    if terms.divisor is not None:
+        values = tl.div_rn(values, tl.load(terms.divisor + bag, mask=is_there, other=1.0)[:, None])
+    if terms.weights is not None:
+        values = values * tl.load(terms.weights + position, mask=is_there, other=0.0)[:, None]
     return values
 
 
@@ -215,73 +244,56 @@ def _sum_tile(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sum_chunk(
-    order,
-    start,
-    length,
-    grads,
-    bag_of,
-    weights,
-    divisor,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PART: tl.constexpr,
+    order, start, length, terms, DIM: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """The sum of up to CHUNK lookups, [1, COLUMNS]; all loads of a part are under way at once."""
     total = tl.zeros([1, COLUMNS], tl.float32)
     for first in range(0, CHUNK, PART):
         place = first + tl.arange(0, PART)
-        found = _find(order, bag_of, start + place, place < length)
-        values = _terms(found, place < length, grads, weights, divisor, DIM, COLUMNS)
+        found = _find(order, terms.bag_of, start + place, place < length)
+        values = _values(found, place < length, terms, DIM, COLUMNS)
         total = total + _sum_tile(values, PART, COLUMNS)
     return total
 
 
 @triton.jit
-def _chunk_in(window, rank, starts, CHUNK: tl.constexpr):
+def _chunk_in(window, runs, CHUNK: tl.constexpr):
     """The chunk that starts in a window: its row, the row's run, and its number; 0 is none."""
-    row = tl.load(rank + window * CHUNK)
-    start = tl.load(starts + row)
-    end = tl.load(starts + row + 1)
+    row = tl.load(runs.rank + window * CHUNK)
+    start = tl.load(runs.starts + row)
+    end = tl.load(runs.starts + row + 1)
     number = (window * CHUNK - start + CHUNK - 1) // CHUNK
     return row, start, end, tl.where(start + number * CHUNK < end, number, 0)
 
 
 @triton.jit
-def _address(row_slots, row, mask, null_slot, ids, frozen, untrained, UNTRAINED: tl.constexpr):
+def _address(place, row, mask, null_slot, UNTRAINED: tl.constexpr):
     """Where the unique rows lie, int64; the null slot where there is none, or it stays as it is."""
-    if row_slots is None:
+    if place.row_slots is None:
         slot = tl.where(mask, row, null_slot)
     else:
-        slot = tl.load(row_slots + row, mask=mask, other=null_slot)
-    if frozen is not None:
-        own = tl.load(ids + row, mask=mask, other=0)
-        word = tl.load(frozen + (own >> 5), mask=mask, other=0)
+        slot = tl.load(place.row_slots + row, mask=mask, other=null_slot)
+    if place.frozen is not None:
+        own = tl.load(place.ids + row, mask=mask, other=0)
+        word = tl.load(place.frozen + (own >> 5), mask=mask, other=0)
         is_frozen = ((word >> (own & 31).to(tl.int32)) & 1) != 0
         slot = tl.where(is_frozen, null_slot, slot)
     if UNTRAINED > 0:
-        own = tl.load(ids + row, mask=mask, other=-1)
-        for place in tl.static_range(UNTRAINED):
-            slot = tl.where(own == tl.load(untrained + place), null_slot, slot)
+        own = tl.load(place.ids + row, mask=mask, other=-1)
+        for entry in tl.static_range(UNTRAINED):
+            slot = tl.where(own == tl.load(place.untrained + entry), null_slot, slot)
     return slot.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["null_slot"])
 def _chunks(
     partial,  # [windows, DIM]
-    row_slots,
+    place,
     null_slot,
-    ids,
-    frozen,
-    untrained,
     UNTRAINED: tl.constexpr,
-    order,
-    rank,
-    starts,
-    grads,
-    bag_of,
-    weights,
-    divisor,
+    runs,
+    terms,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     PART: tl.constexpr,
@@ -289,51 +301,27 @@ def _chunks(
 ):
     """Sums every chunk of a long row but its first."""
     window = tl.program_id(0)
-    row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
+    row, start, end, number = _chunk_in(window, runs, CHUNK)
     if number == 0:
         return
     # Padding may be the longest row.
-    if _address(row_slots, row, True, null_slot, ids, frozen, untrained, UNTRAINED) == null_slot:
+    if _address(place, row, True, null_slot, UNTRAINED) == null_slot:
         return
     first = start + number * CHUNK
-    total = _sum_chunk(
-        order,
-        first,
-        end - first,
-        grads,
-        bag_of,
-        weights,
-        divisor,
-        DIM,
-        COLUMNS,
-        PART,
-        CHUNK,
-    )
+    total = _sum_chunk(runs.order, first, end - first, terms, DIM, COLUMNS, PART, CHUNK)
     column = tl.arange(0, COLUMNS)[None, :]
     tl.store(partial + window.to(tl.int64) * DIM + column, total, mask=column < DIM)
 
 
 @triton.jit(do_not_specialize=["null_slot"])
 def _long_rows(
-    rows,
-    width,
-    row_slots,
-    null_slot,
-    ids,
-    frozen,
-    untrained,
-    UNTRAINED: tl.constexpr,
     partial,  # [windows, DIM]
-    order,
-    rank,
-    starts,
-    grads,
-    bag_of,
-    weights,
-    divisor,
-    scalars,
-    bases,
-    num_tables,
+    place,
+    null_slot,
+    UNTRAINED: tl.constexpr,
+    runs,
+    terms,
+    settings,
     SEARCH: tl.constexpr,
     RULE: tl.constexpr,
     DIM: tl.constexpr,
@@ -343,50 +331,37 @@ def _long_rows(
 ):
     """Joins the chunks of each long row, in the program of its second chunk's window."""
     window = tl.program_id(0)
-    row, start, end, number = _chunk_in(window, rank, starts, CHUNK)
+    row, start, end, number = _chunk_in(window, runs, CHUNK)
     if number != 1:
         return
-    slot = _address(row_slots, row, True, null_slot, ids, frozen, untrained, UNTRAINED)
+    slot = _address(place, row, True, null_slot, UNTRAINED)
     if slot == null_slot:
         return
-    total = _sum_chunk(
-        order, start, CHUNK, grads, bag_of, weights, divisor, DIM, COLUMNS, PART, CHUNK
-    )
+    total = _sum_chunk(runs.order, start, CHUNK, terms, DIM, COLUMNS, PART, CHUNK)
     column = tl.arange(0, COLUMNS)[None, :]
     behind = window + tl.cdiv(end - start, CHUNK) - 1  # its chunks lie in windows one by one
     first = window
     while first < behind:
-        place = (first + tl.arange(0, PART))[:, None]
-        mask = (place < behind) & (column < DIM)
-        values = tl.load(partial + place.to(tl.int64) * DIM + column, mask=mask, other=0.0)
+        at = (first + tl.arange(0, PART))[:, None]
+        mask = (at < behind) & (column < DIM)
+        values = tl.load(partial + at.to(tl.int64) * DIM + column, mask=mask, other=0.0)
         total = total + _sum_tile(values, PART, COLUMNS)
         first += PART
     only = tl.zeros([1], tl.int32)
-    table = _table_of(ids, row + only, only == 0, bases, num_tables, SEARCH)
-    old = _read(rows, width, slot + only, only == 0, RULE, DIM, COLUMNS, 1)
-    _write(rows, width, slot + only, only == 0, old, total, scalars, table, RULE, DIM, COLUMNS, 1)
+    table = _table_of(place.ids, row + only, only == 0, settings, SEARCH)
+    old = _read(place, slot + only, only == 0, RULE, DIM, COLUMNS, 1)
+    _write(place, slot + only, only == 0, old, total, settings, table, RULE, DIM, COLUMNS, 1)
 
 
 @triton.jit(do_not_specialize=["null_slot"])
 def _short_rows(
-    rows,
-    width,
-    row_slots,
-    null_slot,
-    ids,
-    frozen,
-    untrained,
-    UNTRAINED: tl.constexpr,
     count,
-    order,
-    starts,
-    grads,
-    bag_of,
-    weights,
-    divisor,
-    scalars,
-    bases,
-    num_tables,
+    place,
+    null_slot,
+    UNTRAINED: tl.constexpr,
+    runs,
+    terms,
+    settings,
     SEARCH: tl.constexpr,
     RULE: tl.constexpr,
     DIM: tl.constexpr,
@@ -399,16 +374,14 @@ def _short_rows(
     tile = tl.program_id(0)
     while tile * TILE < num_rows:
         row = tile * TILE + tl.arange(0, TILE)
-        start = tl.load(starts + row, mask=row < num_rows, other=0)
-        end = tl.load(starts + row + 1, mask=row < num_rows, other=0)
-        slot = _address(
-            row_slots, row, row < num_rows, null_slot, ids, frozen, untrained, UNTRAINED
-        )
-        is_mine = (end - start <= CHUNK) & (slot != null_slot)
-        table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
+        start = tl.load(runs.starts + row, mask=row < num_rows, other=0)
+        end = tl.load(runs.starts + row + 1, mask=row < num_rows, other=0)
+        slot = _address(place, row, row < num_rows, null_slot, UNTRAINED)
+        is_short = (end - start <= CHUNK) & (slot != null_slot)
+        table = _table_of(place.ids, row, is_short, settings, SEARCH)
         # Read before the sum, so that the row is on its way meanwhile.
-        old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)
-        end = tl.where(is_mine, end, start)
+        old = _read(place, slot, is_short, RULE, DIM, COLUMNS, TILE)
+        end = tl.where(is_short, end, start)
         total = tl.zeros([TILE, COLUMNS], tl.float32)
         # Four at a time, so that their loads are under way together; added one after the other.
         # Only a number is carried along: of tensors, the layout would be changed in every round.
@@ -416,17 +389,17 @@ def _short_rows(
         done = 0
         while done < longest:
             at = start + done
-            found_a = _find(order, bag_of, at, at < end)
-            found_b = _find(order, bag_of, at + 1, at + 1 < end)
-            found_c = _find(order, bag_of, at + 2, at + 2 < end)
-            found_d = _find(order, bag_of, at + 3, at + 3 < end)
-            a = _terms(found_a, at < end, grads, weights, divisor, DIM, COLUMNS)
-            b = _terms(found_b, at + 1 < end, grads, weights, divisor, DIM, COLUMNS)
-            c = _terms(found_c, at + 2 < end, grads, weights, divisor, DIM, COLUMNS)
-            d = _terms(found_d, at + 3 < end, grads, weights, divisor, DIM, COLUMNS)
+            found_a = _find(runs.order, terms.bag_of, at, at < end)
+            found_b = _find(runs.order, terms.bag_of, at + 1, at + 1 < end)
+            found_c = _find(runs.order, terms.bag_of, at + 2, at + 2 < end)
+            found_d = _find(runs.order, terms.bag_of, at + 3, at + 3 < end)
+            a = _values(found_a, at < end, terms, DIM, COLUMNS)
+            b = _values(found_b, at + 1 < end, terms, DIM, COLUMNS)
+            c = _values(found_c, at + 2 < end, terms, DIM, COLUMNS)
+            d = _values(found_d, at + 3 < end, terms, DIM, COLUMNS)
             total = (((total + a) + b) + c) + d
             done += 4
-        _write(rows, width, slot, is_mine, old, total, scalars, table, RULE, DIM, COLUMNS, TILE)
+        _write(place, slot, is_short, old, total, settings, table, RULE, DIM, COLUMNS, TILE)
         tile += tl.num_programs(0)
 
 
@@ -435,20 +408,13 @@ def _short_rows(
 
 @triton.jit(do_not_specialize=["null_slot", "num_rows"])
 def _update_rows(
-    rows,
-    width,
-    index,
+    place,
     null_slot,
-    ids,
-    frozen,
-    untrained,
     UNTRAINED: tl.constexpr,
     count,
     num_rows,
     row_grads,
-    scalars,
-    bases,
-    num_tables,
+    settings,
     SEARCH: tl.constexpr,
     RULE: tl.constexpr,
     DIM: tl.constexpr,
@@ -461,113 +427,97 @@ def _update_rows(
     tile = tl.program_id(0)
     while tile * TILE < num_rows:
         row = tile * TILE + tl.arange(0, TILE)
-        slot = _address(index, row, row < num_rows, null_slot, ids, frozen, untrained, UNTRAINED)
-        is_mine = slot != null_slot
-        table = _table_of(ids, row, is_mine, bases, num_tables, SEARCH)
-        old = _read(rows, width, slot, is_mine, RULE, DIM, COLUMNS, TILE)
-        mask = is_mine[:, None] & (column < DIM)
+        slot = _address(place, row, row < num_rows, null_slot, UNTRAINED)
+        moves = slot != null_slot
+        table = _table_of(place.ids, row, moves, settings, SEARCH)
+        old = _read(place, slot, moves, RULE, DIM, COLUMNS, TILE)
+        mask = moves[:, None] & (column < DIM)
         grad = tl.load(row_grads + row.to(tl.int64)[:, None] * DIM + column, mask=mask, other=0.0)
-        _write(rows, width, slot, is_mine, old, grad, scalars, table, RULE, DIM, COLUMNS, TILE)
+        _write(place, slot, moves, old, grad, settings, table, RULE, DIM, COLUMNS, TILE)
         tile += tl.num_programs(0)
 
 
 @triton.jit
-def _table_of(ids, row, mask, bases, num_tables, SEARCH: tl.constexpr):
+def _table_of(ids, row, mask, settings, SEARCH: tl.constexpr):
     """The table of each row: the last whose first id is not above the row's, by halving."""
     table = tl.zeros_like(row)
-    if bases is not None:
+    if settings.bases is not None:
         own = tl.load(ids + row, mask=mask, other=0)
         for half in tl.static_range(SEARCH):
             later = table + (1 << (SEARCH - 1 - half))
-            base = tl.load(bases + later, mask=later < num_tables, other=0)
-            table = tl.where((later < num_tables) & (base <= own), later, table)
+            base = tl.load(settings.bases + later, mask=later < settings.num_tables, other=0)
+            table = tl.where((later < settings.num_tables) & (base <= own), later, table)
     return table
 
 
 @triton.jit
 def _read(
-    rows,
-    width,
-    slot,
-    is_mine,
-    RULE: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    place, slot, mask, RULE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Weights and up to two pieces of state of some rows; zeros stand for what is not needed."""
     column = tl.arange(0, COLUMNS)[None, :]
-    at = rows + slot[:, None] * width + column
-    mask = is_mine[:, None] & (column < DIM)
+    at = place.rows + slot[:, None] * place.width + column
+    inside = mask[:, None] & (column < DIM)
     weight = tl.zeros([TILE, COLUMNS], tl.float32)
     first = weight
     second = weight
     if RULE is not None:
-        weight = tl.load(at, mask=mask, other=0.0)
+        weight = tl.load(at, mask=inside, other=0.0)
     if RULE == "RowWiseAdagrad":
-        first = tl.load(rows + slot * width + DIM, mask=is_mine, other=0.0)[:, None]
+        first = tl.load(place.rows + slot * place.width + DIM, mask=mask, other=0.0)[:, None]
     elif RULE == "Adagrad" or RULE == "Adam" or RULE == "AdamW":
-        first = tl.load(at + DIM, mask=mask, other=0.0)
+        first = tl.load(at + DIM, mask=inside, other=0.0)
     if RULE == "Adam" or RULE == "AdamW":
-        second = tl.load(at + 2 * DIM, mask=mask, other=0.0)
+        second = tl.load(at + 2 * DIM, mask=inside, other=0.0)
     return weight, first, second
 
 
 @triton.jit
 def _write(
-    rows,
-    width,
-    slot,
-    is_mine,
-    old,
-    grad,
-    scalars,
-    table,
-    RULE: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """What optim.py's `update` does, operation by operation; without a rule, stores the sum."""
+    place, slot, mask, old, grad, settings, table, RULE: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a rule's `update` does, operation by operation; without a rule, stores the sum."""
     weight, first, second = old
     column = tl.arange(0, COLUMNS)[None, :]
-    at = rows + slot[:, None] * width + column
-    mask = is_mine[:, None] & (column < DIM)
+    at = place.rows + slot[:, None] * place.width + column
+    inside = mask[:, None] & (column < DIM)
     if RULE is None:
         weight = grad
     elif RULE == "SGD":
-        lr = _scalar(scalars, table, 0, 2)
-        decay = _scalar(scalars, table, 1, 2)
+        lr = _scalar(settings, table, 0, 2)
+        decay = _scalar(settings, table, 1, 2)
         weight = weight - (grad + weight * decay) * lr
     elif RULE == "Adagrad" or RULE == "RowWiseAdagrad":
-        lr = _scalar(scalars, table, 0, 2)
-        eps = _scalar(scalars, table, 1, 2)
+        lr = _scalar(settings, table, 0, 2)
+        eps = _scalar(settings, table, 1, 2)
         square = grad * grad
         if RULE == "RowWiseAdagrad":
             square = sum_columns(square, TILE, COLUMNS)
             first = first + tl.div_rn(square, tl.full([TILE, 1], DIM, tl.float32))
-            to = rows + slot[:, None] * width + DIM
-            tl.store(to, first, mask=is_mine[:, None])
+            to = place.rows + slot[:, None] * place.width + DIM
+            tl.store(to, first, mask=mask[:, None])
         else:
             first = first + square
-            tl.store(at + DIM, first, mask=mask)
+            tl.store(at + DIM, first, mask=inside)
         weight = weight - tl.div_rn(grad * lr, tl.sqrt_rn(first) + eps)
     else:
         NUM_SCALARS: tl.constexpr = 5 if RULE == "AdamW" else 4
-        keep1 = _scalar(scalars, table, 0, NUM_SCALARS)
-        keep2 = _scalar(scalars, table, 1, NUM_SCALARS)
-        size = _scalar(scalars, table, 2, NUM_SCALARS)
-        eps = _scalar(scalars, table, 3, NUM_SCALARS)
+        keep1 = _scalar(settings, table, 0, NUM_SCALARS)
+        keep2 = _scalar(settings, table, 1, NUM_SCALARS)
+        size = _scalar(settings, table, 2, NUM_SCALARS)
+        eps = _scalar(settings, table, 3, NUM_SCALARS)
         if RULE == "AdamW":
-            weight = weight * _scalar(scalars, table, 4, NUM_SCALARS)
+            weight = weight * _scalar(settings, table, 4, NUM_SCALARS)
         first = first + (grad - first) * keep1
         second = second + (grad * grad - second) * keep2
         weight = weight - tl.div_rn(first * size, tl.sqrt_rn(second) + eps)
-        tl.store(at + DIM, first, mask=mask)
-        tl.store(at + 2 * DIM, second, mask=mask)
-    tl.store(at, weight, mask=mask)
+        tl.store(at + DIM, first, mask=inside)
+        tl.store(at + 2 * DIM, second, mask=inside)
+    tl.store(at, weight, mask=inside)
 
 
 @triton.jit
-def _scalar(scalars, table, place: tl.constexpr, NUM_SCALARS: tl.constexpr):
-    return tl.load(scalars + table * NUM_SCALARS + place)[:, None]
+def _scalar(settings, table, at: tl.constexpr, NUM_SCALARS: tl.constexpr):
+    return tl.load(settings.scalars + table * NUM_SCALARS + at)[:, None]

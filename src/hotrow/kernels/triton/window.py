@@ -10,8 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotrow.kernels.triton.maps import first_place
-from hotrow.kernels.triton.words import FIRST_BAD, ROW_IN, ROW_OUT
+from hotrow.kernels.triton.maps import count_ends, first_place
+
+from hotrow.kernels.triton.words import (  # isort: skip
+    COME, COUNT_WORDS, EXPECTED, FEATURE_BASE, FEATURE_COLUMN, FEATURE_LIMIT, FEATURE_PADDING,
+    FEATURE_WORDS, FIRST_BAD, NO_BAD_ID, ROW_IN, ROW_OUT,
+)  # fmt: skip
 
 BLOCK = 256  # short programs, see plan.py
 COMPARED = 1024  # ids by a program of training's own lane
@@ -20,9 +24,9 @@ COMPARED = 1024  # ids by a program of training's own lane
 @triton.jit
 def _id_of(value, feature, real, features, num_rows):
     """The id of a user's index, num_rows for padding and for none, and whether no table has it."""
-    base = tl.load(features + feature * 4)
-    limit = tl.load(features + feature * 4 + 1)
-    padding = tl.load(features + feature * 4 + 2)
+    mine = features + feature * FEATURE_WORDS
+    base, limit = tl.load(mine + FEATURE_BASE), tl.load(mine + FEATURE_LIMIT)
+    padding = tl.load(mine + FEATURE_PADDING)
     bad = real & ((value < 0) | (value >= limit))
     return tl.where(real & ~bad & (value != padding), base + value, num_rows), bad
 
@@ -38,35 +42,26 @@ def _globalise(
     IN_WINDOW: ids go to the next row of the window. MARKS: their last known use is the new batch.
     """
     if IN_WINDOW:
-        row, number = tl.load(state + 8), tl.load(state + 7)
+        row, number = tl.load(state + ROW_IN), tl.load(state + EXPECTED)
         ids += row.to(tl.int64) * capacity
-        first_bad += row * 8
+        first_bad += row * COUNT_WORDS
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of 32 bits: they are divided faster
     if JAGGED:  # how many there are changes from batch to batch, and launches must not
         num_lookups = tl.load(ends + num_features - 1)
     real = place < num_lookups
     if JAGGED:
-        low = tl.zeros(place.shape, tl.int32)
-        high = low + num_features
-        for _ in tl.static_range(SEARCH):
-            middle = (low + high) // 2
-            # Where the search has ended, nothing may move on.
-            end = tl.load(ends + middle, mask=real & (low < high), other=1 << 62)
-            low, high = (
-                tl.where(end <= place, middle + 1, low),
-                tl.where(end <= place, high, middle),
-            )
-        feature = tl.minimum(low, num_features - 1)
+        ended = count_ends(ends, place, real, num_features, SEARCH)
+        feature = tl.minimum(ended, num_features - 1)
         source = place + tl.load(lows + feature, mask=real, other=0)
     else:
         feature = place % num_features
         sample = (place // num_features).to(tl.int64)
-        source = sample * row_stride + tl.load(features + feature * 4 + 3)
+        source = sample * row_stride + tl.load(features + feature * FEATURE_WORDS + FEATURE_COLUMN)
     value = tl.load(values + source, mask=real, other=0).to(tl.int64)
     id_, bad = _id_of(value, feature, real, features, num_rows)
     tl.store(ids + place, id_.to(ids.dtype.element_ty), mask=place < capacity)
-    worst = tl.min(tl.where(bad, place, 2147483647), axis=0).to(tl.int32)
-    if worst < 2147483647:
+    worst = tl.min(tl.where(bad, place, NO_BAD_ID), axis=0).to(tl.int32)
+    if worst < NO_BAD_ID:
         tl.atomic_min(first_bad, worst)
     if MARKS:
         where = first_place(id_, num_slots)
@@ -75,11 +70,11 @@ def _globalise(
         tl.atomic_max(next_use + where, number, mask=here & (known < number))
     if IN_WINDOW:
         # The last program to come here counts on: all others have read by now.
-        come = tl.atomic_add(state + 10, 1)
+        come = tl.atomic_add(state + COME, 1)
         if come == tl.num_programs(0) - 1:
-            tl.store(state + 10, 0)
-            tl.store(state + 8, (row + 1) % num_rings)
-            tl.store(state + 7, number + 1)
+            tl.store(state + COME, 0)
+            tl.store(state + ROW_IN, (row + 1) % num_rings)
+            tl.store(state + EXPECTED, number + 1)
 
 
 def globalise(
@@ -167,7 +162,7 @@ def _compare(
         real = inside & (position < end) & (source >= 0) & (source < num_values)
     else:
         feature = (position % num_features).to(tl.int32)
-        column = tl.load(features + feature * 4 + 3)
+        column = tl.load(features + feature * FEATURE_WORDS + FEATURE_COLUMN)
         source = position // num_features * row_stride + column * column_stride
         real = inside
     value = tl.load(values + source, mask=real, other=0).to(tl.int64)
@@ -206,14 +201,14 @@ def _enter_window(
     ids, counts, window, window_counts, state, capacity, num_rings, BLOCK: tl.constexpr
 ):
     """Copy a batch's ids to the next row of the ring, which only the device counts."""
-    row = tl.load(state + 8)
+    row = tl.load(state + ROW_IN)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < capacity
     id_ = tl.load(ids + place, mask=mask, other=0)
     tl.store(window + row.to(tl.int64) * capacity + place, id_, mask=mask)
     if tl.program_id(0) == 0:
-        word = tl.arange(0, 8)
-        tl.store(window_counts + row * 8 + word, tl.load(counts + word))
+        word = tl.arange(0, COUNT_WORDS)
+        tl.store(window_counts + row * COUNT_WORDS + word, tl.load(counts + word))
 
 
 @triton.jit
@@ -221,22 +216,23 @@ def _leave_window(
     ids, counts, window, window_counts, fresh_counts, state, capacity, num_rings,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.load(state + 9)
+    row = tl.load(state + ROW_OUT)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < capacity
     id_ = tl.load(window + row.to(tl.int64) * capacity + place, mask=mask, other=0)
     tl.store(ids + place, id_, mask=mask)
     if tl.program_id(0) == 0:
-        word = tl.arange(0, 8)
-        tl.store(counts + word, tl.load(window_counts + row * 8 + word))
-        tl.store(window_counts + row * 8 + word, tl.load(fresh_counts + word))
+        word = tl.arange(0, COUNT_WORDS)
+        tl.store(counts + word, tl.load(window_counts + row * COUNT_WORDS + word))
+        tl.store(window_counts + row * COUNT_WORDS + word, tl.load(fresh_counts + word))
 
 
 @triton.jit
-def _step_on(state, word, num_rings, EXPECTED: tl.constexpr):
-    tl.store(state + word, (tl.load(state + word) + 1) % num_rings)
-    if EXPECTED:
-        tl.store(state + 7, tl.load(state + 7) + 1)
+def _step_on(state, num_rings, WORD: tl.constexpr):
+    """The next ring is read or written next; when one is written, a batch more is expected."""
+    tl.store(state + WORD, (tl.load(state + WORD) + 1) % num_rings)
+    if WORD == ROW_IN:
+        tl.store(state + EXPECTED, tl.load(state + EXPECTED) + 1)
 
 
 def enter_window(
@@ -246,7 +242,7 @@ def enter_window(
     rings, capacity = window.shape
     grid = (max(1, triton.cdiv(capacity, BLOCK)),)
     _enter_window[grid](ids, counts, window, window_counts, state, capacity, rings, BLOCK=BLOCK)
-    _step_on[(1,)](state, ROW_IN, rings, EXPECTED=True)
+    _step_on[(1,)](state, rings, WORD=ROW_IN)
 
 
 def leave_window(
@@ -263,4 +259,4 @@ def leave_window(
     _leave_window[grid](
         ids, counts, window, window_counts, fresh_counts, state, capacity, rings, BLOCK=BLOCK
     )
-    _step_on[(1,)](state, ROW_OUT, rings, EXPECTED=False)
+    _step_on[(1,)](state, rings, WORD=ROW_OUT)

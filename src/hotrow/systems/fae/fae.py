@@ -1,4 +1,4 @@
-"""FAE: hot samples, all of whose rows are pinned, and cold ones, in turns.
+"""FAE: hot samples, whose rows are all pinned, and cold ones, trained in turns.
 
     fae = FAE(test=held_out)
     trainer = Trainer(model, loss_fn, ..., system=fae)      # a collection with strategy="static"
@@ -6,11 +6,11 @@
         ...
     print(fae.described())
 
-A run counts accesses in a sample of the loader, pins the rows that were read most, tells hot
-samples from cold ones, and trains segments of one kind and the other (order.py). Samples come in
-another order than the loader's, each once an epoch; next to plain training in the same order the
-rows are the same to the bit. How rows are counted, samples told apart and segments cut is decided
-elsewhere; here is what happens when.
+A run counts accesses in a sample of the loader, pins the most used rows, separates hot samples from
+cold ones, and trains segments of one kind and the other (hot_cold_schedule.py). The order of
+samples differs from the loader's; each sample comes once an epoch. Next to plain training in the
+same order the rows are equal to the bit. This module decides when each step happens; the others
+decide how.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from torch import Tensor
 from hotrow.engine.profile import Profile
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
-from hotrow.inputs.hotset import HotSet, RowBytes, popular
-from hotrow.inputs.samples import Take, check_both
+from hotrow.inputs.hotset import HotSet, popular
+from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.support.messages import warn
+from hotrow.support.progress import no_progress
 from hotrow.support.units import parse_bytes, show_bytes
 from hotrow.systems.calibrate import (
     SAMPLED,
@@ -42,21 +43,27 @@ from hotrow.systems.calibrate import (
     Chosen,
     HotReport,
     by_threshold,
-    most_used,
+    most_used_first,
+    room_for_pins,
+    row_bytes,
     sampled,
     top_k,
 )
 from hotrow.systems.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Kind, Separated, ShuffleRate
-from hotrow.systems.fae.sample_copies import Join
-from hotrow.systems.fae.sample_sets import NumberedSamples
-from hotrow.systems.fae.separate import check_evaluated_again, check_read_again, separate
+from hotrow.systems.fae.sample_copies import SetOptions
+from hotrow.systems.fae.separate import (
+    NumberedSamples,
+    check_evaluated_again,
+    check_read_again,
+    separate,
+)
 from hotrow.systems.slipstream.skip import Bindable, KeepAll, Skip, begun, check_skip
 from hotrow.training.trainer import Trainer
 
 Choice = Literal["top-k", "threshold"]
 Cold = Literal["fetched", "hybrid"]
-Progress = Callable[[str, int], None]  # "counting" or "separating", and so many samples more
+Progress = Callable[[str, int], None]  # "counting" or "separating", and samples done
 
 _ESTIMATES: dict[str, Estimate] = {"exact": exact_rows, "rand-em-box": RandEmBox()}
 _PUBLISHED_BUDGET = "256MB"
@@ -64,26 +71,26 @@ _PUBLISHED_BUDGET = "256MB"
 
 @dataclass(frozen=True)
 class FAERecord:
-    """What was decided, and what came of it so far."""
+    """Decisions of a run, and their results so far."""
 
     hot_rows: Mapping[str, int] = field(default_factory=dict)  # pinned, by table
-    hot_bytes: int = 0  # of them, with their state
+    hot_bytes: int = 0  # of hot rows, with their optimizer state
     covered: float = 0.0  # share of the counted accesses that read hot rows
     threshold: float | None = None  # share of its table's accesses that makes a row hot
-    counted_samples: int = 0  # none by a profile
-    counted_seconds: float = 0.0  # that counting took, before the first step
-    separated_seconds: float = 0.0  # and telling hot samples from cold ones
+    counted_samples: int = 0  # 0 with a profile
+    counted_seconds: float = 0.0  # for counting, before the first step
+    separated_seconds: float = 0.0  # for separating hot samples from cold ones
     hot_samples: int = 0
     cold_samples: int = 0
-    hot_batches: int = 0  # of an epoch
+    hot_batches: int = 0  # per epoch
     cold_batches: int = 0
-    reused: bool = False  # samples were told apart in a run before
+    reused: bool = False  # an earlier run separated the samples
     switches: int = 0  # from one kind of segment to the other
-    synchronised_bytes: int = 0  # of hot rows, at switches
+    synchronised_bytes: int = 0  # of hot rows, copied at switches
     rates: tuple[tuple[int, float], ...] = ()  # step, and percent of a set's batches in a segment
     test_losses: tuple[tuple[int, float], ...] = ()  # step, loss
-    pins_gave_way: bool = False  # to batches with more rows than there was room for
-    notes: tuple[str, ...] = ()  # what is out of the ordinary, in sentences
+    pins_gave_way: bool = False  # to batches with more rows than fit beside them
+    notes: tuple[str, ...] = ()  # unusual facts, in sentences
 
     @property
     def num_hot_rows(self) -> int:
@@ -91,37 +98,37 @@ class FAERecord:
 
     @property
     def hot_share(self) -> float:
-        """Of the samples."""
-        every = self.hot_samples + self.cold_samples
-        return self.hot_samples / every if every else 0.0
+        """Share of hot samples among all."""
+        total = self.hot_samples + self.cold_samples
+        return self.hot_samples / total if total else 0.0
 
 
 class FAE:
     """Trains hot samples, whose rows are all pinned, and cold ones in segments of their own.
 
-    Hot are the rows that were read most in a sample of the loader (`sample_rate` of its samples),
-    or by the counts of a `profile`, as a collection takes them: as many as fit `hot_budget` (bytes,
-    "256MB", or "5%" of all rows; by default as many as the collection can pin), chosen by "top-k"
-    or by a "threshold" on the share of accesses, whose rows are counted (`estimate="exact"`) or
-    estimated ("rand-em-box", or any function).
+    Hot rows are the most used rows in a sample of the loader (`sample_rate` of its samples), or by
+    the counts of a `profile`: as many as fit `hot_budget` (bytes, "256MB", or "5%" of all rows; by
+    default as many as the collection can pin). They are chosen by "top-k", or by a "threshold" on
+    the share of accesses, whose rows are counted (`estimate="exact"`) or estimated ("rand-em-box",
+    or any function).
 
-    Rows of `cold` batches that are not pinned are "fetched" for each batch; or "hybrid", as
-    published: the CPU reads and updates all rows of cold batches, and at every switch hot rows are
-    brought up to date, with their optimizer state.
+    Rows of `cold` batches that are not pinned are "fetched" for each batch. With "hybrid", as
+    published, the CPU reads and updates all rows of cold batches, and every switch brings hot rows
+    up to date, with their optimizer state.
 
-    `test` are batches to evaluate on after each pair of segments, by whose loss the Shuffle
-    Scheduler makes segments shorter or longer; `shuffle_rate` is where it begins, in percent. Where
-    all samples are of one kind, they are evaluated on after each segment.
+    `test` has batches to evaluate on after each pair of segments. By their loss the Shuffle
+    Scheduler makes segments shorter or longer; `shuffle_rate` is its first rate, in percent. Where
+    all samples are of one kind, every segment is followed by an evaluation.
 
-    `skip` leaves out samples of hot segments (Slipstream, RandomDrop); its own `test` serves where
-    none is given here. `most_samples` are trained in each run, those that were left out counted;
-    the last batch is not cut for it.
+    `skip` leaves out samples of hot segments (Slipstream, RandomDrop); its own `test` is used where
+    none is given here. A run ends after `most_samples`, skipped ones included; the last batch is
+    not cut.
 
     The loader must be one that can be read again. Its hot and cold samples are kept in memory or in
-    a `folder`; where it is a `Loader`, only their numbers, which the next run finds in the folder.
-    For other loaders, which are one epoch, `epochs` and `seed` are said here. `take` and `join`,
-    both of them, are for batches that are not made of tensors alone, which are kept in memory.
-    Changes results: the same samples in other batches.
+    a `folder`; of a `Loader` only their numbers, which the next run finds in the folder. `epochs`
+    and `seed` are for other loaders, which are one epoch. `take` and `join`, both of them, are for
+    batches that are not made of tensors alone; such batches are kept in memory. Changes results:
+    the same samples form other batches.
     """
 
     keeps_batches = True
@@ -147,8 +154,8 @@ class FAE:
         most_samples: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`small_table_bytes`: tables up to that size are hot as a whole; by default 1 MiB by
-        threshold, as published, and none by top-k."""
+        """`small_table_bytes`: tables up to that size are hot as a whole; by default 1 MiB with
+        "threshold", as published, and none with "top-k"."""
         _refuse_other("choose", choose, ("top-k", "threshold"))
         _refuse_other("cold", cold, ("fetched", "hybrid"))
         if isinstance(estimate, str):
@@ -174,23 +181,23 @@ class FAE:
         self._first_rate = shuffle_rate
         self._epochs, self._seed, self._take, self._join = epochs, seed, take, join
         self.skip = skip
-        self._skip: Skip | None = None  # the same, when it is known which rows are hot
-        self._progress = progress or _nobody
-        self._separated: tuple[Iterable[Any], Separated] | None = None  # of which batches
+        self._skip: Skip | None = None  # bound to the hot rows
+        self._progress = progress or no_progress
+        self._separated: tuple[Iterable[Any], Separated] | None = None  # loader and its sets
         self._rows: dict[str, Tensor] = {}  # to pin, hottest first
         self._pins_version = 0
         self._room = 0  # bytes of rows that can be pinned
-        self._began = self._ended = 0  # step at which the last run began, and epochs since
+        self._began = self._ended = 0  # first step of the last run, and its finished epochs
         self.record = FAERecord()
         self.hot: HotSet | None = None  # what is pinned
 
     @classmethod
     def as_published(cls, **options: Any) -> Self:
-        """256 MB of hot rows by top-k, as the code has it, and cold batches by the CPU."""
+        """Return the published settings: 256 MB of hot rows by top-k, cold batches on the CPU."""
         return cls(**{"hot_budget": _PUBLISHED_BUDGET, "cold": "hybrid", **options})
 
     def attach(self, trainer: Trainer[Any]) -> None:
-        """Refuses a model whose rows are not one collection's with pinned rows."""
+        """Bind to a trainer; refuse a model without exactly one collection of strategy "static"."""
         embedding, self._ids = trainer.one_collection("FAE pins the hot rows")
         strategy = embedding.strategy
         if not (strategy.has_slots and strategy.pinned_part and strategy.refetch):
@@ -200,14 +207,13 @@ class FAE:
             )
         embedding.pipeline.move_in(LATE)
         self._trainer, self._embedding = trainer, embedding
-        # What was found belongs to other rows.
         self._separated = self._skip = self.hot = None
         self._rate, self.record = ShuffleRate(self._first_rate), FAERecord()
 
     # -- what is trained when ----------------------------------------------------------
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
-        """Segments, each when all of those before it have been trained."""
+        """Yield segments; the trainer trains one before it asks for the next."""
         sets = self._prepared(batches)
         order = HotColdOrder(sets, rate=self._rate, evaluates=self._test is not None)
         epoch, self._began, self._ended = -1, self._trainer.step, 0
@@ -240,12 +246,12 @@ class FAE:
 
     @property
     def epochs(self) -> int:
-        """Of the last run that have ended."""
+        """Finished epochs of the last run."""
         if self.skip is not None or self._separated is None:
             return self._ended
-        _, sets = self._separated  # every batch is a step, also an epoch's last
-        each = sets.hot.batches_per_epoch + sets.cold.batches_per_epoch
-        return max(self._ended, (self._trainer.step - self._began) // each)
+        # Every batch is a step, so an epoch has ended with its last step.
+        steps = _steps_per_epoch(self._separated[1])
+        return max(self._ended, (self._trainer.step - self._began) // steps)
 
     @property
     def _is_enough(self) -> bool:
@@ -263,14 +269,14 @@ class FAE:
 
     @property
     def total_steps(self) -> int | None:
-        """Of a run; None: not known, before samples were told apart, if some are left out, or if it
-        does not end with an epoch."""
+        """Steps of a run; None: unknown, because samples are not separated yet, some are skipped,
+        or the run does not end with an epoch."""
         if self._separated is None or self.skip is not None:
             return None
         _, sets = self._separated
         if self._most_samples is not None and self._most_samples < sets.epochs * sets.samples:
             return None
-        return sets.epochs * (sets.hot.batches_per_epoch + sets.cold.batches_per_epoch)
+        return sets.epochs * _steps_per_epoch(sets)
 
     def _switch(self, before: Kind | None, kind: Kind) -> None:
         if before is not None and before != kind:
@@ -285,7 +291,7 @@ class FAE:
         self.record = replace(self.record, synchronised_bytes=moved)
 
     def _skip_of_epoch(self, hot_batches: int) -> Skip:
-        """What is left out of the hot segments of the epoch that begins."""
+        """Return the skip for the hot segments of the epoch that begins."""
         if self.skip is None or not hot_batches:
             return KeepAll()
         if self._skip is None:
@@ -296,7 +302,7 @@ class FAE:
         return self._skip
 
     def _evaluated(self) -> float | None:
-        """The mean loss of the test samples; None: there are none."""
+        """Return the mean test loss; None without test batches."""
         if self._test is None:
             return None
         loss = self._trainer.mean_loss(self._test)
@@ -314,9 +320,9 @@ class FAE:
     # -- hot rows and hot samples ------------------------------------------------------
 
     def _prepared(self, batches: Iterable[Any]) -> Separated:
-        """Counted, pinned and told apart; once for the same batches."""
+        """Count, pin and separate, once for the same batches; return the sets."""
         if self._separated is not None and self._separated[0] is batches:
-            if self._embedding.pins_version != self._pins_version:  # others were, since
+            if self._embedding.pins_version != self._pins_version:  # pins changed since
                 self._pin()
             return self._separated[1]
         check_read_again(batches)
@@ -324,15 +330,15 @@ class FAE:
             raise ValueError(
                 f"a {type(batches).__name__} knows how many epochs it has; leave epochs= out"
             )
-        self._separated = self._skip = None  # of other batches
+        self._separated = self._skip = None
         started = perf_counter()
         chosen, counts = self._chosen(batches)
         counted = perf_counter() - started
-        self._rows = self._hottest_first(chosen.hot, counts)
+        self._rows = most_used_first(self._embedding, chosen.hot, counts.of)
         self.hot = self._pin()
         self._describe(chosen.report, self.hot, counts)
         started = perf_counter()
-        sets = self._told_apart(batches, self.hot)
+        sets = self._separate(batches, self.hot)
         apart = perf_counter() - started
         self.record = replace(self.record, counted_seconds=counted, separated_seconds=apart)
         self._separated = (batches, sets)
@@ -340,11 +346,9 @@ class FAE:
 
     def _chosen(self, batches: Iterable[Any]) -> tuple[Chosen, AccessCounts]:
         counts = self._counts(batches)
-        self._room = self._room_bytes()
-        budget = self._room
-        if self.hot_budget is not None:
-            budget = min(budget, self._budget_bytes())
-        sizes, small = self._row_bytes, self.small_table_bytes
+        self._room = room_for_pins(self._embedding)
+        budget = min(self._room, self._budget_bytes())
+        sizes, small = row_bytes(self._embedding), self.small_table_bytes
         if self.choose == "top-k":
             chosen = top_k(counts, sizes, budget, small_table_bytes=small)
         else:
@@ -361,12 +365,12 @@ class FAE:
             return AccessCounts.of_profile(tables, self._profile)
         counts = AccessCounts(tables)
         for batch in sampled(self._counted(batches), self.sample_rate, seed=self._seed):
-            counts.add(_on_host(batch))
+            counts.add(batch.to("cpu"))
         return counts
 
     def _counted(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        """The ids of an epoch. The first batch says how large they are."""
-        # A loader that goes through its data several times says so.
+        """Yield the ids of an epoch; reserve memory for batches like the first."""
+        # A loader of several epochs has this attribute.
         epoch, is_empty = islice(batches, getattr(batches, "batches_per_epoch", None)), True
         for batch in epoch:
             ids = self._ids(batch)
@@ -379,23 +383,13 @@ class FAE:
         if is_empty:
             raise ValueError("the loader gave no batch to find hot rows in")
 
-    def _hottest_first(self, hot: HotSet, counts: AccessCounts) -> dict[str, Tensor]:
-        """By table, as many as there is room for in each width: rows were chosen by bytes, of
-        whatever width."""
-        room, found = self._embedding.room_for_pins(), dict[str, Tensor]()
-        for group in self._embedding.groups:
-            rows = {table.name: hot.rows(table.name) for table in group.layout.tables}
-            uses = {name: counts.of(name)[mine] for name, mine in rows.items()}
-            found |= most_used(rows, uses, room[group.dim])
-        return found
-
     def _pin(self) -> HotSet:
         hot = self._embedding.pin_rows(self._rows)
         self._pins_version = self._embedding.pins_version
         return hot
 
     def _describe(self, report: HotReport, hot: HotSet, counts: AccessCounts) -> None:
-        notes, asked = report.notes, self._room if self.hot_budget is None else self._budget_bytes()
+        notes, asked = report.notes, self._budget_bytes()
         if asked > self._room and hot.num_rows < self._embedding.num_rows:
             notes += (
                 f"a hot budget of {show_bytes(asked, beside=self._room)} is more than there is "
@@ -407,19 +401,19 @@ class FAE:
                 "the collection's budget has no room to pin rows beside a batch: a larger one has, "
                 "or one for smaller batches",
             )
-        for each in notes:
-            warn(each)
+        for note in notes:
+            warn(note)
         self.record = replace(
             self.record,
-            hot_rows={table.name: len(hot.rows(table.name)) for table in self._embedding.tables},
-            hot_bytes=hot.num_bytes(self._row_bytes),
+            hot_rows=hot.counts(),
+            hot_bytes=hot.num_bytes(row_bytes(self._embedding)),
             covered=_covered(hot, counts),
             threshold=report.threshold,
             counted_samples=counts.num_samples,
             notes=notes,
         )
 
-    def _told_apart(self, batches: Iterable[Any], hot: HotSet) -> Separated:
+    def _separate(self, batches: Iterable[Any], hot: HotSet) -> Separated:
         places = {torch.device("cpu"): hot}
 
         def is_hot(batch: Any) -> Tensor:
@@ -432,12 +426,15 @@ class FAE:
         sets = separate(
             batches,
             is_hot,
+            SetOptions(
+                epochs=self._epochs or 1,
+                seed=self._seed,
+                pin_memory=torch.cuda.is_available(),
+                take=self._take,
+                join=self._join,
+            ),
             folder=self._folder,
             key=_key_of(hot),
-            epochs=self._epochs or 1,
-            seed=self._seed,
-            take=self._take,
-            join=self._join,
             advance=lambda count: self._progress("separating", count),
         )
         self.record = replace(
@@ -450,78 +447,67 @@ class FAE:
         )
         return sets
 
-    @property
-    def _row_bytes(self) -> RowBytes:
-        groups = self._embedding.groups
-        return {table.name: 4 * group.width for group in groups for table in group.layout.tables}
-
-    def _room_bytes(self) -> int:
-        room = self._embedding.room_for_pins()
-        return sum(4 * group.width * room[group.dim] for group in self._embedding.groups)
-
     def _budget_bytes(self) -> int:
-        assert self.hot_budget is not None
+        """Return the hot budget; without one, all the room there is."""
+        if self.hot_budget is None:
+            return self._room
         return parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
 
     # ----------------------------------------------------------------------------------
 
     def described(self) -> str:
-        """What was done, for people."""
-        r = self.record
+        """Describe the run in sentences."""
         if self._separated is None:
             return "nothing was trained yet"
-        every = r.hot_samples + r.cold_samples
-        counted = f"in {r.counted_samples:,} counted samples"
-        where = counted if self._profile is None else "by a profile"
-        served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
-        said = [
-            f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
-            f"accesses {where}",
-            f"{r.hot_samples:,} of {every:,} samples are hot ({r.hot_share:.1%}): "
-            f"{r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an epoch"
-            + (", as told apart before" if r.reused else ""),
-            f"counting took {r.counted_seconds:,.1f} s and telling them apart "
-            f"{r.separated_seconds:,.1f} s, before the first step",
-            f"{r.switches:,} switches"
-            + (
-                f", at which {show_bytes(r.synchronised_bytes)} of hot rows were brought up to date"
-                if self.cold == "hybrid"
-                else "; cold rows were fetched"
-            ),
-            "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
-        ]
-        if self._profile is None and r.covered == 1 and r.num_hot_rows < self._embedding.num_rows:
+        said = _sentences(self.record, is_counted=self._profile is None, cold=self.cold)
+        is_all = self.record.num_hot_rows == self._embedding.num_rows
+        if self._profile is None and self.record.covered == 1 and not is_all:
             said.append("every row that was counted is hot: a larger sample may find more")
-        if r.pins_gave_way:
+        if self.record.pins_gave_way:
             said.append("pinned rows gave way to batches larger than the first")
-        return "; ".join([*said, *r.notes])
+        return "; ".join([*said, *self.record.notes])
 
 
-def _nobody(what: str, count: int) -> None:
-    """Nobody looks how far it is."""
+def _sentences(r: FAERecord, *, is_counted: bool, cold: Cold) -> list[str]:
+    """Describe what was chosen, separated and trained."""
+    where = f"in {r.counted_samples:,} counted samples" if is_counted else "by a profile"
+    served = "none" if math.isnan(r.covered) else f"{r.covered:.1%}"
+    return [
+        f"{r.num_hot_rows:,} hot rows ({show_bytes(r.hot_bytes)}) serve {served} of the "
+        f"accesses {where}",
+        f"{r.hot_samples:,} of {r.hot_samples + r.cold_samples:,} samples are hot "
+        f"({r.hot_share:.1%}): {r.hot_batches:,} hot batches and {r.cold_batches:,} cold ones an "
+        "epoch" + (", as told apart before" if r.reused else ""),
+        f"counting took {r.counted_seconds:,.1f} s and telling them apart "
+        f"{r.separated_seconds:,.1f} s, before the first step",
+        f"{r.switches:,} switches"
+        + (
+            f", at which {show_bytes(r.synchronised_bytes)} of hot rows were brought up to date"
+            if cold == "hybrid"
+            else "; cold rows were fetched"
+        ),
+        "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
+    ]
 
 
-def _on_host(batch: Batch) -> Batch:
-    if batch.values.device.type == "cpu":
-        return batch
-    offsets = None if batch.offsets is None else batch.offsets.cpu()
-    return replace(batch, values=batch.values.cpu(), offsets=offsets)
+def _steps_per_epoch(sets: Separated) -> int:
+    return sets.hot.batches_per_epoch + sets.cold.batches_per_epoch
 
 
 def _covered(hot: HotSet, counts: AccessCounts) -> float:
-    """The share of what was counted that reads hot rows; NaN: nothing was."""
+    """Return the share of counted accesses that read hot rows; NaN without any."""
     accesses = sum(counts.accesses().values())
     mine = sum(int(counts.of(t.name)[hot.rows(t.name)].sum()) for t in hot.places.tables)
     return mine / accesses if accesses else math.nan
 
 
 def _key_of(hot: HotSet) -> str:
-    """A name for the hot rows."""
-    found = hashlib.sha256()
+    """Return a checksum that names the hot rows."""
+    digest = hashlib.sha256()
     for table in hot.places.tables:
-        found.update(f"{table.name} {table.num_embeddings}\n".encode())
-        found.update(np.packbits(hot.mask(table.name).cpu().numpy()).tobytes())
-    return found.hexdigest()
+        digest.update(f"{table.name} {table.num_embeddings}\n".encode())
+        digest.update(np.packbits(hot.mask(table.name).cpu().numpy()).tobytes())
+    return digest.hexdigest()
 
 
 def _refuse_other(name: str, value: object, known: tuple[str, ...]) -> None:

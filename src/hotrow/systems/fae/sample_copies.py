@@ -1,16 +1,15 @@
-"""Samples of any loader, copied once into two sets, and read from there epoch after epoch.
+"""Samples of any loader, copied once into two sets and read from there in every epoch.
 
-Samples of one kind make blocks of about a thousand: their tensors in memory, or one after the other
-in a file, as bytes, so that ids stay the whole numbers they are. Epochs are read from there in the
-order that blocks.py gives. What a batch looks like is told by the first one. Batches of which that
-cannot be told, with functions that take and join their samples, are kept in memory as they are.
+Samples of one kind form blocks of about a thousand. A block is kept as tensors in memory, or as
+bytes in a file, so that ids stay whole numbers. Epochs read blocks in the order of
+inputs/shuffle.py. The first batch defines the structure of all. Batches of unknown structure, which
+need the caller's `take` and `join`, are kept in memory as they are.
 
-Knows nothing of rows, nor why a sample is of one kind.
+This module does not know rows, nor why a sample is hot.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import reprlib
 import tempfile
@@ -18,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -28,39 +27,36 @@ from torch import Tensor
 
 from hotrow.inputs import samples
 from hotrow.inputs.held_batches import copy_of
-from hotrow.inputs.samples import Take
+from hotrow.inputs.samples import Join, Take
 from hotrow.inputs.shuffle import Order, Stretch
 from hotrow.support.files import Disk
+from hotrow.support.progress import no_progress
 from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
 
-Join = Callable[[Sequence[Any]], Any]  # several batches -> one
-Advance = Callable[[int], None]  # so many samples more are done
+Advance = Callable[[int], None]  # so many more samples are done
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_BYTES = 1 << 30  # of samples that are kept in memory
-_BLOCK = 1024  # samples, or a few more, that stay together while blocks are shuffled
-# Samples that are shuffled together: the fewer of these. Each set has up to four times as many
-# bytes in memory while it is read: two stretches, as they lie and in batches.
-_MIXED, _MIXED_BYTES = 1 << 18, 64 << 20
+MOST_BYTES = 1 << 30  # of samples in memory
+_MIXED_BYTES = 64 << 20  # of samples that are shuffled together
 _ALIGNED = 64
-
-
-def nobody(count: int) -> None:
-    """Nobody looks how far it is."""
 
 
 @dataclass(frozen=True)
 class SetOptions:
     """How samples are put into batches."""
 
-    batch_size: int | None  # None: as in the first batch
+    batch_size: int | None = None  # None: as in the first batch
     epochs: int = 1
-    seed: int | None = 0
+    seed: int | None = 0  # None: the loader's order
     pin_memory: bool = False
     take: Take | None = None
     join: Join | None = None
+    block: int = 1024  # samples, or a few more, that stay together while blocks are shuffled
+    # Samples that are shuffled together, unless they are more than _MIXED_BYTES. While a set is
+    # read, up to four times as many bytes are in memory: two stretches, as stored and in batches.
+    mixed: int = 1 << 18
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs"):
@@ -69,92 +65,68 @@ class SetOptions:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def taken(self, batch: Any, places: Tensor, size: int) -> Any:
-        if self.take is not None:
-            return self.take(batch, places)
-        return samples.take(batch, places, size=size)
+        return samples.take(batch, places, size=size, by=self.take)
 
     @property
     def knows_batches(self) -> bool:
-        """Whether batches may be anything."""
+        """Return whether the caller's functions handle batches of any structure."""
         return self.take is not None and self.join is not None
 
     def joined(self, batches: Sequence[Any]) -> Any:
-        if len(batches) == 1:
-            return batches[0]
-        return (self.join or samples.join)(batches)
+        return samples.join(batches, by=self.join)
 
 
 class Copies:
-    """The pass over a loader."""
+    """Copies the samples of a loader in one pass."""
 
     def __init__(
         self, options: SetOptions, *, folder: str | Path | None, most_bytes: int = MOST_BYTES
     ) -> None:
-        self._options, self._room = options, _Room(most_bytes, folder)
+        self._options, self._memory = options, _MemoryLimit(most_bytes, folder)
         self._outline: Any = None
-        self._blocks: dict[bool, _Blocks | _Kept] = {}
-        self._waiting: dict[bool, list[Any]] = {True: [], False: []}
-        self._counts = {True: 0, False: 0}  # of samples that wait
+        self._hot, self._cold = _Blocks(options), _Blocks(options)
 
     def of(
-        self, batches: Iterable[Any], popular: Callable[[Any], Tensor], advance: Advance = nobody
+        self,
+        batches: Iterable[Any],
+        popular: Callable[[Any], Tensor],
+        advance: Advance = no_progress,
     ) -> Separated:
         size = self._options.batch_size or 0
         for number, batch in enumerate(batches):
             self._check(batch, number)
             mask = samples.mask_of(popular(batch))
             size = size or len(mask)
-            for is_hot in (True, False):
-                self._add(batch, mask if is_hot else ~mask, is_hot)
+            self._hot.add(batch, mask)
+            self._cold.add(batch, ~mask)
             advance(len(mask))
-        for is_hot in self._blocks:
-            self._flush(is_hot)
-        if not any(each.sizes for each in self._blocks.values()):
+        sets: list[BatchSet] = []
+        for blocks in (self._hot, self._cold):
+            blocks.finish()
+            sets.append(CopiedSet(blocks, self._options, size) if blocks.sizes else NoBatches())
+        if not any(part.samples for part in sets):
             raise ValueError(_why_nothing(batches))
-        hot, cold = (self._set(is_hot, size) for is_hot in (True, False))
+        hot, cold = sets
         return Separated(hot, cold, size, self._options.epochs)
 
     def _check(self, batch: Any, number: int) -> None:
         knows = self._options.knows_batches
         try:
-            seen = samples.outline(batch, values=not knows)  # which may be others in each batch
+            seen = samples.outline(batch, values=not knows)  # `join` decides about values
         except ValueError:
             if not knows:
                 raise
             seen = None
         if number == 0:
             self._outline = seen
-            for is_hot in (True, False):
-                self._blocks[is_hot] = _Kept() if seen is None else _Blocks(self._room)
+            self._hot.memory = self._cold.memory = None if seen is None else self._memory
         if seen != self._outline:
             here, there = _first_difference(seen, self._outline)
             raise ValueError(
-                f"batch {number} does not look like the first one, whose samples its own are to be "
-                f"mixed with: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out "
-                "what is another in each batch, or bring functions of your own: take= and join="
+                f"batch {number} has another structure than the first one, so their samples cannot "
+                f"be mixed: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out what "
+                "differs between batches, or give functions of your own: take= and join="
             )
-
-    def _add(self, batch: Any, mask: Tensor, is_hot: bool) -> None:
-        places = mask.nonzero().squeeze(1)
-        if not len(places):
-            return
-        taken = self._options.taken(batch, places, len(mask))
-        if self._options.take is not None:
-            taken = copy_of(taken)  # which may be views of memory that the loader fills again
-        self._waiting[is_hot].append(taken)
-        self._counts[is_hot] += len(places)
-        if self._counts[is_hot] >= _BLOCK:
-            self._flush(is_hot)
-
-    def _flush(self, is_hot: bool) -> None:
-        if count := self._counts[is_hot]:
-            self._blocks[is_hot].add(self._options.joined(self._waiting[is_hot]), count)
-            self._waiting[is_hot], self._counts[is_hot] = [], 0
-
-    def _set(self, is_hot: bool, size: int) -> BatchSet:
-        if not self._blocks[is_hot].sizes:
-            return NoBatches()
-        return CopiedSet(self._blocks[is_hot], replace(self._options, batch_size=size))
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
@@ -175,8 +147,8 @@ def _why_nothing(batches: Iterable[Any]) -> str:
     return said
 
 
-class _Room:
-    """Memory for so many bytes, and a folder for all when they become more."""
+class _MemoryLimit:
+    """Counts bytes in memory; above the limit, samples go to files in a folder."""
 
     def __init__(self, most_bytes: int, folder: str | Path | None) -> None:
         self._most, self._used = most_bytes, 0
@@ -200,8 +172,7 @@ class _Room:
 
 
 class _File:
-    """Bytes that only this process sees: the file has no name, so that nothing can leave it
-    behind."""
+    """A file without a name, so that it disappears with the process."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -216,7 +187,7 @@ class _File:
             self._path.unlink()
         weakref.finalize(self, _close, self._writing, self._reading)
         self.size = 0
-        self.mapped: Any = None  # all bytes, when finished
+        self.mapped: Any = None  # all bytes, once finished
 
     def write(self, part: memoryview) -> None:
         try:
@@ -227,121 +198,116 @@ class _File:
 
     def finish(self) -> None:
         try:
-            self._writing.close()  # what was buffered is written here
+            self._writing.close()  # writes what is still buffered
         except OSError as error:
             raise self._disk.in_plain_words(error, self._path) from None
-        if self.size:  # no bytes cannot be mapped
+        if self.size:  # an empty file cannot be mapped
             # Copy-on-write, because torch wants memory that could be written.
             self.mapped = np.memmap(self._reading, np.uint8, "c")
         self._reading.close()
 
 
 def _close(*files: IO[bytes]) -> None:
-    for each in files:
-        with suppress(OSError):  # a full disk, of which was told
-            each.close()
+    for file in files:
+        with suppress(OSError):  # a full disk was reported before
+            file.close()
 
 
 class _Blocks:
-    """Samples of one kind, some at a time."""
+    """Blocks of samples of one kind, in memory or in a file."""
 
-    def __init__(self, room: _Room) -> None:
-        self._room = room
-        self._like: Any = None  # a batch
-        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        self._kept: list[list[Tensor]] = []
+    def __init__(self, options: SetOptions) -> None:
+        self._options = options
+        self.memory: _MemoryLimit | None = None  # None: batches of unknown structure, in memory
+        self._waiting: list[Any] = []  # samples of the next block
+        self._count = 0  # of those samples
+        self._like: Any = None  # the first block
+        self._kept: list[Any] = []  # blocks in memory, behind those in the file
         self._file: _File | None = None
-        self._places: list[list[tuple[int, int]]] = []  # of each tensor: offset, first dimension
+        # Of each tensor of each block in the file.
+        self._stored: list[list[tuple[int, torch.Size, torch.dtype]]] = []
         self.sizes: list[int] = []
         self.bytes = 0
 
-    def add(self, batch: Any, count: int) -> None:
-        # A copy of tensors that `take` gave: they share no memory with the loader's.
-        tensors = [each.detach().cpu().contiguous() for each in samples.tensors_of(batch)]
-        if any(not each.ndim for each in tensors):
-            raise ValueError("samples hold a tensor without dimensions; give it one number each")
-        kinds = [(each.dtype, each.shape[1:]) for each in tensors]
-        if not self.sizes:
-            self._like, self._kinds = batch, kinds
-        assert kinds == self._kinds, f"{kinds} instead of {self._kinds}"
-        size = sum(each.numel() * each.element_size() for each in tensors)
-        self._room.take(size)
-        self.sizes.append(count)
-        self.bytes += size
-        self._kept.append(tensors)
-        if self._room.is_full:
-            self._write()
+    def add(self, batch: Any, mask: Tensor) -> None:
+        places = mask.nonzero().squeeze(1)
+        if not len(places):
+            return
+        taken = self._options.taken(batch, places, len(mask))
+        if self._options.take is not None:
+            taken = copy_of(taken)  # it may hold views of buffers that the loader refills
+        self._waiting.append(taken)
+        self._count += len(places)
+        if self._count >= self._options.block:
+            self._end_block()
 
-    def _write(self) -> None:
-        """What is in memory so far."""
-        self._file = self._file or self._room.file()
-        for tensors in self._kept:
-            places = []
-            for each in tensors:
+    def _end_block(self) -> None:
+        if not self._count:
+            return
+        block = self._options.joined(self._waiting)
+        if self.memory is not None:
+            block = samples.map_tensors(block, lambda x: x.detach().cpu().contiguous())
+            tensors = samples.tensors_of(block)
+            if any(not tensor.ndim for tensor in tensors):
+                raise ValueError("samples hold a tensor without dimensions; give it one per sample")
+            size = sum(tensor.nbytes for tensor in tensors)
+            self.memory.take(size)
+            self.bytes += size
+        self._like = block if self._like is None else self._like
+        self.sizes.append(self._count)
+        self._kept.append(block)
+        self._waiting, self._count = [], 0
+        if self.memory is not None and self.memory.is_full:
+            self._write(self.memory)
+
+    def _write(self, memory: _MemoryLimit) -> None:
+        """Move the blocks in memory to the file."""
+        self._file = self._file or memory.file()
+        for block in self._kept:
+            stored = []
+            for tensor in samples.tensors_of(block):
                 self._file.write(memoryview(bytes(-self._file.size % _ALIGNED)))
-                places.append((self._file.size, len(each)))
-                if each.numel():
-                    self._file.write(each.view(-1).view(torch.uint8).numpy().data)
-            self._places.append(places)
+                stored.append((self._file.size, tensor.shape, tensor.dtype))
+                if tensor.numel():
+                    self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            self._stored.append(stored)
         self._kept = []
 
     def finish(self) -> None:
+        self._end_block()
         if self._file is not None:
             self._file.finish()
 
     def read(self, block: int) -> Any:
-        if block >= len(self._places):
-            return samples.with_tensors(self._like, self._kept[block - len(self._places)])
-        pairs = zip(self._places[block], self._kinds, strict=True)
-        tensors = (self._tensor(*place, *kind) for place, kind in pairs)
-        return samples.with_tensors(self._like, tensors)
+        if block >= len(self._stored):
+            return self._kept[block - len(self._stored)]
+        return samples.with_tensors(self._like, (self._tensor(*x) for x in self._stored[block]))
 
-    def _tensor(self, offset: int, length: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        count = length * math.prod(shape)
-        if not count:
-            return torch.zeros((length, *shape), dtype=dtype)
+    def _tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if not shape.numel():
+            return torch.zeros(shape, dtype=dtype)
         assert self._file is not None
-        found = torch.frombuffer(self._file.mapped, dtype=dtype, offset=offset, count=count)
-        return found.view(length, *shape)
-
-
-class _Kept:
-    """Samples of one kind, some at a time, in batches of which nothing is known."""
-
-    bytes = 0
-
-    def __init__(self) -> None:
-        self._batches: list[Any] = []
-        self.sizes: list[int] = []
-
-    def add(self, batch: Any, count: int) -> None:
-        self._batches.append(batch)
-        self.sizes.append(count)
-
-    def finish(self) -> None: ...
-
-    def read(self, block: int) -> Any:
-        return self._batches[block]
+        mapped, count = self._file.mapped, shape.numel()
+        return torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(shape)
 
 
 class CopiedSet:
-    """Copied samples of one kind, in batches. Reads one stretch ahead, in a thread."""
+    """Copied samples of one kind, in batches. A thread reads one stretch ahead."""
 
-    def __init__(self, blocks: _Blocks | _Kept, options: SetOptions) -> None:
-        assert options.batch_size is not None
-        blocks.finish()
-        self._blocks, self._options, self._size = blocks, options, options.batch_size
+    def __init__(self, blocks: _Blocks, options: SetOptions, batch_size: int) -> None:
+        self._blocks, self._options, self._size = blocks, options, batch_size
         sizes = np.array(blocks.sizes, dtype=np.int64)
         self.samples = int(sizes.sum())
         fitting = _MIXED_BYTES * self.samples // max(1, blocks.bytes)
-        self._order = Order(sizes, mixed=max(1, min(_MIXED, fitting)), seed=options.seed)
+        self._order = Order(sizes, mixed=max(1, min(options.mixed, fitting)), seed=options.seed)
+        self._pins = options.pin_memory and blocks.memory is not None
 
     @property
     def batches_per_epoch(self) -> int:
         return -(-self.samples // self._size)
 
     def batches(self, start: int = 0) -> Iterator[Any]:
-        """From batch number `start` of all epochs on."""
+        """Yield batches from number `start` of all epochs on."""
         stretches = self._stretches(*divmod(start, self.batches_per_epoch))
         waiting: list[Any] = []
         with ThreadPoolExecutor(1, thread_name_prefix="samples") as pool:
@@ -354,17 +320,17 @@ class CopiedSet:
                         waiting = []
 
     def _stretches(self, epoch: int, batch: int) -> Iterator[tuple[Stretch, int]]:
-        """With the place in its epoch of the first sample that is wanted."""
+        """Yield stretches, each with the place of the first wanted sample in its epoch."""
         begin = batch * self._size
-        for each in range(epoch, self._options.epochs):
-            for stretch in self._order.stretches(each, begin):
+        for number in range(epoch, self._options.epochs):
+            for stretch in self._order.stretches(number, begin):
                 yield stretch, begin
             begin = 0
 
     def _made(self, item: tuple[Stretch, int]) -> list[tuple[Any, bool]]:
-        """Batches of a stretch, or their parts in it, and whether a batch ends with them."""
+        """Return a stretch's batches, or parts of them, and whether a batch ends with each."""
         stretch, begin = item
-        lying = self._options.joined([self._blocks.read(int(each)) for each in stretch.blocks])
+        joined = self._options.joined([self._blocks.read(int(block)) for block in stretch.blocks])
         order = stretch.order()
         places = torch.arange(stretch.samples) if order is None else torch.from_numpy(order)
         at, high = max(begin, stretch.first), stretch.first + stretch.samples
@@ -372,21 +338,20 @@ class CopiedSet:
         while at < high:
             edge = min(self.samples, (at // self._size + 1) * self._size)
             here = places[at - stretch.first : min(edge, high) - stretch.first]
-            part = self._options.taken(lying, here, stretch.samples)
+            part = self._options.taken(joined, here, stretch.samples)
             is_whole = at % self._size == 0 and edge <= high
             made.append((self._pinned(part) if is_whole else part, edge <= high))
             at = edge
         return made
 
     def _pinned(self, batch: Any) -> Any:
-        is_known = isinstance(self._blocks, _Blocks)
-        return samples.pinned(batch) if self._options.pin_memory and is_known else batch
+        return samples.pinned(batch) if self._pins else batch
 
 
 def _one_ahead(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
-    """Results in order, of which the next one is under way."""
+    """Yield results in order while the next one is computed."""
     last: Future[Result] | None = None
     for item in items:
         following = pool.submit(work, item)

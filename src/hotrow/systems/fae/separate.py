@@ -1,76 +1,84 @@
 """FAE's input processor: every sample of a loader goes to the hot set or to the cold one, once.
 
-Of a loader that reads samples by their number, as hotrow.data.Loader does, numbers alone are kept:
-see sample_sets.py. Samples of any other are copied: see sample_copies.py.
+Loaders that read samples by number, as hotrow.data.Loader does, need only the numbers, 8 bytes
+each. They are kept in memory, or in a folder whose files are mapped:
 
-Knows nothing of rows: which samples are hot is asked of a function.
+    sets.json       identity of samples and hot rows, and the SHA-256 of both files. It is written
+                    last: without it there are no sets.
+    hot.numbers     int64, little-endian, ascending
+    cold.numbers    all others
+
+Samples of other loaders are copied: see sample_copies.py. This module does not know rows; a
+function says which samples are hot.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.inputs.samples import Take
+from hotrow.inputs.samples import mask_of
+from hotrow.support.files import Disk, FileRecord, why_wrong
+from hotrow.support.manifests import check_files, converted, read_json
 from hotrow.support.messages import warn
-from hotrow.systems.fae.hot_cold_schedule import Separated
-from hotrow.systems.fae.sample_copies import MOST_BYTES, Advance, Copies, Join, SetOptions, nobody
-from hotrow.systems.fae.sample_sets import NumberedSamples, separated
+from hotrow.support.progress import no_progress
+from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
+from hotrow.systems.fae.sample_copies import MOST_BYTES, Advance, Copies, SetOptions
+
+FORMAT = 1
+MANIFEST = "sets.json"
+_PART = 1 << 20  # samples in one step
 
 Popular = Callable[[Any], Tensor]  # a batch -> bool [B]: all lookups of a sample are hot
+Numbers = NDArray[np.int64]
 
 
 def separate(
     batches: Iterable[Any],
     popular: Popular,
+    options: SetOptions | None = None,
     *,
     folder: str | Path | None = None,
     key: str | None = None,
-    batch_size: int | None = None,
-    epochs: int = 1,
-    seed: int | None = 0,
-    take: Take | None = None,
-    join: Join | None = None,
     most_bytes: int = MOST_BYTES,
-    pin_memory: bool | None = None,
-    advance: Advance = nobody,
+    advance: Advance = no_progress,
 ) -> Separated:
-    """Tells hot samples from cold ones, in one pass over `batches`, which are one epoch.
+    """Separate hot samples from cold ones, in one pass over `batches`, which are one epoch.
 
-    `folder` is for what should not be in memory. A `Loader` puts its sets there, and with a `key`,
-    which names the hot rows, finds them again in the next run. Its batch size, epochs and seed are
-    its own; what is said of them here is for other loaders. Their samples are kept as long as the
-    process lives, in memory up to `most_bytes`, else in the folder. Batches are as large as the
-    first one, or `batch_size`; `seed=None` leaves the order as it is.
+    A loader that reads samples by number has its own batch size, epochs and seed. Its sets go to
+    `folder`; with a `key`, which names the hot rows, the next run finds them there. Several threads
+    call `popular`. Both sets keep a short last batch; where the loader leaves out samples that do
+    not fill a batch, the sets leave out as many together.
 
-    `take` and `join` are for batches whose tensors are not by samples: the samples at some places
-    of a batch, and one batch of several. With both, batches may be of any class; those that are not
-    made of tensors alone are kept in memory, however many. `advance` is called with numbers of
-    samples done.
+    `options` are for other loaders. Their samples are kept as long as the process lives: in memory
+    up to `most_bytes`, else in the folder. Batches that are not made of tensors alone stay in
+    memory. `advance` is called with numbers of samples done.
     """
     if isinstance(batches, NumberedSamples):
-        found = separated(batches, popular, folder=folder, key=key, advance=advance)
+        sets = _by_number(batches, popular, folder=folder, key=key, advance=advance)
     else:
-        pins = torch.cuda.is_available() if pin_memory is None else pin_memory
-        options = SetOptions(batch_size, epochs, seed, pins, take, join)
-        found = Copies(options, folder=folder, most_bytes=most_bytes).of(batches, popular, advance)
-    if not found.hot.samples:
+        options = options or SetOptions()
+        sets = Copies(options, folder=folder, most_bytes=most_bytes).of(batches, popular, advance)
+    if not sets.hot.samples:
         warn(
-            f"none of the {found.samples:,} samples is hot: every one reads a row that is not, so "
-            "all take the cold way. More hot rows, or fewer lookups in a sample, would help"
+            f"none of the {sets.samples:,} samples is hot: each reads a row that is not, so all "
+            "are trained as cold ones. More hot rows, or fewer lookups per sample, would help"
         )
-    return found
+    return sets
 
 
 def check_evaluated_again(test: Iterable[Any] | None) -> None:
-    """Refuses test batches that can be read once, or are none."""
+    """Refuse test batches that can be read only once, or are none."""
     if isinstance(test, Iterator):
         raise ValueError(
-            "test is evaluated again and again, and an iterator gives its batches once; give a "
+            "test is evaluated several times, and an iterator gives its batches once; give a "
             "list or a loader"
         )
     if isinstance(test, list | tuple) and not test:
@@ -78,10 +86,152 @@ def check_evaluated_again(test: Iterable[Any] | None) -> None:
 
 
 def check_read_again(batches: Iterable[Any]) -> None:
-    """Refuses what can be read once, where it is read to find hot rows and again to train."""
+    """Refuse batches that can be read only once: finding hot rows and training both read them."""
     if iter(batches) is batches:
         raise ValueError(
             f"the batches are a {type(batches).__name__}, which can be read only once, and they "
             "are read to find hot rows before they are read for training: give a DataLoader, a "
             "list or anything else that starts from the beginning with each `for`"
         )
+
+
+@runtime_checkable
+class NumberedSamples(Protocol):
+    """A loader that reads samples by their numbers, as hotrow.data.Loader does."""
+
+    batch_size: int
+    epochs: int
+    samples: int
+
+    def each(self, work: Callable[[Any], Tensor]) -> Iterable[tuple[int, int, Tensor]]:
+        """Yield (first number, count, result of `work`) for all samples, some at a time."""
+
+    def among(self, numbers: Numbers) -> BatchSet | None:
+        """Return a loader of these samples alone; None if there are none."""
+
+    def identity(self) -> str | None:
+        """Return what names the samples and what is read of them."""
+
+
+def _by_number(
+    loader: NumberedSamples,
+    popular: Popular,
+    *,
+    folder: str | Path | None,
+    key: str | None,
+    advance: Advance,
+) -> Separated:
+    def hot() -> Iterator[Numbers]:
+        for first, count, said in loader.each(popular):
+            yield first + np.flatnonzero(mask_of(said, count).numpy())
+            advance(count)
+
+    numbers = SampleSets(loader.identity(), folder, key).of(hot, loader.samples)
+    hot_set, cold_set = loader.among(numbers.hot), loader.among(numbers.cold)
+    return Separated(
+        NoBatches() if hot_set is None else hot_set,
+        NoBatches() if cold_set is None else cold_set,
+        loader.batch_size,
+        loader.epochs,
+        reused=numbers.reused,
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    hot: FileRecord
+    cold: FileRecord
+
+    def __post_init__(self) -> None:
+        check_files([self.hot.file, self.cold.file])
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: int
+    data: str  # identity of the samples
+    hot: str  # key of the hot rows
+    files: _Files
+
+
+@dataclass(frozen=True)
+class Sets:
+    hot: Numbers
+    cold: Numbers
+    reused: bool
+
+
+class SampleSets:
+    """Numbers of hot and cold samples, in memory or in a folder."""
+
+    def __init__(self, identity: str | None, folder: str | Path | None, key: str | None) -> None:
+        """Sets on disk are used again if identity and key are known and equal."""
+        self._folder = None if folder is None else Path(folder)
+        self._names = None if identity is None or key is None else {"data": identity, "hot": key}
+
+    def of(self, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
+        """Return the sets on disk, or new ones: the `hot` samples and all others."""
+        if self._folder is None:
+            found = np.concatenate([np.empty(0, np.int64), *hot()])
+            rest = np.concatenate([np.empty(0, np.int64), *_others(found, samples)])
+            return Sets(found, rest, reused=False)
+        if self._names is not None:
+            try:
+                return self._read(self._folder, self._names, samples)
+            except FileNotFoundError:
+                pass
+            except ValueError as error:
+                warn(f"{error}; samples are told apart again")
+        return self._write(self._folder, hot, samples)
+
+    def _write(self, folder: Path, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
+        disk = Disk(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, since it describes what follows
+        first = disk.write("hot.numbers", map(_as_bytes, hot()))
+        found = _mapped(folder, first)
+        second = disk.write("cold.numbers", map(_as_bytes, _others(found, samples)))
+        if self._names is not None:
+            files = {"hot": asdict(first), "cold": asdict(second)}
+            manifest = {"format": FORMAT, "samples": samples, **self._names, "files": files}
+            disk.write(MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        return Sets(found, _mapped(folder, second), reused=False)
+
+    def _read(self, folder: Path, names: dict[str, str], samples: int) -> Sets:
+        """Return the sets on disk; a ValueError says why they cannot be used."""
+        path = folder / MANIFEST
+        manifest = converted(_Manifest, read_json(path), where=str(path), remedy="it is not used")
+        if manifest.format != FORMAT:
+            raise ValueError(f"{path} is of format {manifest.format}, not {FORMAT}")
+        if manifest.data != names["data"] or manifest.hot != names["hot"]:
+            what = "samples" if manifest.data != names["data"] else "hot rows"
+            raise ValueError(f"{folder} has the sets of other {what}")
+        hot, cold = manifest.files.hot, manifest.files.cold
+        if hot.bytes + cold.bytes != 8 * samples or hot.bytes % 8:
+            raise ValueError(
+                f"{path}: {hot.bytes} and {cold.bytes} bytes are not {samples} numbers"
+            )
+        for record in (hot, cold):
+            if wrong := why_wrong(folder, record, contents=True):
+                raise ValueError(wrong)
+        return Sets(_mapped(folder, hot), _mapped(folder, cold), reused=True)
+
+
+def _others(hot: Numbers, samples: int) -> Iterator[Numbers]:
+    """Yield the numbers below `samples` that are not in `hot`."""
+    for first in range(0, samples, _PART):
+        last = min(first + _PART, samples)
+        low, high = np.searchsorted(hot, [first, last])
+        is_other = np.ones(last - first, bool)
+        is_other[hot[low:high] - first] = False
+        yield first + np.flatnonzero(is_other)
+
+
+def _as_bytes(numbers: Numbers) -> memoryview:
+    return np.ascontiguousarray(numbers, "<i8").view(np.uint8).data
+
+
+def _mapped(folder: Path, record: FileRecord) -> Numbers:
+    if not record.bytes:
+        return np.empty(0, np.int64)  # an empty file cannot be mapped
+    return np.memmap(folder / record.file, np.dtype("<i8"), "r")

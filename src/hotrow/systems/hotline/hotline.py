@@ -6,9 +6,9 @@
         ...
     print(hotline.record.popular_share, hotline.record.learned)
 
-Which rows are popular is learned from the first batches of each epoch, and again when it has worn
-out; they are then pinned. Exact up to rounding: gradients of both parts of a batch are summed, and
-every row and dense weight is updated once, as if the batch had been whole.
+Popular rows are learned from the first batches of each epoch, and again when popularity has
+drifted; they are pinned. Exact up to rounding: the gradients of both parts of a batch are summed,
+and every row and dense weight is updated once, as for a whole batch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from hotrow.embedding.ahead import features_of, to_device
+from hotrow.embedding.ahead import features_of
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.stages import LATE
 from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.held_batches import Kept
 from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import to_device
 from hotrow.support.messages import setting, warn
-from hotrow.systems.calibrate import most_used
+from hotrow.systems.calibrate import most_used_first, room_for_pins, row_bytes
 from hotrow.systems.hotline.popularity import (
     LEARNED_PART,
     DecayedCounts,
@@ -51,16 +52,17 @@ from hotrow.systems.slipstream.skip import (
     Validating,
     batches_per_epoch,
     begun,
+    check_count,
     check_skip,
 )
 from hotrow.training.trainer import Trainer
 
 LOGS = ("exact", "srrip")
-_AHEAD = 2  # batches that are sorted before they are planned, so that nobody waits for a count
+_AHEAD = 2  # batches between sorting and planning, so that the host does not wait for a count
 _WINDOW = 32  # batches over which the share of popular samples is smoothed
-_ROUNDING = 1e-4  # of a loss: by so much those of its parts may miss it
-_MOST_COUNTED = 1 << 15  # lookups of a batch that are counted while no learning phase is
-_KEPT = 7 / 8  # of the rows that were pinned, when a batch did not fit beside them
+_ROUNDING = 1e-4  # relative error of the sum of a loss's parts
+_MOST_COUNTED = 1 << 15  # lookups of a batch that are counted outside of learning phases
+_KEPT = 7 / 8  # share of the pinned rows that stays when a batch did not fit beside them
 
 
 @dataclass(frozen=True)
@@ -68,24 +70,24 @@ class HotlineRecord:
     """What was learned and split so far."""
 
     batches: int = 0
-    split_batches: int = 0  # trained in two parts; the others came whole
+    split_batches: int = 0  # trained in two parts; the others were trained whole
     samples: int = 0  # of batches that were classified
-    popular: int = 0  # of those
+    popular: int = 0  # of those samples
     parts: Mapping[int, int] = field(default_factory=dict)  # samples of first parts -> batches
     learned: tuple[Learned, ...] = ()  # when hot rows were chosen, and why
     pinned_rows: Mapping[str, int] = field(default_factory=dict)  # by table, now
     pinnings: int = 0
-    mask_bytes: int = 0  # of fast memory, beside the budget: by which samples are classified
+    mask_bytes: int = 0  # of fast memory, beside the budget, for classifying samples
 
     @property
     def popular_share(self) -> float:
-        """NaN: no batch was classified yet."""
+        """Share of popular samples; NaN before any batch was classified."""
         return self.popular / self.samples if self.samples else math.nan
 
     @property
     def relearnings(self) -> int:
-        """Hot rows that were chosen again because they had worn out."""
-        return sum(each.why != "learned" for each in self.learned)
+        """How often hot rows were chosen again because of drift."""
+        return sum(choice.why != "learned" for choice in self.learned)
 
 
 @dataclass(eq=False)
@@ -95,52 +97,55 @@ class _Member:
     name: str
     embedding: EmbeddingBagCollection
     learning: Learning
-    hot: HotSet | None = None  # what is pinned
-    version: int = 0  # of what was learned, and is pinned
-    pins: int = 0  # version of the pins
-    gave_way: int = 0  # how often they had given way to a batch by then
-    most: float = math.inf  # share of the room that may be pinned; less after a batch did not fit
+    hot: HotSet | None = None  # pinned rows
+    version: int = 0  # of the learned rows that are pinned
+    pins: int = 0  # version of the collection's pins
+    gave_way: int = 0  # how often pins had given way to a batch by then
+    most: float = 1.0  # share of the room that may be pinned; less after a batch did not fit
 
     @property
     def is_due(self) -> bool:
-        """Whether other rows are to be pinned, or fewer."""
+        """Return whether other rows must be pinned, or fewer."""
         if not self.learning.version:
             return False
         return self.version != self.learning.version or self.pins != self.embedding.pins_version
 
     def pin(self) -> None:
-        """Pin what was learned, as much of it as there is room for. Nothing is in flight."""
+        """Pin the learned rows, as many as there is room for. Nothing may be in flight."""
         room, gave_way = self.embedding.room_for_pins(), self.embedding.pins.gave_way
         if self.hot is not None and self.gave_way != gave_way:
             now = self.hot.num_rows / max(1, sum(room.values()))
             self.most = min(self.most, now * _KEPT)
-        room = {dim: int(min(1.0, self.most) * count) for dim, count in room.items()}
-        self.hot = self.embedding.pin_rows(_by_use(self.learning, self.embedding, room))
+        room = {dim: int(self.most * count) for dim, count in room.items()}
+        log = self.learning.log
+        uses_of = log.of if isinstance(log, DecayedCounts) else None
+        rows = most_used_first(self.embedding, self.learning.hot, uses_of, room)
+        self.hot = self.embedding.pin_rows(rows)
         self.version, self.pins = self.learning.version, self.embedding.pins_version
         self.gave_way = gave_way
 
 
 class Hotline:
-    """Trains each batch in two parts: popular samples, whose rows are all pinned, go first, and
-    the rows of the others arrive meanwhile.
+    """Trains each batch in two parts. Popular samples, whose rows are all pinned, go first while
+    the rows of the others arrive.
 
-    `learned` is the share of an epoch's batches by which rows are found popular; `log` counts them
-    "exact"ly, or is Hotline's own "srrip", or a function of a collection that gives a
-    `popularity.Log`. When the share of popular samples, smoothed over `window` samples (by
-    default 32 batches), falls below `floor` of what it was, popularity has drifted: rows are
-    learned again by a few batches, and from then on every batch is counted (of a large one its
-    first samples), so that drift by the hour is followed. `relearn=0` counts every batch from the
-    beginning; `relearn=n` learns again by n batches and rests in between, as published.
+    Rows are learned from a share, `learned`, of an epoch's batches. `log` counts them "exact"ly, or
+    is Hotline's own "srrip", or a function of a collection that returns a `popularity.Log`. When
+    the share of popular samples, smoothed over `window` samples (default: 32 batches), falls below
+    `floor` of what it was, popularity has drifted. Rows are then learned again from a few batches,
+    and from there on every batch is counted (of a large one its first samples), so that hourly
+    drift is followed. `relearn=0` counts every batch from the beginning; `relearn=n` learns again
+    from n batches and rests in between, as published.
 
-    An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` leaves out
-    samples before batches are split, by the rows that are pinned, and evaluates on its own `test`.
-    `take` is for batches that are not made of tensors alone. Collections need `strategy="static"`;
-    all-fast ones may be beside them.
+    An epoch is one `run()`, or `batches_per_epoch` batches of one or several. `skip` skips samples
+    before batches are split, by the pinned rows, and evaluates on its own `test`. `take` is for
+    batches that are not made of tensors alone. Collections need `strategy="static"`; all-fast ones
+    may be beside them.
 
     The loss must be a mean over samples, or one number for each, and the model must treat each
-    sample by itself: a mean by weights of classes, or `x - x.mean(0)` in `forward`, gives other
-    results for parts than for a whole batch. Both are tried once on the first batch, before any is
-    split, and refused with a ValueError if the parts differ from the whole by more than rounding.
+    sample by itself: a mean weighted by classes, or `x - x.mean(0)` in `forward`, gives other
+    results for parts than for a whole batch. Both are tested on the first batch, before any is
+    split; a ValueError says if the parts differ from the whole by more than rounding.
     """
 
     keeps_batches = True
@@ -158,50 +163,48 @@ class Hotline:
         skip: Bindable | Skip | None = None,
         take: Take | None = None,
     ) -> None:
-        """`grain`: in how many sizes first parts come."""
+        """`grain`: the number of sizes of first parts."""
         if isinstance(log, str) and log not in LOGS:
             raise ValueError(f"log must be one of {', '.join(LOGS)}, or a function, not {log!r}")
-        shares = all(isinstance(each, int | float) for each in (learned, floor))
+        shares = all(isinstance(share, int | float) for share in (learned, floor))
         if not shares or not 0 < learned <= 1 or not 0 <= floor <= 1:
             raise ValueError(
                 f"learned and floor are shares, up to 1; got learned={learned!r}, floor={floor!r}"
             )
-        least = {"window": 1, "relearn": 0, "batches_per_epoch": 1, "grain": 1}
-        for name, lowest in least.items():
-            value = locals()[name]
-            if value is not None and (not isinstance(value, int) or value < lowest):
-                raise ValueError(f"{name} must be a whole number of at least {lowest}, not {value}")
+        counts = {"window": window, "relearn": relearn, "batches_per_epoch": batches_per_epoch}
+        for name, value in {**counts, "grain": grain}.items():
+            if value is not None:
+                check_count(name, value, 0 if name == "relearn" else 1)
         check_skip(skip)
         self._log, self._part, self._floor = log, learned, floor
         self._window, self._relearn, self._per_epoch = window, relearn, batches_per_epoch
         self._grain, self.skip, self._take = grain, skip, take
         self._bound: Skip | None = None
         self._members: list[_Member] = []
-        self._told_of_none = False
+        self._has_warned = False
         self._classified = self._popular = 0  # samples since rows were pinned
-        self._gained = 0  # batches that were split since, and popular samples that were left out
-        self._skipped = 0  # popular samples left out that learning knows of
-        self._enough = 0  # of them, to be told of if none is popular
-        self._left = 0  # batches of the present epoch, where somebody has said how many it has
+        self._gained = 0  # split batches since, and popular samples that were skipped
+        self._skipped = 0  # popular samples that were skipped, as far as learning knows
+        self._enough = 0  # classified samples after which a warning says that none is popular
+        self._left = 0  # batches left of the current epoch
         self._is_over = False
-        self.epochs = 0  # of the last run that have ended
-        self._unchecked: Any = None  # the batch on which model and loss are tried
+        self.epochs = 0  # finished ones of the last run
+        self._unchecked: Any = None  # the batch on which model and loss are tested
         self._parts: Counter[int] = Counter()
         self._record = HotlineRecord()
 
     @property
     def record(self) -> HotlineRecord:
         """What was learned and split so far."""
-        learned = [each for member in self._members for each in member.learning.history]
+        learned = [choice for member in self._members for choice in member.learning.history]
         rows: dict[str, int] = {}
         for member in self._members:
             if member.hot is not None:
-                tables = member.embedding.tables
-                rows |= {t.name: int(member.hot.mask(t.name).sum()) for t in tables}
+                rows |= member.hot.counts()
         return replace(
             self._record,
             parts=dict(sorted(self._parts.items())),
-            learned=tuple(sorted(learned, key=lambda each: each.batch)),
+            learned=tuple(sorted(learned, key=lambda choice: choice.batch)),
             pinned_rows=rows,
             mask_bytes=self._splitter.mask_bytes if self._members else 0,
         )
@@ -209,14 +212,14 @@ class Hotline:
     # -- the model ---------------------------------------------------------------------
 
     def attach(self, trainer: Trainer[Any]) -> None:
-        """Refuses models whose parts do not add up to the whole."""
+        """Bind to a trainer; refuse models that cannot be trained in parts."""
         _refuse_batch_statistics(trainer.model)
         named = {
             name.removeprefix("_orig_mod."): module
             for name, module in trainer.model.named_modules()
             if isinstance(module, EmbeddingBagCollection)
         }
-        self._pinned = {name: each for name, each in named.items() if not each.strategy.everything}
+        self._pinned = {name: rows for name, rows in named.items() if not rows.strategy.everything}
         if not self._pinned:
             raise ValueError(
                 f"Hotline pins rows of collections with strategy='static' and a budget; "
@@ -239,7 +242,7 @@ class Hotline:
             )
         for embedding in self._pinned.values():
             embedding.pipeline.move_in(LATE)
-        if any(isinstance(each, _DropoutNd) and each.p > 0 for each in trainer.model.modules()):
+        if any(isinstance(part, _DropoutNd) and part.p > 0 for part in trainer.model.modules()):
             warn(
                 "the model has dropout, whose masks are drawn for each part of a batch: results "
                 "differ from those of whole batches, as they do by another seed"
@@ -254,7 +257,7 @@ class Hotline:
     # -- passes ------------------------------------------------------------------------
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
-        """Rows are pinned between two passes, when nothing is in flight."""
+        """Yield passes. Rows are pinned between two of them, when nothing is in flight."""
         count, self.epochs = self._count(batches), 0
         stream = Kept(batches)
         try:
@@ -265,13 +268,13 @@ class Hotline:
                 yield from self._epoch(epoch)
                 self.epochs += 1
             if self._classified and not self._record.split_batches:
-                self._tell_if_none(self._classified)
+                self._warn_if_none(self._classified)
         finally:
             if self._bound is not None:
                 self._bound.close()
 
     def _count(self, batches: Iterable[Any]) -> int:
-        """The batches of an epoch."""
+        """Return the number of batches of an epoch."""
         count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
         if count is None:
             raise ValueError(
@@ -281,7 +284,7 @@ class Hotline:
         return count
 
     def _begin(self, first: Any, count: int) -> None:
-        """An epoch begins with a batch."""
+        """Begin an epoch with its first batch."""
         self._left = count
         if not self._members:
             self._members = [self._make_member(name, first, count) for name in self._pinned]
@@ -315,12 +318,12 @@ class Hotline:
             yield from self._segment(counted)
             return
         if self._bound is None:
-            # Nothing can be skipped before it is known which rows are hot.
+            # Skipping begins when hot rows are known.
             yield from self._segment(counted, until_pinned=True)
             if self._is_over:
                 return
             self._bound = self._bind(self.skip)
-            self._skipped = self._skipped_by_now  # by whoever had it before
+            self._skipped = self._skipped_by_now  # in earlier use
         for segment in self._bound.segments(counted):
             skip = self.skip
             for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
@@ -343,7 +346,7 @@ class Hotline:
     def _segment(
         self, batches: Iterator[Any], *, until_pinned: bool = False
     ) -> Iterator[Iterable[Any]]:
-        """Passes over some batches; a pass ends when other rows are to be pinned."""
+        """Yield passes over some batches; a pass ends when other rows must be pinned."""
         self._is_over = False
         while not self._is_over:
             self._pin()
@@ -364,7 +367,7 @@ class Hotline:
                 assert member.hot is not None
                 self._bound.renew(member.hot)
         if due and self._is_pinned:
-            hot = {each.name: each.hot for each in self._members if each.hot is not None}
+            hot = {member.name: member.hot for member in self._members if member.hot is not None}
             if self._unchecked is not None:
                 self._try(self._unchecked)
                 self._unchecked = None
@@ -381,7 +384,7 @@ class Hotline:
         _refuse_other_losses(self._trainer, batch)
 
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches in order; whole while no rows are pinned."""
+        """Yield sorted batches; whole ones while no rows are pinned."""
         waiting: deque[tuple[Callable[[], Sorted], list[int]]] = deque()
         is_pinned, failed = self._is_pinned, None
         try:
@@ -400,48 +403,48 @@ class Hotline:
             else:
                 self._is_over = True
         except Exception as error:
-            failed = error  # raised in its turn, when the batches before it have been trained
+            failed = error  # raised after the batches before it were trained
         while waiting:
             yield self._in_order(*waiting.popleft())
         if failed is not None:
             raise failed
 
     def _in_order(self, outcome: Callable[[], Sorted], versions: Sequence[int]) -> Any:
-        """A batch that was sorted by hot rows of some versions, and what it tells."""
-        found = outcome()
-        # What was left out was popular: without it, popularity would seem to have drifted.
+        """Return a sorted batch and note its popular samples; `versions` are of the hot rows."""
+        result = outcome()
+        # Skipped samples were popular: without them, popularity would seem to have drifted.
         skipped, self._skipped = self._skipped, self._skipped_by_now
         more = self._skipped - skipped
         for member, version in zip(self._members, versions, strict=True):
-            popular = found.by_collection[member.name]
-            member.learning.told(popular + more, found.samples + more, version=version)
-        first, r = found.parted.first, self._record
+            popular = result.by_collection[member.name]
+            member.learning.told(popular + more, result.samples + more, version=version)
+        first, r = result.parted.first, self._record
         self._parts[first] += 1
         self._record = replace(
             r,
             batches=r.batches + 1,
             split_batches=r.split_batches + (first > 0),
-            samples=r.samples + found.samples,
-            popular=r.popular + found.popular,
+            samples=r.samples + result.samples,
+            popular=r.popular + result.popular,
         )
-        self._classified += found.samples + more
-        self._popular += found.popular + more
+        self._classified += result.samples + more
+        self._popular += result.popular + more
         self._gained += (first > 0) + more
-        self._tell_if_none(self._enough)
-        return found.parted
+        self._warn_if_none(self._enough)
+        return result.parted
 
     @property
     def _skipped_by_now(self) -> int:
-        """As far as it is told: a user's own skip need not."""
+        """Return how many popular samples were skipped; 0 for a skip without a record."""
         record = getattr(self._bound, "record", None)
         return record.dropped_hot if isinstance(record, SkipRecord) else 0
 
-    def _tell_if_none(self, enough: int) -> None:
-        """Where that many samples were classified, and no batch had enough popular ones."""
-        if self._gained or self._told_of_none or self._classified < enough:
+    def _warn_if_none(self, enough: int) -> None:
+        """Warn once if `enough` samples were classified and no batch had enough popular ones."""
+        if self._gained or self._has_warned or self._classified < enough:
             return
-        self._told_of_none = True
-        rows = sum(each.hot.num_rows for each in self._members if each.hot is not None)
+        self._has_warned = True
+        rows = sum(member.hot.num_rows for member in self._members if member.hot is not None)
         why = (
             f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
             f"among the {rows:,} pinned ones, as samples with many lookups do, and "
@@ -461,8 +464,8 @@ class Hotline:
     def _learn(self, batch: Any) -> None:
         for member in self._members:
             parsed, learning = self._parsed(batch, member.name), member.learning
-            if learning.looks:  # or else nobody does at the ids
-                parsed = _on_cpu(parsed if learning.is_learning else _first_of(parsed))
+            if learning.looks:
+                parsed = (parsed if learning.is_learning else _first_of(parsed)).to("cpu")
             if not learning.add(parsed) and member.hot is not None and not learning.is_learning:
                 member.version = learning.version  # the same rows once more
 
@@ -478,16 +481,11 @@ def _same(one: HotSet | None, other: HotSet | None) -> bool:
 
 
 def _first_of(batch: Batch) -> Batch:
-    """So few samples that counting them takes the host less time than a step takes a GPU."""
+    """Return so few samples that counting them is faster than a step on a GPU."""
     most = max(1, _MOST_COUNTED // max(1, len(batch.keys)))
     if batch.offsets is not None or batch.num_samples <= most:
         return batch
     return replace(batch, values=batch.values[:most], num_samples=most)
-
-
-def _on_cpu(batch: Batch) -> Batch:
-    offsets = None if batch.offsets is None else batch.offsets.cpu()
-    return replace(batch, values=batch.values.cpu(), offsets=offsets)
 
 
 def _make_log(
@@ -495,28 +493,10 @@ def _make_log(
 ) -> Log:
     if not isinstance(log, str):
         return log(embedding)
-    row_bytes = {t.name: 4 * group.width for group in embedding.groups for t in group.layout.tables}
-    room = embedding.room_for_pins()
-    budget = sum(4 * group.width * room[group.dim] for group in embedding.groups)
+    sizes, budget = row_bytes(embedding), room_for_pins(embedding)
     if log == "srrip":
-        return SrripLog.within(embedding.tables, row_bytes, budget)
-    return DecayedCounts(embedding.tables, row_bytes, budget)
-
-
-def _by_use(
-    learning: Learning, embedding: EmbeddingBagCollection, room: Mapping[int, int]
-) -> dict[str, Tensor]:
-    """Row numbers of what was learned, by table, the most used first: as many as there is room
-    for in each width. A log that does not count has no first ones."""
-    found: dict[str, Tensor] = {}
-    for group in embedding.groups:
-        rows = {table.name: learning.hot.rows(table.name).cpu() for table in group.layout.tables}
-        uses = {name: torch.zeros(len(mine)) for name, mine in rows.items()}
-        if isinstance(learning.log, DecayedCounts):
-            log = learning.log
-            uses = {name: log.of(name).cpu()[mine] for name, mine in rows.items()}
-        found |= most_used(rows, uses, room[group.dim])
-    return found
+        return SrripLog.within(embedding.tables, sizes, budget)
+    return DecayedCounts(embedding.tables, sizes, budget)
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
@@ -531,14 +511,14 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
 
 
 def _refuse_other_losses(trainer: Trainer[Any], batch: Any) -> None:
-    """Those whose parts do not add up, as far as one batch can tell."""
+    """Refuse a loss whose parts do not add up, as far as one batch shows."""
     predictions, labels = trainer.predict(batch), trainer.labels(batch)
     if not isinstance(predictions, Tensor) or not 1 < len(labels) == len(predictions):
         return
     labels = labels.to(predictions.device)
-    # Of coarser numbers sums are too coarse to tell.
+    # Sums of coarser numbers would be too coarse.
     predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
-    if labels.ndim == 1:  # classes that weigh more are then in one part
+    if labels.ndim == 1:  # sorted, so that a class with a larger weight is in one part
         order = labels.argsort(stable=True)
         predictions, labels = predictions[order], labels[order]
     size, first = len(labels), len(labels) // 2

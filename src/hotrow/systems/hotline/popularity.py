@@ -1,7 +1,6 @@
-"""Which rows are popular, learned while batches go by: Hotline's learning phases and loggers.
+"""Hotline's learning phases and loggers: which rows are popular, learned while training runs.
 
-A log counts accesses and says which rows are hot; `Learning` says when to ask it. Sees ids, never
-rows.
+A log counts accesses and chooses hot rows; `Learning` decides when. This module sees ids, not rows.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 from hotrow.inputs.batch import Batch
 from hotrow.inputs.hotset import HotSet, Places, RowBytes
 from hotrow.inputs.tables import EmbeddingBagConfig
-from hotrow.systems.calibrate import AccessCounts, Chosen, top_k
+from hotrow.systems.calibrate import AccessCounts, top_k
 
 LEARNED_PART = 0.05  # of an epoch's batches
 
 
 class Log(Protocol):
-    """What learns from the accesses of batches which rows are hot."""
+    """Learns hot rows from the accesses of batches."""
 
     def add(self, batch: Batch) -> None: ...
 
@@ -35,14 +34,14 @@ class Log(Protocol):
 
 
 class DecayedCounts:
-    """Exact counts of accesses, of which the old ones come to weigh less.
+    """Exact counts of accesses, in which old ones lose weight.
 
-    All counts are multiplied by `keep` whenever popularity is found to have drifted, and once
-    every `every` batches, if that is not 0. Decay by drift alone is the default: where nothing
-    drifts more counts are better counts (benchmarks/drift.py has both).
+    All counts are multiplied by `keep` when popularity has drifted, and every `every` batches, if
+    that is not 0. The default decays by drift alone: without drift, more counts are better
+    (benchmarks/drift.py has both).
 
-    Counts are whole numbers of 1/256 access, so that sums are the same in whatever order a device
-    adds them up. Eight bytes per row.
+    Counts are integers in units of 1/256 access, so that sums do not depend on the order in which
+    a device adds. Eight bytes per row.
     """
 
     _UNIT = 1 << 8
@@ -55,7 +54,6 @@ class DecayedCounts:
         *,
         keep: float = 0.5,
         every: int = 0,
-        device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= keep <= 1 or every < 0:
             raise ValueError(
@@ -64,7 +62,7 @@ class DecayedCounts:
             )
         self._row_bytes, self._budget_bytes = row_bytes, budget_bytes
         self._keep, self._every = round(keep * self._UNIT), every
-        self._counts = AccessCounts(tables, device)
+        self._counts = AccessCounts(tables)
         self._num_batches = 0
 
     def add(self, batch: Batch) -> None:
@@ -77,16 +75,12 @@ class DecayedCounts:
         self._counts.scale(self._keep, self._UNIT)
 
     def of(self, table: str) -> Tensor:
-        """[rows of the table] float64: accesses, the old ones in part."""
+        """Return the decayed accesses of a table's rows, float64."""
         return self._counts.of(table).double() / self._UNIT
 
     def hot(self) -> HotSet:
-        """The most used rows, as many as the budget holds."""
-        return self.chosen().hot
-
-    def chosen(self) -> Chosen:
-        """The same, with a report."""
-        return top_k(self._counts, self._row_bytes, self._budget_bytes)
+        """Return the most used rows, as many as the budget holds."""
+        return top_k(self._counts, self._row_bytes, self._budget_bytes).hot
 
     def clear(self) -> None:
         self._counts.clear()
@@ -94,70 +88,56 @@ class DecayedCounts:
 
 
 class SrripLog:
-    """Rows present in a store of tags that forgets by re-reference interval prediction (SRRIP).
+    """A cache of row tags that evicts by re-reference interval prediction (SRRIP).
 
     Each row belongs to one of `sets` of `ways` tags. A tag has a value from 0, expected soon, to
-    3, expected late. A row that is read again gets 0. One that is not present takes the first way
-    at 3, after all values of its set have grown until there is one, and starts at 2.
+    3, expected late. A hit sets 0. A miss takes the first way at 3, after all values of the set
+    were raised until there is one, and sets 2.
 
-    Takes 9 bytes per tag, however many rows there are; `DecayedCounts` takes 8 per row, and covers
-    more accesses with as many hot rows. Rows are read in the order of the batch's values. A GPU is
-    waited for.
+    9 bytes per tag, however many rows there are; `DecayedCounts` takes 8 per row, and covers more
+    accesses with as many hot rows. Rows are read in the order of the batch's values, on the CPU.
     """
 
     _EMPTY, _LATE, _NEW = -1, 3, 2
-    _LOOKED = 1 << 12  # tags, about, that are looked at in one go
+    _LOOKED = 1 << 12  # approximate number of tags that are compared at once
 
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        *,
-        sets: int,
-        ways: int = 16,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, tables: Sequence[EmbeddingBagConfig], *, sets: int, ways: int = 16) -> None:
         if sets < 1 or ways < 1:
             raise ValueError(f"a log needs sets and ways, not {sets} and {ways}")
         self._places = Places(tables)
-        self.tags = torch.full((sets, ways), self._EMPTY, dtype=torch.int64, device=device)
-        self.values = torch.full((sets, ways), self._LATE, dtype=torch.int8, device=device)
+        self.tags = torch.full((sets, ways), self._EMPTY, dtype=torch.int64)
+        self.values = torch.full((sets, ways), self._LATE, dtype=torch.int8)
 
     @classmethod
     def within(
-        cls,
-        tables: Sequence[EmbeddingBagConfig],
-        row_bytes: RowBytes,
-        budget_bytes: int,
-        *,
-        ways: int = 16,
-        device: torch.device | str = "cpu",
+        cls, tables: Sequence[EmbeddingBagConfig], row_bytes: RowBytes, budget_bytes: int
     ) -> SrripLog:
-        """As many tags as rows surely fit the budget: all could be of the widest table."""
+        """Return a log with as many tags as rows of the widest table fit the budget."""
         rows = budget_bytes // max(row_bytes[table.name] for table in tables)
         if rows < 1:
             raise ValueError(
                 f"a hot budget of {budget_bytes:,} bytes holds no row of the widest table, which "
                 f"takes {max(row_bytes.values()):,}"
             )
-        ways = min(ways, rows)
-        return cls(tables, sets=rows // ways, ways=ways, device=device)
+        ways = min(16, rows)
+        return cls(tables, sets=rows // ways, ways=ways)
 
     def add(self, batch: Batch) -> None:
         places = self._places.checked(batch).flatten()
         self.read(places[places < self._places.num_rows])
 
     def set_of(self, places: Tensor) -> Tensor:
-        """Scattered, so that neighbours do not meet in one set."""
+        """Return the set of each row; neighbours are in different sets."""
         mixed = places * -7046029254386353131  # 2^64 over the golden ratio
         return ((mixed >> 32) & 0x7FFFFFFF) % len(self.tags)
 
     def read(self, places: Tensor) -> None:
-        """Rows by their places, one access after the other.
+        """Read rows by their places, as if one access followed the other.
 
-        Sets know nothing of each other, so the first access of every set is done at once, then
-        the second of each, and so on. Two things shorten that. The same row several times in a
-        row, for its set, is one access and a hit. And hits before a set's next miss move no tag,
-        so they are done all at once, as far as is looked ahead: the farther, the fewer sets.
+        Sets are independent, so the first access of every set is done at once, then the second,
+        and so on. Two shortcuts: consecutive accesses of a set to one row are one access and a
+        hit; and hits before a set's next miss move no tag, so they are done together, as far as
+        the look-ahead reaches, which is longer for fewer sets.
         """
         sets, order = torch.sort(self.set_of(places), stable=True)
         places, lengths = torch.unique_consecutive(places[order], return_counts=True)
@@ -175,9 +155,9 @@ class SrripLog:
             next_ = next_ + 1
 
     def _hits(self, sets: Tensor, places: Tensor, first: Tensor, ends: Tensor) -> Tensor:
-        """How many hits come before the next miss of each set, done."""
+        """Do the hits before the next miss of each set; return how many they were."""
         far = max(1, self._LOOKED // max(1, self.tags.shape[1] * len(sets)))
-        here = first.unsqueeze(1) + torch.arange(far, device=first.device)
+        here = first.unsqueeze(1) + torch.arange(far)
         coming = places[here.clamp(max=len(places) - 1)]
         is_here = self.tags[sets].unsqueeze(1) == coming.unsqueeze(2)
         is_hit = is_here.any(2) & (here < ends.unsqueeze(1))
@@ -187,13 +167,13 @@ class SrripLog:
         return is_early.sum(1)
 
     def _turn(self, sets: Tensor, places: Tensor, is_again: Tensor) -> None:
-        """One access to each of several sets."""
+        """Do one access to each of several sets."""
         values = self.values[sets]
         is_here = self.tags[sets] == places.unsqueeze(1)
         is_hit = is_here.any(1)
-        # The first among the ways that are expected latest: numbers that differ have one maximum.
+        # The first of the ways with the largest value, by a key that is unique.
         ways = values.shape[1]
-        ranked = values.int() * ways + torch.arange(ways - 1, -1, -1, device=values.device)
+        ranked = values.int() * ways + torch.arange(ways - 1, -1, -1)
         victim = ranked.argmax(1)
         latest = values.gather(1, victim.unsqueeze(1))
         way = torch.where(is_hit, is_here.int().argmax(1), victim)
@@ -203,11 +183,11 @@ class SrripLog:
         self.tags[sets, way] = places
 
     def decay(self) -> None:
-        """It forgets by itself."""
+        """Do nothing: the cache forgets by itself."""
 
     def hot(self) -> HotSet:
-        """The rows that are present."""
-        is_hot = torch.zeros(self._places.num_rows, dtype=torch.bool, device=self.tags.device)
+        """Return the rows that have a tag."""
+        is_hot = torch.zeros(self._places.num_rows, dtype=torch.bool)
         is_hot[self.tags[self.tags != self._EMPTY]] = True
         return HotSet(self._places, is_hot)
 
@@ -218,36 +198,36 @@ class SrripLog:
 
 @dataclass(frozen=True)
 class Learned:
-    """A hot set was chosen, and why."""
+    """A choice of hot rows, and its reason."""
 
     batch: int  # batches seen by then, over all epochs
     why: str  # "learned": a learning phase is over; "drift"; "none": no sample was popular
-    popular_share: float  # just before; NaN: there was no hot set
+    popular_share: float  # just before; NaN without a hot set
     rows_in: int
     rows_out: int
 
 
 class Learning:
-    """When the hot set is chosen: after the first batches of an epoch, and when it has worn out.
+    """Decides when hot rows are chosen: after the first batches of an epoch, and after drift.
 
-    For each batch: classify its samples by `hot`, tell the result by `told`, then `add` the batch.
-    The share of popular samples is smoothed over `window` samples. What it is that long after the
-    hot set was chosen is what it was at learning. When it is below `floor` times that, and by more
-    than its standard error, the log decays and the hot set is chosen again. That is repeated, eight
-    times at the most, while the share is less than nine tenths of what it was: counts of a year do
-    not give way to those of a day at once. If no sample at all is popular, it is tried after one
-    window, then after two more, four, and so on.
+    For each batch: classify its samples by `hot`, report the result by `told`, then `add` the
+    batch. The share of popular samples is smoothed over `window` samples; its value one window
+    after a choice is the reference. When the share falls below `floor` times the reference, by more
+    than its standard error, the log decays and hot rows are chosen again. This is repeated, up to
+    eight times, while the share is below nine tenths of the reference, because counts of a year
+    outweigh those of a day. If no sample is popular, rows are chosen again after one window, then
+    after two more, four, and so on.
 
     With `relearn=0` the log counts every batch, and choosing again takes no time. Otherwise it
-    rests between learning phases, as published, and begins anew with `relearn` batches, while the
-    old hot set serves. One that `wakes` rests until popularity has drifted: what drifts once does
-    so again. It then learns by a few batches, counts every one from there on, and looks closer.
+    rests between learning phases, as published, and starts again with `relearn` batches, while the
+    old hot rows stay. With `wakes` it rests until popularity has drifted, then learns from a few
+    batches, counts every batch from there on, and uses a smaller window.
     """
 
     _LONGEST_WAIT = 1024  # windows
     _BACK, _MOST_TRIES = 0.9, 8
-    # Of one that is awake. On a news site's clicks, whose popularity lasts for hours, these lose
-    # 3.8 points of the samples that an oracle of the hour has, and a floor of 0.95 loses 7.4.
+    # After waking. On a news site's clicks, whose popularity lasts for hours, these lose 3.8 points
+    # of the samples that an hourly oracle has; a floor of 0.95 loses 7.4.
     _AWAKE_BATCHES, _AWAKE_FLOOR, _AWAKE_PART = 16, 0.99, 4
     _popular: float  # samples, smoothed
     _samples: float
@@ -280,7 +260,7 @@ class Learning:
         self._forget_share()
 
     def begin_epoch(self, num_batches: int) -> None:
-        """A learning phase begins, over a part of so many batches."""
+        """Begin a learning phase, over a part of an epoch of so many batches."""
         if num_batches < 1:
             raise ValueError(f"an epoch of {num_batches} batches has none to learn from")
         self._tries, self._share_at_learning = 0, math.nan
@@ -292,19 +272,19 @@ class Learning:
 
     @property
     def looks(self) -> bool:
-        """Whether it looks at the next batch's ids."""
+        """Return whether it needs the next batch's ids."""
         return self.is_learning or not self._relearn
 
     @property
     def popular_share(self) -> float:
-        """Smoothed; NaN: nothing was told since the hot set was chosen."""
+        """The smoothed share of popular samples; NaN directly after a choice."""
         return self._popular / self._samples if self._samples else math.nan
 
     def told(self, popular: int, samples: int, *, version: int | None = None) -> None:
-        """So many of a batch's samples were popular.
+        """Report how many of a batch's samples were popular.
 
-        Numbers of a GPU's batch may come late, so that nobody waits for them; `version` is then
-        that of the hot set they belong to, and those of an older one are left out.
+        A GPU's numbers may come late, to avoid waiting; `version` is then that of their hot rows,
+        and numbers of an older version are ignored.
         """
         if not self.version or version not in (None, self.version) or not samples:
             return
@@ -320,7 +300,7 @@ class Learning:
                 self._watch()
 
     def add(self, batch: Batch) -> bool:
-        """Learn from a batch; whether the hot set is another one now."""
+        """Learn from a batch; return whether the hot rows changed."""
         self._num_batches += 1
         if self.looks:
             self.log.add(batch)
@@ -340,7 +320,7 @@ class Learning:
             self._learn_again("none")
 
     def _is_back(self) -> bool:
-        return not self.popular_share < self._BACK * self._share_at_learning  # NaN: nothing to be
+        return not self.popular_share < self._BACK * self._share_at_learning  # True for NaN
 
     def _is_worn_out(self) -> bool:
         share = self._share_at_learning

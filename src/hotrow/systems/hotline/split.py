@@ -1,7 +1,7 @@
-"""Popular samples first: a batch put in order, so that its first part needs no rows that arrive.
+"""Sorts a batch, popular samples first, so that its first part needs pinned rows alone.
 
-Sees ids and which rows are pinned. On a GPU the batch is classified and put in order there, beside
-training, and how many samples are popular is read when it has long been known.
+Sees ids and which rows are pinned. A GPU classifies and sorts beside training; the number of
+popular samples is read later, without waiting.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrow.embedding.ahead import features_of, tensors_in
+from hotrow.embedding.ahead import features_of
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.split_batch import Cut, Parted
 from hotrow.inputs import samples
-from hotrow.inputs.batch import compared, parse
+from hotrow.inputs.batch import parse, parts_of
 from hotrow.inputs.hotset import HotSet, popular
 from hotrow.inputs.samples import Take
+from hotrow.inputs.tree import tensors_in
 from hotrow.support.streams import Mark, lanes_of
 from hotrow.systems.sorting import Sorter
 
-# First parts come in so many sizes, so that steps of the same shapes come again and can be
-# captured; popular samples beyond go with the others.
+# First parts have so many sizes, so that steps of equal shapes repeat and can be captured. Popular
+# samples beyond a size go with the others.
 GRAIN = 16
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """A batch in order, and how many of its samples are popular."""
+    """A sorted batch, and how many of its samples are popular."""
 
     parted: Parted
     popular: int
-    by_collection: Mapping[str, int]  # as far as its rows go
+    by_collection: Mapping[str, int]  # popular by the rows of each collection
 
     @property
     def samples(self) -> int:
@@ -43,7 +44,7 @@ class Sorted:
 
 
 class Splitter:
-    """Puts batches in order by what a model's collections have pinned."""
+    """Sorts batches by the pinned rows of a model's collections."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Splitter:
         take: Take | None = None,
         grain: int = GRAIN,
     ) -> None:
-        """`take` is for batches that hotrow.inputs.samples does not know how to cut."""
+        """`take` is for batches that inputs/samples.py cannot cut."""
         if grain < 1:
             raise ValueError(f"grain must be at least 1 size of first parts, not {grain}")
         self._collections, self._ids, self._take, self._grain = collections, ids, take, grain
@@ -61,19 +62,19 @@ class Splitter:
         self._there: dict[tuple[str, torch.device], HotSet] = {}
         self._versions: dict[str, int] = {}
         self.lanes = lanes_of(next(iter(collections.values())).device)
-        self._sorter: Sorter | None = None  # where the device is a GPU
-        self._sizes: set[int] = set()  # of first parts so far
+        self._sorter: Sorter | None = None  # on a GPU
+        self._sizes: set[int] = set()  # first parts' sizes so far
         self._minds_new_sizes = self.lanes.device.type == "cuda"
 
     def pin(self, hot: Mapping[str, HotSet]) -> None:
-        """These rows of each collection are pinned now; those not named have all rows there."""
+        """Set the pinned rows. Collections that are not named have all rows in fast memory."""
         is_new = hot.keys() != self._hot.keys()
-        self._hot = {name: each.to("cpu") for name, each in hot.items()}
+        self._hot = {name: rows.to("cpu") for name, rows in hot.items()}
         self._versions = {name: self._collections[name].pins_version for name in hot}
         if is_new:
             self._there.clear()
             self._sorter = None
-        # Where they are: what sorts on a device has been captured, and reads them there.
+        # In place: captured launches read the masks where they are.
         with self.lanes.on("sort"):
             for (name, _), there in self._there.items():
                 there.is_hot.copy_(self._hot[name].is_hot)
@@ -81,40 +82,33 @@ class Splitter:
             self._sorter = Sorter(self.lanes, numbers=1 + len(hot), take=self._take)
 
     @property
-    def holds(self) -> bool:
-        """Whether what was pinned still is."""
-        return all(
-            self._collections[name].pins_version == version
-            for name, version in self._versions.items()
+    def mask_bytes(self) -> int:
+        """Return the bytes of fast memory for classification: one for each row."""
+        return sum(
+            hot.is_hot.numel() for (_, device), hot in self._there.items() if device.type != "cpu"
         )
 
-    @property
-    def mask_bytes(self) -> int:
-        """Of fast memory, to classify by: a byte for each row there is."""
-        mine = [hot for (_, device), hot in self._there.items() if device.type != "cpu"]
-        return sum(each.is_hot.numel() for each in mine)
-
     def sort(self, batch: Any) -> Callable[[], Sorted]:
-        """Launch it; what is returned gives the outcome, and waits for it if it must."""
+        """Launch the sorting of a batch; return a function that waits for the result."""
         features = self._features(batch)
         if self._sorter is not None and all(isinstance(x, Tensor) for x in features.values()):
             size = len(next(iter(features.values())))
             sorting = self._sorter.sort([batch], self._rule)
 
             def outcome() -> Sorted:
-                total, *each = sorting.told()
-                return self._sorted(sorting.batch, size, total, each, sorting.made)
+                total, *counts = sorting.told()
+                return self._sorted(sorting.batch, size, total, counts, sorting.made)
 
             return outcome
-        where = compared(next(iter(features.values())))[0].device
-        both, counts = self._classified(features, where)
-        size, (total, *each) = len(both), counts.tolist()
+        where = parts_of(next(iter(features.values())))[0].device
+        both, numbers = self._classified(features, where)
+        size, (total, *counts) = len(both), numbers.tolist()
         if total >= self._least(size):
             order = both.logical_not().to(torch.uint8).argsort(stable=True)
             batch = self.taken(batch, order, size)
         made = self.lanes.mark("train") if where.type == "cuda" else None
-        found = self._sorted(batch, size, total, each, made)
-        return lambda: found
+        result = self._sorted(batch, size, total, counts, made)
+        return lambda: result
 
     def _rule(self, batch: Any) -> tuple[Tensor, Tensor]:
         return self._classified(self._features(batch), self.lanes.device)
@@ -122,26 +116,25 @@ class Splitter:
     def _classified(
         self, features: Mapping[str, Any], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Which samples are popular, [B] bool; how many are, in all and by each collection."""
+        """Return which samples are popular, [B] bool, and how many, in all and by collection."""
         masks: list[Tensor] = []
-        for name, mine in features.items():
-            parsed = parse(mine, self._collections[name].features, None)
+        for name, ids in features.items():
+            parsed = parse(ids, self._collections[name].features, None)
             masks.append(popular(parsed, self._hot_on(name, device)))
         both = reduce(torch.logical_and, masks)
         return both, torch.stack([both, *masks]).sum(1)
 
     def _sorted(
-        self, batch: Any, size: int, total: int, each: Sequence[int], made: Mark | None
+        self, batch: Any, size: int, total: int, counts: Sequence[int], made: Mark | None
     ) -> Sorted:
         versions = dict(self._versions)
         holds = partial(_same_pins, self._collections, versions)
         parted = Parted(batch, self._first_of(total, size), size, self._cut(size), holds, made)
-        return Sorted(parted, total, dict(zip(versions, each, strict=True)))
+        return Sorted(parted, total, dict(zip(versions, counts, strict=True)))
 
     def _first_of(self, popular: int, size: int) -> int:
-        """Samples of the first part: on a GPU one size less than might be, if that one came before
-        and the other did not, since a new one is compiled and captured anew. None is no such size.
-        """
+        """Return the size of the first part. On a GPU a new size is captured anew, so the next
+        smaller one is taken if it came before and is not 0."""
         least = self._least(size)
         first = popular // least * least
         is_new = first > least and first not in self._sizes
@@ -151,14 +144,12 @@ class Splitter:
         return first
 
     def _least(self, size: int) -> int:
-        """Sizes of first parts are multiples of this."""
+        """Return the step between sizes of first parts."""
         return max(1, size // self._grain)
 
     def taken(self, batch: Any, order: Tensor, size: int) -> Any:
         """Return the samples at some places of a batch of `size`, in that order."""
-        if self._take is not None:
-            return self._take(batch, order)
-        return samples.take(batch, order, size=size)
+        return samples.take(batch, order, size=size, by=self._take)
 
     def _cut(self, size: int) -> Cut:
         if self._take is None:
@@ -166,7 +157,7 @@ class Splitter:
         take = self._take
 
         def cut(batch: Any, low: int, high: int) -> Any:
-            device = next((each.device for each in tensors_in(batch)), None)
+            device = next((tensor.device for tensor in tensors_in(batch)), None)
             return take(batch, torch.arange(low, high, device=device))
 
         return cut
@@ -186,4 +177,4 @@ class Splitter:
 def _same_pins(
     collections: Mapping[str, EmbeddingBagCollection], versions: Mapping[str, int]
 ) -> bool:
-    return all(collections[name].pins_version == each for name, each in versions.items())
+    return all(collections[name].pins_version == pins for name, pins in versions.items())

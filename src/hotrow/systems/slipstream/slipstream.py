@@ -1,28 +1,27 @@
-"""Slipstream and random-drop, its control, as a user asks for them.
+"""Slipstream and random-drop, its control, as a user writes them.
 
     slipstream = Slipstream(target=0.3, test=held_out)
     trainer = Trainer(model, loss_fn, ..., system=slipstream)
     for record in trainer.run(loader):      # an epoch
         ...
-    print(slipstream.record.share)          # of the samples, that were left out
+    print(slipstream.record.share)          # share of the samples that were skipped
 
-So they take batches as they come, whatever the collection's strategy. A system that orders or
-splits samples has them as its `skip`, and binds them when it knows its hot rows:
+Used so, they take batches in the loader's order, with any strategy. A system that orders or splits
+samples has them as its `skip`, and binds them when it knows its hot rows:
 
     skip = slipstream.bound(embedding, hot, num_batches, ids=trainer.ids)   # a skip.Skip
     try:
-        for segment in skip.segments(batches):      # the epoch's next ones, in one call or several
-            ...                                     # trained before the next is asked for
-        skip.note(test_loss)                        # whenever there is one
-        skip.renew(hot)                             # other rows are hot now
+        for segment in skip.segments(batches):      # the epoch's next batches, in one call or more
+            ...                                     # train it before asking for the next
+        skip.note(test_loss)                        # after each evaluation
+        skip.renew(hot)                             # when hot rows change
         skip.begin(num_batches)                     # another epoch
     finally:
-        skip.close()                                # no row stays frozen
+        skip.close()                                # unfreezes all rows
 
-Hotline evaluates on `test` whenever `validate_every` says; FAE when it switches, on its own test
-samples if it has any.
-`counted` and what else finds hot rows are then unused.
-What is skipped, and when, is decided in skip.py.
+Hotline evaluates on `test` every `validate_every` steps; FAE when it switches, on its own test
+samples if it has any. Settings that find hot rows, such as `counted`, are then unused. stale.py
+decides what is skipped.
 """
 
 from __future__ import annotations
@@ -37,55 +36,56 @@ from typing import Any, Self
 
 import torch
 
-from hotrow.embedding.ahead import tensors_in
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile
 from hotrow.inputs.batch import parse
 from hotrow.inputs.held_batches import Kept
 from hotrow.inputs.hotset import HotSet
-from hotrow.inputs.samples import Take, check_both
+from hotrow.inputs.samples import Join, Take, check_both
+from hotrow.inputs.tree import tensors_in
 from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
-from hotrow.systems.calibrate import AccessCounts, HotReport, top_k
+from hotrow.systems.calibrate import AccessCounts, HotReport, row_bytes, top_k
 from hotrow.systems.fae.separate import check_evaluated_again
+from hotrow.systems.slipstream.sifting import Ids
 from hotrow.systems.slipstream.skip import (
-    Ids,
-    Join,
     Skip,
     SkipRandom,
     SkipRecord,
     SkipSettings,
-    SkipStale,
     batches_per_epoch,
+    check_count,
     rows_of,
 )
+from hotrow.systems.slipstream.stale import SkipStale
 from hotrow.systems.slipstream.staleness import Rows
 from hotrow.training.trainer import Trainer
 
-_VALIDATIONS = 10  # an epoch, unless somebody says how many
+_VALIDATIONS = 10  # per epoch, by default
 
 
-class _AsTheyCome(ABC):
-    """Trains what a skip lets through, epoch by epoch. Each `run()` begins an epoch."""
+class _StreamingSkip(ABC):
+    """Trains what a skip keeps, epoch by epoch. Each `run()` begins an epoch."""
 
     keeps_batches = True
+    _mode: str  # of the record
 
     def __init__(self, batches_per_epoch: int | None, take: Take | None, join: Join | None) -> None:
         if batches_per_epoch is not None:
-            _check_count("batches_per_epoch", batches_per_epoch, 1)
+            check_count("batches_per_epoch", batches_per_epoch, 1)
         check_both(take, join)
         self.batches_per_epoch = batches_per_epoch
         self._take, self._join = take, join
         self._skip: Skip | None = None
-        self.epochs = 0  # of the last run that have ended
+        self.epochs = 0  # finished ones of the last run
 
     @property
-    @abstractmethod
     def record(self) -> SkipRecord:
-        """What was decided, and what came of it."""
+        """Decisions, and their results."""
+        return SkipRecord(self._mode) if self._skip is None else self._skip.record
 
     def attach(self, trainer: Trainer[Any]) -> None:
-        """Refuses a model whose rows are not one collection's."""
+        """Bind to a trainer; refuse a model without exactly one collection."""
         why = f"{type(self).__name__} chooses samples by the rows"
         self._trainer, (self._embedding, self._ids) = trainer, trainer.one_collection(why)
         self._skip = None
@@ -95,8 +95,8 @@ class _AsTheyCome(ABC):
         stream = Kept(batches)
         try:
             for first in stream:
-                where = [each.device for each in tensors_in(self._ids(first))]
-                self._device = where[0] if where else torch.device("cpu")
+                devices = [tensor.device for tensor in tensors_in(self._ids(first))]
+                self._device = devices[0] if devices else torch.device("cpu")
                 rest = stream if count is None else islice(stream, count - 1)
                 epoch = chain([first], rest)
                 yield from self._epoch(epoch, count) if self._skips else [epoch]
@@ -108,28 +108,28 @@ class _AsTheyCome(ABC):
     @property
     @abstractmethod
     def _skips(self) -> bool:
-        """Whether anything is asked for."""
+        """Return whether anything is to be skipped."""
 
     @abstractmethod
     def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]: ...
 
     def _count(self, batches: Iterable[Any]) -> int | None:
-        """The batches of an epoch; None: nobody knows."""
+        """Return the number of batches of an epoch; None: unknown."""
         return self.batches_per_epoch or batches_per_epoch(batches) or None
 
 
-class Slipstream(_AsTheyCome):
-    """Leaves out samples whose rows have stopped changing, or the updates of such rows.
+class Slipstream(_StreamingSkip):
+    """Skips samples whose rows have stopped changing, or the updates of such rows.
 
-    `target` is the share of hot samples, those whose rows are all hot, to leave out; `mode`
-    "samples" leaves them out whole, as published, "rows" trains them and leaves alone the rows that
-    have stopped. For the other settings see `SkipSettings` in skip.py. Changes results.
+    `target` is the share of hot samples, whose rows are all hot, to skip. Mode "samples" skips
+    them, as published; "rows" trains them and freezes the rows that have stopped. For the other
+    settings see `SkipSettings` in skip.py. Changes results.
 
-    Hot are the most used rows that fit `hot_budget`: by `profile` (counts as a collection takes
-    them) or, without one, by the ids of the first epoch's first batches, of which `counted` is
-    the share; `hot` names them (row numbers by table). `test` are batches to evaluate on every
-    `validate_every` steps: when their loss rises, all is trained again, for good. Without
-    them nobody looks, and a warning says so; `validate_every=0` says that it is meant.
+    Hot rows are the most used ones that fit `hot_budget`: by `profile` (counts as a collection
+    takes them) or, without one, by the ids of the first epoch's first batches, of which `counted`
+    is the share. `hot` names them instead (row numbers by table). `test` has batches to evaluate on
+    every `validate_every` steps: when their loss rises, skipping ends for good. Without them a
+    warning says that skipping is not checked; `validate_every=0` turns it off.
 
     An epoch is one `run()`, or `batches_per_epoch` of its batches. `take` and `join` are for
     batches that are not made of tensors alone.
@@ -155,36 +155,33 @@ class Slipstream(_AsTheyCome):
         if settings is not None and not isinstance(settings, SkipSettings):
             raise TypeError(f"settings go by their names, such as target=0.3; got {settings!r}")
         self.settings = _changed(settings or SkipSettings(), changes)
+        self._mode = self.settings.mode
         if not 0 < counted < 1:
             raise ValueError(f"counted must be a share above 0 and below 1, not {counted!r}")
         if validate_every is not None:
-            _check_count("validate_every", validate_every, 0)
+            check_count("validate_every", validate_every, 0)
         check_evaluated_again(test)
         if hot is not None and profile is not None:
             raise ValueError("hot names the hot rows, and profile would choose them: give one")
-        self.hot_budget, self._profile, self._given, self._counted = (
-            hot_budget, profile, hot, counted,
-        )  # fmt: skip
+        self.hot_budget, self._profile = hot_budget, profile
+        self._given, self._counted = hot, counted
         self.test, self._validate_every = test, validate_every
-        self._is_told = False
-        self.hot_report: HotReport | None = None  # of rows that it has chosen by counts
+        self._has_warned = False
+        self.hot_report: HotReport | None = None  # of rows that were chosen by counts
 
     @classmethod
     def as_published(cls, **options: Any) -> Self:
-        """Rows nobody visited count as stale, and one decision an epoch is for good."""
+        """Return the published settings: unvisited rows count as stale, one decision per epoch."""
         return cls(SkipSettings.as_published(), **options)
-
-    @property
-    def record(self) -> SkipRecord:
-        """What was decided, and what came of it."""
-        return SkipRecord(self.settings.mode) if self._skip is None else self._skip.record
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids,
         device: str | torch.device = "cpu", done: int = 0,
     ) -> SkipStale:  # fmt: skip
-        """For epochs of so many batches, whose first `done` have been trained; `device` is where
-        the loader's batches are. From now on `record` is its record."""
+        """Return a skip for epochs of so many batches, the first `done` of which were trained.
+
+        `device` is where the loader's batches are. From now on `record` is the skip's.
+        """
         starting = max(self.settings.starting_batch, done)
         skip = SkipStale(
             embedding, rows_of(hot), num_batches,
@@ -216,12 +213,12 @@ class Slipstream(_AsTheyCome):
     # -- hot rows ----------------------------------------------------------------------
 
     def _bind(self, batches: Iterator[Any], count: int) -> Iterator[Iterable[Any]]:
-        """Finds hot rows, if need be by training and counting some batches."""
+        """Find hot rows, if necessary by counting some batches while they are trained."""
         done, hot, profile = 0, self._given, self._profile
         if hot is None and profile is None:
             done = max(1, round(self._counted * count))
         starting = max(done, self.settings.starting_batch)
-        # Before any is trained: there may be too few to skip from.
+        # Raises before training if there are too few batches.
         replace(self.settings, starting_batch=starting).snapshots(count)
         if done:
             counts = AccessCounts(self._embedding.tables, self._device)
@@ -238,24 +235,22 @@ class Slipstream(_AsTheyCome):
             yield batch
 
     def _chosen(self, counts: AccessCounts) -> Rows:
-        groups = self._embedding.groups
-        sizes = {table.name: 4 * group.width for group in groups for table in group.layout.tables}
         budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
-        chosen = top_k(counts, sizes, budget)
+        chosen = top_k(counts, row_bytes(self._embedding), budget)
         self.hot_report = chosen.report
         return rows_of(chosen.hot)
 
     # -- validation --------------------------------------------------------------------
 
     def begin_to_validate(self, trainer: Trainer[Any], num_batches: int) -> None:
-        """An epoch of so many batches begins, whoever trains it."""
+        """Begin an epoch of so many batches, for this or another system."""
         every = self._validate_every
         if self.test is None or not self._skips:
-            if every != 0 and self._skips and not self._is_told:
-                self._is_told = True
+            if every != 0 and self._skips and not self._has_warned:
+                self._has_warned = True
                 warn(
-                    "Slipstream has no test= batches, by whose loss it would notice that skipping "
-                    "does harm: it goes on whatever happens. validate_every=0 says that it is meant"
+                    "Slipstream has no test= batches, so it cannot notice that skipping does harm: "
+                    "it goes on whatever happens. validate_every=0 turns this warning off"
                 )
             every = 0
         self._trainer = trainer
@@ -263,7 +258,7 @@ class Slipstream(_AsTheyCome):
         self._next = trainer.step + self._every
 
     def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
-        """In parts, between which nothing is in flight and the model can be evaluated."""
+        """Yield a segment in parts; evaluate the model between them, when nothing is in flight."""
         if not self._every:
             yield segment
             return
@@ -278,13 +273,15 @@ class Slipstream(_AsTheyCome):
                 self._skip.note(self._trainer.mean_loss(self.test))
 
 
-class RandomDrop(_AsTheyCome):
-    """Leaves out samples at random: what leaving out stale ones must be compared with.
+class RandomDrop(_StreamingSkip):
+    """Skips samples at random: the control for skipping stale ones.
 
     As many as Slipstream has (`like=slipstream.record`), from the same batch of each epoch on, or
     a `share` from `starting_batch` on. An epoch is one `run()`, or `batches_per_epoch` of its
     batches. Changes results.
     """
+
+    _mode = "random"
 
     def __init__(
         self,
@@ -306,7 +303,7 @@ class RandomDrop(_AsTheyCome):
             assert share is not None
             if not isinstance(share, int | float) or not 0 <= share < 1:
                 raise ValueError(f"share must be at least 0 and below 1, not {share!r}")
-            _check_count("starting_batch", starting_batch, 0)
+            check_count("starting_batch", starting_batch, 0)
             part = Fraction(share).limit_denominator(1_000_000)
             like = SkipRecord(
                 "random", starting_batch, offered=part.denominator, dropped=part.numerator
@@ -325,18 +322,13 @@ class RandomDrop(_AsTheyCome):
         self._like, self._seed = like, seed
 
     def follow(self, record: SkipRecord) -> None:
-        """Leave out as many as somebody else has by now, before anything was trained."""
+        """Skip as many as another record says; call it before training."""
         self._like = record
-
-    @property
-    def record(self) -> SkipRecord:
-        """What came of it."""
-        return SkipRecord("random") if self._skip is None else self._skip.record
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> SkipRandom:
-        """For epochs of so many batches. From now on `record` is its record."""
+        """Return a skip for epochs of so many batches. From now on `record` is the skip's."""
         skip = SkipRandom.like(
             self._like, ids=ids, features=embedding.features, seed=self._seed, take=self._take,
             join=self._join,
@@ -367,8 +359,3 @@ def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:
                 f"{', '.join(known)}"
             )
     return replace(settings, **changes)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")

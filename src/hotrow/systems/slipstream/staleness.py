@@ -1,7 +1,7 @@
 """Which rows have stopped changing, and which samples look up such rows.
 
-Compares rows between two moments and looks for the threshold below which they count as stale; what
-is left out of training for it is not its business.
+Compares rows between two moments, and finds the threshold below which they count as stale. Does not
+know what is skipped for it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from torch.nn import functional
 from hotrow.embedding.arguments import row_numbers
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs.batch import parse
+from hotrow.inputs.hotset import Places
 from hotrow.inputs.tables import EmbeddingBagConfig, feature_order
 from hotrow.kernels.reference import bits_of, in_bits
-from hotrow.support.messages import apart, few
+from hotrow.support.messages import apart
 
 Rows = Mapping[str, Tensor]  # row numbers by table
 
 
 class Snapshot:
-    """The weights of some rows as they were, in slow memory."""
+    """A copy of the weights of some rows, in slow memory."""
 
     def __init__(self, embedding: EmbeddingBagCollection, rows: Rows) -> None:
         self._embedding, self._rows = embedding, rows
-        self._then = {table: _copy(embedding, table, mine) for table, mine in rows.items()}
+        self._then = {table: _copy(embedding, table, numbers) for table, numbers in rows.items()}
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in self._then.values())
+        return sum(weights.nbytes for weights in self._then.values())
 
     def moved(self) -> dict[str, Tensor]:
-        """The largest change of a component of each row until now, [n] by table.
+        """Return the largest change of a component of each row until now, [n] by table.
 
-        What rows are now is compared chunk by chunk, so a second snapshot takes no memory.
+        Rows are read chunk by chunk, so the comparison takes no second snapshot's memory.
         """
-        found = {}
+        changes = {}
         for table, rows in self._rows.items():
             then, moved = self._then[table], torch.empty(len(rows))
             for places, now in self._embedding.weights_at(table, rows):
                 moved[places] = (now - then[places]).abs().amax(1)
-            found[table] = moved
-        return found
+            changes[table] = moved
+        return changes
 
 
 def _copy(embedding: EmbeddingBagCollection, table: str, rows: Tensor) -> Tensor:
-    dim = next(each.embedding_dim for each in embedding.tables if each.name == table)
+    dim = next(config.embedding_dim for config in embedding.tables if config.name == table)
     copy = torch.empty(len(rows), dim)
     for places, weights in embedding.weights_at(table, rows):
         copy[places] = weights
@@ -60,109 +61,69 @@ def _copy(embedding: EmbeddingBagCollection, table: str, rows: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Looked:
-    """What the samples of a batch look up, as numbers among the rows of all tables."""
+    """What the samples of a batch look up, as row numbers; from `limit` on they read no row."""
 
-    numbers: Tensor  # [B, F], or [L] where samples have any number of lookups; -1: no row is read
-    offsets: Tensor | None  # [keys * B + 1]: where each bag begins among L
-    places: Tensor  # [F]: of the features among those keys
+    numbers: Tensor  # [B, F], or [L] where samples have any number of lookups
+    offsets: Tensor | None  # [F * B + 1]: where each bag begins among L
+    tables: Tensor  # [F]: place of each feature's table
     num_samples: int
+    limit: int
 
     @property
     def is_real(self) -> Tensor:
-        return self.numbers >= 0
+        return self.numbers < self.limit
 
     def count(self, flags: Tensor) -> Tensor:
-        """How many lookups of each sample are flagged, by feature, [B, F]."""
+        """Return how many lookups of each sample are flagged, by feature, [B, F]."""
         if self.offsets is None:
             return flags.long()
         if not self.num_samples:
-            return self.offsets.new_zeros(0, len(self.places))
+            return self.offsets.new_zeros(0, len(self.tables))
         sums = functional.pad(flags.cumsum(0), (1, 0))
-        bags = sums[self.offsets].diff().view(-1, self.num_samples)
-        return bags.index_select(0, self.places).t()
+        return sums[self.offsets].diff().view(-1, self.num_samples).t()
 
 
-class Numbering:
-    """Numbers the rows of all tables, whatever their width."""
+class RowNumbers(Places):
+    """Numbers of all rows, and samples by the rows that they look up. Padding reads no row."""
 
     def __init__(self, tables: Sequence[EmbeddingBagConfig], device: torch.device) -> None:
-        self.device, self.features = device, feature_order(tables)
-        self.names = [table.name for table in tables]
-        sizes = torch.tensor([table.num_embeddings for table in tables])
-        self.bases = functional.pad(sizes.cumsum(0), (1, 0))
-        self.num_rows = int(self.bases[-1])
-        self._facts = {
-            name: (int(base), table.num_embeddings, -1 if padding is None else padding)
-            for table, base in zip(tables, self.bases, strict=False)
-            for padding in (table.padding_idx,)
-            for name in table.feature_names
-        }
-        self._known: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-        owners = [t for t, table in enumerate(tables) for _ in table.feature_names]
-        self._table_of = torch.tensor(owners, device=device)  # of each feature
+        super().__init__(tables, ignores_padding=True)
+        self.device, self._features = device, feature_order(tables)
 
     def look(self, features: Any) -> Looked:
-        """The lookups of a batch. Ids that no table has read no row; planning names them."""
-        batch = parse(features, self.features, None)
-        values = batch.values.to(self.device)
-        facts, places = self._of_keys(batch.keys)
-        offsets = None
-        if batch.offsets is not None:
-            lengths = torch.tensor(batch.ends).diff().to(self.device)
-            facts = facts.repeat_interleave(lengths, 1, output_size=len(values))
-            offsets = batch.offsets.to(self.device)
-        base, limit, padding = facts
-        is_row = (values >= 0) & (values < limit) & (values != padding)
-        numbers = torch.where(is_row, values + base, -1)
-        return Looked(numbers, offsets, places, batch.num_samples)
-
-    def _of_keys(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        """Base, limit and padding of each key, [3, keys], and the features' places among them."""
-        if keys not in self._known:
-            nothing = (0, 0, -1)  # of a feature that this collection does not look up
-            facts = torch.tensor([self._facts.get(key, nothing) for key in keys]).t().contiguous()
-            places = torch.tensor([keys.index(name) for name in self.features])
-            self._known[keys] = facts.to(self.device), places.to(self.device)
-        return self._known[keys]
+        """Return a batch's lookups. Ids outside their table read no row; planning raises later."""
+        batch = parse(features, self._features, None).to(self.device)
+        tables = self.columns_of(batch).tables
+        return Looked(self.of(batch), batch.offsets, tables, batch.num_samples, self.num_rows)
 
     def number(self, rows: Rows) -> Tensor:
-        """Ascending numbers of rows, each once, on the host."""
+        """Return ascending numbers of rows, each once, on the host."""
         parts = [torch.empty(0, dtype=torch.int64)]  # if there is no table
         for table, given in rows.items():
-            place = self._place(table)
-            base, end = self.bases[place : place + 2].tolist()
-            parts.append(row_numbers(table, given, end - base).cpu() + base)
+            span = self.span(table)
+            parts.append(row_numbers(table, given, span.stop - span.start).cpu() + span.start)
         numbers: Tensor = torch.cat(parts).unique()
         return numbers
 
-    def _place(self, table: str) -> int:
-        if table not in self.names:
-            raise KeyError(f"no table {table!r}; there are {few(self.names)}")
-        return self.names.index(table)
-
     def by_table(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Row numbers from ascending ones among all tables; tables without one are left out."""
-        cuts = torch.searchsorted(numbers, self.bases).tolist()
-        found = {}
-        for place, name in enumerate(self.names):
-            if cuts[place] < cuts[place + 1]:
-                found[name] = numbers[cuts[place] : cuts[place + 1]] - self.bases[place]
-        return found
+        """Return rows by table from ascending numbers; tables without any are left out."""
+        starts = [self.span(table.name).start for table in self.tables]
+        cuts = torch.searchsorted(numbers, torch.tensor([*starts, self.num_rows])).tolist()
+        return {
+            table.name: numbers[low:high] - start
+            for table, start, low, high in zip(self.tables, starts, cuts, cuts[1:], strict=False)
+            if low < high
+        }
 
     def bits(self, numbers: Tensor) -> Tensor:
-        return bits_of(numbers.to(self.device), self.num_rows)
-
-    def are_in(self, bits: Tensor, looked: Looked) -> Tensor:
-        """Of each lookup, whether its row has a bit."""
-        return in_bits(bits, looked.numbers.clamp(min=0)) & looked.is_real
+        """Return a bit for each row, set for these."""
+        return bits_of(numbers.to(self.device), self.size)
 
     def samples_with(
         self, looked: Looked, flags: Tensor, least: int | str, *, each_table: bool = False
     ) -> Tensor:
-        """Samples with at least so many flagged lookups, or "all" of theirs and at least one, [B].
-
-        `each_table`: so many of every table's.
-        """
+        """Return samples with at least `least` flagged lookups, or with "all" of theirs and at
+        least one, [B] bool. With `each_table` every table must have `least`."""
         flagged = looked.count(flags)
         if least == "all":
             real = looked.count(looked.is_real).sum(1)
@@ -170,18 +131,63 @@ class Numbering:
         assert isinstance(least, int)
         if not each_table:
             return flagged.sum(1) >= least
-        per_table = flagged.new_zeros(len(flagged), len(self.names))
-        return (per_table.index_add_(1, self._table_of, flagged) >= least).all(1)
+        per_table = flagged.new_zeros(len(flagged), len(self.tables) + 1)
+        per_table.index_add_(1, looked.tables, flagged)
+        return (per_table[:, :-1] >= least).all(1)  # the last column is for features of no table
+
+
+class StaleSamples:
+    """Finds samples of stale rows: all rows of a sample, or `least` of them if all are hot."""
+
+    def __init__(self, numbers: RowNumbers, least: int | str, *, each_table: bool) -> None:
+        self._numbers, self._least, self._each_table = numbers, least, each_table
+        self._stale: Tensor | None = None
+        self._hot: Tensor | None = None
+
+    @property
+    def needs_hot(self) -> bool:
+        """Return whether `kept` depends on hot rows: if all rows are stale, all are hot."""
+        return self._least != "all"
+
+    def set_stale(self, numbers: Tensor) -> None:
+        """Set which rows are stale."""
+        self._stale = _written(self._stale, self._numbers.bits(numbers))
+
+    def set_hot(self, numbers: Tensor) -> None:
+        """Set which rows are hot."""
+        self._hot = _written(self._hot, self._numbers.bits(numbers))
+
+    def are_hot(self, looked: Looked) -> Tensor:
+        """Return samples that read hot rows alone, and at least one, [B] bool."""
+        assert self._hot is not None
+        return self._numbers.samples_with(looked, in_bits(self._hot, looked.numbers), "all")
+
+    def have_stale(self, looked: Looked, is_stale: Tensor) -> Tensor:
+        """Return samples with enough stale lookups, [B] bool."""
+        least, each_table = self._least, self._each_table
+        return self._numbers.samples_with(looked, is_stale, least, each_table=each_table)
+
+    def kept(self, features: Any) -> Tensor:
+        """Return which samples of a batch are not stale, [B] bool."""
+        assert self._stale is not None
+        looked = self._numbers.look(features)
+        stale = self.have_stale(looked, in_bits(self._stale, looked.numbers))
+        return ~(stale & self.are_hot(looked)) if self.needs_hot else ~stale
+
+
+def _written(bits: Tensor | None, new: Tensor) -> Tensor:
+    """Return new bits, in the memory of the old ones: a captured launch reads them there."""
+    return new if bits is None else bits.copy_(new)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """What a search has found: rows whose components all moved less than `tau` are stale."""
+    """The result of a search: rows whose components all moved less than `tau` are stale."""
 
-    tau: float  # 0: none is
+    tau: float  # 0: no row is stale
     share: float  # of the sampled hot inputs, or lookups of hot rows, that are stale by `tau`
     iterations: int
-    converged: bool  # to what was asked for; if not, `share` is what can be had below it
+    converged: bool  # to the target; if not, `share` is below it
     low: float  # the range it ended in
     high: float
     said: str
@@ -196,12 +202,11 @@ def find_threshold(
     iterations: int,
     what: str = "hot inputs",
 ) -> Threshold:
-    """Bisect for a threshold at which `share_at`, which never falls, is near the target; `what`
-    it is a share of.
+    """Bisect for a threshold at which `share_at`, a share of `what` that never falls, is near the
+    target.
 
-    Where no threshold reaches it, since the rows of too many were not watched long enough to be
-    told, the target is taken of the others. Where the share jumps over it, the threshold before
-    the jump is taken.
+    Where rows of too many inputs were visited too seldom to reach the target, it is applied to the
+    other inputs. Where the share jumps over the target, the threshold before the jump is taken.
     """
     low, high = within
     wanted, most, less = f"{target:.1%} ± {tolerance:.1%}", share_at(math.inf), ""

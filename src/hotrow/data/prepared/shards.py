@@ -1,0 +1,315 @@
+"""The second and third stage: stretches of the spool become shards, split by split; the shards are
+read back, checked, and their accesses counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.data.prepared.format import (
+    SPLITS,
+    Feature,
+    Schema,
+    ShardRecord,
+    as_bytes,
+    map_shard,
+    write_shard,
+)
+from hotrow.data.prepared.job import Job
+from hotrow.data.prepared.pieces import Samples
+from hotrow.data.prepared.reading import Table
+from hotrow.data.prepared.spool import WORK, Stretch
+from hotrow.data.prepared.vocabulary import RowChecks, Vocabulary
+from hotrow.support.files import FileRecord, inside, make_durable, why_wrong
+from hotrow.support.hashing import mixed
+from hotrow.support.messages import few
+
+_LOG = f"{WORK}/encoded.jsonl"
+_ZEROS = 1 << 22  # bytes that are written at once
+_TOGETHER = 1 << 15  # samples whose ids fit a cache
+_LARGE = 1000.0  # larger numbers are pointed out
+_PARTS = 10  # at random: one of ten for validation, one for the test
+_MOST_TIMES = 1 << 22
+_LAST = 7  # of one file the last seventh is held back, as the last day of a week would be
+
+# Returns for each line, counted over all files, or for each time, the number of its split.
+Split = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
+Splits = dict[str, tuple[ShardRecord, ...]]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """Lines (or times) before `held` are for training. The others are for the two `splits`, the
+    second of which begins at `middle`."""
+
+    held: int
+    middle: int
+    splits: tuple[int, int] = (1, 2)
+
+    def __call__(self, lines: NDArray[np.int64]) -> NDArray[np.uint8]:
+        first, second = self.splits
+        held = np.where(lines >= self.middle, second, first)
+        return np.where(lines >= self.held, held, 0).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class AtRandom:
+    """The split of a line depends on the seed and its number alone."""
+
+    seed: int
+
+    def __call__(self, lines: NDArray[np.int64]) -> NDArray[np.uint8]:
+        start = mixed(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        part = mixed(start ^ lines.astype(np.uint64)) % np.uint64(_PARTS)
+        return np.where(part < 2, part + 1, 0).astype(np.uint8)
+
+
+def last_day_halved(lines_of_files: Sequence[int], *, first_line: int = 0) -> InOrder:
+    """Hold back the last of several files, or the last seventh of one, rounded down: the first half
+    for the test, because published figures are for it, and the second for validation. All as in
+    the DLRM reference."""
+    total = sum(lines_of_files)
+    held = lines_of_files[-1] if len(lines_of_files) > 1 else total // _LAST
+    end = first_line + total
+    return InOrder(end - held, end - held // 2, (2, 1))
+
+
+def by_quantiles(times: Sequence[NDArray[np.int64]]) -> InOrder:
+    """Split at 70 % and 85 % of the samples' times, as TBSM splits Taobao: validation, then test.
+    Of very many samples a regular part decides."""
+    step = 1 + sum(map(len, times)) // _MOST_TIMES
+    every = np.sort(np.concatenate([part[::step] for part in times]))
+    return InOrder(int(every[len(every) * 7 // 10]), int(every[len(every) * 17 // 20]))
+
+
+def out_of_order(names: Sequence[str]) -> str | None:
+    """Return a hint if the last file may not be the last day: a shell puts day_10 before day_2."""
+    numbers = [[int(digits) for digits in re.findall(r"[0-9]+", name)] for name in names]
+    if len({re.sub(r"[0-9]+", "", name) for name in names}) > 1 or numbers == sorted(numbers):
+        return None
+    expected = names[numbers.index(max(numbers))]
+    return (
+        f"files are taken as they are given, in the order of time: {names[-1]} is the last one, "
+        f"and by its number that would be {expected}. In a shell, day_{{0..23}} keeps the order"
+    )
+
+
+class Encode:
+    def __init__(self, job: Job, schema: Schema, tables: dict[str, Table], split: Split) -> None:
+        self._job, self._schema, self._split = job, schema, split
+        self._ids = {name: table.ids for name, table in tables.items()}
+        self._done: dict[int, dict[str, ShardRecord]] = {}
+        self._checks: dict[str, RowChecks] = {}  # of tables some of whose keys are hashes
+
+    def run(self, stretches: list[Stretch]) -> Splits:
+        job = self._job
+        self._restore()
+        self._open_checks(stretches)
+        left = [stretch for stretch in stretches if stretch.number not in self._done]
+        job.watch.stage("encoding", sum(stretch.samples for stretch in left))
+        samples = 0
+        for stretch, shards in job.cores.in_order(self._encode, left, ahead=job.cores.workers):
+            self._done[stretch.number] = shards
+            records = {name: asdict(shard) for name, shard in shards.items()}
+            job.disk.append(_LOG, {"stretch": stretch.number, "shards": records})
+            job.spool.remove(stretch)
+            samples += stretch.samples
+            job.watch.advance(samples, samples)
+        done = [self._done[stretch.number] for stretch in stretches]
+        return {name: tuple(shards[name] for shards in done if name in shards) for name in SPLITS}
+
+    def _samples(self, stretch: Stretch) -> Samples:
+        job = self._job
+        if (job.out / stretch.file.file).exists() and job.spool.is_whole(stretch):
+            return job.spool.read(stretch)
+        # A shard was damaged after its part of the spool was removed: read the files again.
+        parts = []
+        for piece in job.source.pieces(stretch.place):
+            parts.append((piece, job.parse(piece)))
+            if piece.after == stretch.after:
+                break
+        again = job.spool.write(stretch.number, parts, stretch.bad)
+        if again.file.sha256 != stretch.file.sha256:
+            raise ValueError("the source files have changed; --restart prepares them anew")
+        return job.spool.read(again)
+
+    def _encode(self, stretch: Stretch) -> dict[str, ShardRecord]:
+        """Write the shards of a stretch, one for each split that it has samples of. Runs on
+        workers."""
+        samples = self._samples(stretch)
+        ids = np.empty((stretch.samples, len(self._schema.single)), self._schema.id_dtype)
+        for first in range(0, stretch.samples, _TOGETHER):
+            here = slice(first, first + _TOGETHER)
+            for place, feature in enumerate(self._schema.single):
+                ids[here, place] = self._rows(feature, samples, here)
+        values = {f.name: self._rows(f, samples, slice(None)) for f in self._schema.jagged}
+        codes = self._split(samples.lines)
+        shards = {}
+        for code in np.flatnonzero(np.bincount(codes)).tolist():
+            mask = codes == code
+            arrays = {"ids": ids, "dense": samples.dense, "label": samples.label}
+            if not mask.all():
+                arrays = {name: array[mask] for name, array in arrays.items()}
+            for name, rows in values.items():
+                lengths = samples.lengths[name]
+                arrays[f"{name}.offsets"] = np.concatenate([[0], np.cumsum(lengths[mask])])
+                arrays[f"{name}.values"] = rows[np.repeat(mask, lengths)]
+            file = f"shards/{SPLITS[code]}-{stretch.number:05}.bin"
+            shards[SPLITS[code]] = write_shard(self._job.disk, file, self._schema, arrays)
+        return shards
+
+    def _open_checks(self, stretches: list[Stretch]) -> None:
+        checked = {name for stretch in stretches for name in stretch.checked}
+        hashed = {feature.table for feature in self._schema.features if feature.name in checked}
+        for place, name in enumerate(self._schema.tables):
+            ids = self._ids[name]
+            if name in hashed and isinstance(ids, Vocabulary):
+                file = f"{WORK}/{place:03}.checks"
+                if not (self._job.out / file).exists():
+                    size = 4 * ids.rows
+                    zeros = (bytes(min(_ZEROS, size - at)) for at in range(0, size, _ZEROS))
+                    self._job.disk.write(file, zeros, durable=False)
+                self._checks[name] = RowChecks(self._job.out / file)
+
+    def _rows(self, feature: Feature, samples: Samples, here: slice) -> NDArray[np.int64]:
+        rows = self._ids[feature.table].rows_of(samples.keys[feature.name][here])
+        if (known := self._checks.get(feature.table)) is not None:
+            checks = samples.checks.get(feature.name)
+            if not known.confirm(rows, None if checks is None else checks[here]):
+                raise ValueError(
+                    f"two different values of table {feature.table!r} have the same 64-bit hash "
+                    "and would share a row; write them as whole numbers or as texts of up to 8 "
+                    "bytes, or let values share rows with --hash and --max-rows"
+                )
+        return rows
+
+    def _restore(self) -> None:
+        """Keep the shards of a stopped run that are still as they were written."""
+        job = self._job
+        for record in job.disk.log(_LOG):
+            shards = {name: ShardRecord(**shard) for name, shard in record["shards"].items()}
+            self._done[record["stretch"]] = shards
+        if not self._done:
+            return
+        job.watch.stage("checking shards", len(self._done))
+        checked = job.cores.in_order(self._why_wrong, list(self._done.items()))
+        for count, ((number, _), reason) in enumerate(checked):
+            if reason:
+                job.watch.say(f"{reason}: it is made again")
+                del self._done[number]
+            job.watch.advance(count + 1, 0)
+
+    def _why_wrong(self, done: tuple[int, dict[str, ShardRecord]]) -> str | None:
+        reasons = (why_wrong(self._job.out, shard, contents=True) for shard in done[1].values())
+        return next((reason for reason in reasons if reason), None)
+
+
+class Verify:
+    """Checks all shards, and counts the accesses of rows. Tables stand one after the other; a pass
+    over the shards counts as many of their rows as fit in memory."""
+
+    def __init__(self, job: Job, schema: Schema, rows: dict[str, int], splits: Splits) -> None:
+        self._job, self._schema, self._rows = job, schema, rows
+        ends = np.cumsum(list(rows.values())).tolist()
+        self._bounds = {name: (end - rows[name], end) for name, end in zip(rows, ends, strict=True)}
+        self._shards = [(shard, name == "train") for name in splits for shard in splits[name]]
+        self._largest = np.zeros(len(schema.dense), np.float32)  # of each column of numbers
+
+    def run(self) -> dict[str, FileRecord]:
+        job, total = self._job, sum(self._rows.values())
+        counts = np.zeros(min(total, max(1, job.values_bytes // 8)), np.int64)
+        passes = -(-total // len(counts))
+        job.watch.stage("verifying", passes * sum(shard.bytes for shard, _ in self._shards))
+        counted = (self._pass(number, counts) for number in range(passes))
+        left = counts[:0]
+
+        def counts_of(rows: int) -> Iterator[memoryview]:
+            nonlocal left
+            while rows:
+                left = left if len(left) else next(counted)
+                part, left = left[:rows], left[rows:]
+                rows -= len(part)
+                yield as_bytes(part)
+
+        files = {
+            name: job.disk.write(f"tables/{place:03}.counts", counts_of(rows))
+            for place, (name, rows) in enumerate(self._rows.items())
+        }
+        make_durable(job.out / "shards")
+        columns = zip(self._schema.dense, self._largest.tolist(), strict=True)
+        if large := [f"{name} (up to {most:,.0f})" for name, most in columns if most > _LARGE]:
+            job.watch.say(
+                f"large numbers, from which a model learns little or nothing: {few(large)}; name "
+                "them in log, or scale them in the files"
+            )
+        return files
+
+    def _pass(self, number: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count rows `number` x len(counts) and on, in the memory of `counts`. The first pass also
+        checks the shards."""
+        job, first = self._job, number * len(counts)
+        counts = counts[: sum(self._rows.values()) - first]
+        counts[:] = 0
+        done = number * sum(shard.bytes for shard, _ in self._shards)
+        samples = number * sum(shard.samples for shard, _ in self._shards)
+        check = self._why_wrong if not number else lambda _: (None, self._largest)
+        checked = job.cores.in_order(check, (shard for shard, _ in self._shards), ahead=2)
+        for (shard, is_counted), (_, (wrong, most)) in zip(self._shards, checked, strict=True):
+            if wrong:
+                raise ValueError(f"{wrong}; give the same command again to make it anew")
+            self._largest = np.maximum(self._largest, most)
+            if is_counted:
+                job.cores.each(partial(self._count, self._ids(shard), counts, first), self._rows)
+            done, samples = done + shard.bytes, samples + shard.samples
+            job.watch.advance(done, samples)
+        return counts
+
+    def _count(
+        self, ids_of: dict[str, NDArray[Any]], counts: NDArray[np.int64], first: int, table: str
+    ) -> None:
+        """Add the accesses of one table's rows to the counts, which begin with row `first` of all.
+        Runs on workers."""
+        start, end = self._bounds[table]
+        low, high = max(first, start), min(first + len(counts), end)
+        if low >= high:
+            return
+        uses = counts[low - first : high - first]
+        for feature in self._schema.features:
+            if feature.table != table:
+                continue
+            ids = ids_of[feature.name]
+            if len(uses) < end - start:
+                ids = ids[(ids >= low - start) & (ids < high - start)] - (low - start)
+            if len(uses) < 1 << 16:
+                uses += np.bincount(ids, minlength=len(uses))
+            else:
+                used, times = np.unique(ids, return_counts=True)
+                uses[used] += times
+
+    def _why_wrong(self, shard: ShardRecord) -> tuple[str | None, NDArray[np.float32]]:
+        """Return what is wrong with a shard, and the largest of each column of numbers. Runs on
+        workers."""
+        make_durable(inside(self._job.out, shard.file))
+        if wrong := why_wrong(self._job.out, shard, contents=True):
+            return wrong, self._largest
+        ids = self._ids(shard)
+        for feature in self._schema.features:
+            top = ids[feature.name].max(initial=0)
+            assert top < self._rows[feature.table], f"{shard.file}: {feature.name} has row {top}"
+        dense = self._mapped(shard)["dense"]
+        return None, np.maximum(dense.max(axis=0, initial=0), -dense.min(axis=0, initial=0))
+
+    def _ids(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
+        """Return the ids of each feature in a shard."""
+        arrays = self._mapped(shard)
+        columns = {f.name: arrays["ids"][:, place] for place, f in enumerate(self._schema.single)}
+        return columns | {f.name: arrays[f"{f.name}.values"] for f in self._schema.jagged}
+
+    def _mapped(self, shard: ShardRecord) -> dict[str, NDArray[Any]]:
+        return map_shard(inside(self._job.out, shard.file), self._schema, shard)

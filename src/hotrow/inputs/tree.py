@@ -1,0 +1,99 @@
+"""Batches as trees: tensors in tuples, lists, mappings, dataclasses and jagged tensors.
+
+A new batch has the structure of the old one; mappings become dicts. This module does not know
+samples or ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotrow.inputs.jagged import KeyedJaggedTensor
+
+
+def members(node: Any) -> Mapping[Any, Any] | None:
+    """Return the parts of a container by index, key or field name; None if it is no container."""
+    if isinstance(node, list | tuple):
+        return dict(enumerate(node))
+    if isinstance(node, Mapping):
+        return node
+    if is_dataclass(node) and not isinstance(node, type):
+        return {name: getattr(node, name) for name in _init_fields(type(node))}
+    return None
+
+
+def rebuilt(node: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container like `node` with other parts, given as `members` names them."""
+    if isinstance(node, list | tuple):
+        values = parts.values()
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    return dict(parts) if isinstance(node, Mapping) else replace(node, **parts)
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same batch with every tensor changed."""
+    return _mapped(batch, change, has_to=False)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor, and every object with a method `to`, to a device."""
+    return _mapped(batch, lambda part: part.to(device, non_blocking=True), has_to=True)
+
+
+def _mapped(node: Any, change: Callable[[Any], Any], *, has_to: bool) -> Any:
+    if isinstance(node, Tensor) or (has_to and hasattr(node, "to")):
+        return change(node)
+    if isinstance(node, KeyedJaggedTensor):
+        return node.map(change)
+    parts = members(node)
+    if parts is None:
+        return node
+    changed = {name: _mapped(part, change, has_to=has_to) for name, part in parts.items()}
+    return rebuilt(node, changed)
+
+
+def tensors_in(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, in the order in which `map_tensors` changes them."""
+    tensors: list[Tensor] = []
+    _collect(batch, tensors)
+    return tensors
+
+
+def only_tensors_in(batch: Any) -> list[Tensor] | None:
+    """Return every tensor of a batch; None if it holds anything else."""
+    tensors: list[Tensor] = []
+    return tensors if _collect(batch, tensors) else None
+
+
+def only_tensors(batch: Any) -> bool:
+    """Return whether a batch holds nothing but tensors that `map_tensors` changes."""
+    return only_tensors_in(batch) is not None
+
+
+def _collect(node: Any, tensors: list[Tensor]) -> bool:
+    """Append the tensors below a node; return whether there is nothing else."""
+    if isinstance(node, Tensor):
+        tensors.append(node)
+        return True
+    if isinstance(node, KeyedJaggedTensor):
+        node.map(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return True
+    parts = members(node)
+    if parts is None:
+        return False
+    are_tensors = [_collect(part, tensors) for part in parts.values()]  # all, also after a False
+    if is_dataclass(node):  # fields that the class computes itself
+        computed = (field.name for field in fields(node) if not field.init)
+        return all(are_tensors) and all(_collect(getattr(node, name), []) for name in computed)
+    return all(are_tensors)
+
+
+@cache
+def _init_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.init)

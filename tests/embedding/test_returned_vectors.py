@@ -1,0 +1,226 @@
+"""Vectors that a collection returns can be changed in place, and gradients stay those of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import cpu_rows
+
+ON_GPU = torch.cuda.is_available()
+Table = hotrow.EmbeddingBagConfig
+TABLES = [Table("a", 20, 4, ["f"]), Table("b", 20, 4, ["g"])]
+ONE = [Table("a", 20, 4, ["f"])]
+TWO_WIDTHS = [Table("a", 20, 4, ["f"]), Table("b", 20, 6, ["g"])]
+Change = Callable[[Any, Tensor], Tensor]
+
+
+@pytest.fixture(params=[cpu_rows, gpu_rows])
+def engine(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def place(engine: Any) -> str:
+    return "cuda" if ON_GPU and engine is gpu_rows else "cpu"
+
+
+def build(engine: Any, tables: Any = TABLES, **options: Any) -> hotrow.EmbeddingBagCollection:
+    options |= {"device": place(engine), "engine": engine}
+    rule = hotrow.SGD(lr=0.1)
+    return hotrow.EmbeddingBagCollection(tables, rule, strategy="all-fast", seed=1, **options)
+
+
+class Twin:
+    """Plain bags with the weights of a collection."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        place = embedding.device
+        self.weights = {
+            table.feature_names[0]: embedding.state_dict()[embedding.key_of(table.name)]
+            .to(place)
+            .requires_grad_()
+            for table in embedding.tables
+        }
+
+    def __call__(self, ids: Any) -> dict[str, Tensor]:
+        parts: Any = (
+            ids.t().unsqueeze(2) if isinstance(ids, Tensor) else ids.values().view(2, -1, 2)
+        )
+        pairs = zip(parts, self.weights.items(), strict=True)
+        return {name: nn.functional.embedding_bag(x, w, mode="sum") for x, (name, w) in pairs}
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for weight in self.weights.values():
+                if weight.grad is not None:
+                    weight -= 0.1 * weight.grad
+
+
+def cat(vectors: Any) -> Tensor:
+    return torch.cat(list(vectors.values()), 1) if isinstance(vectors, dict) else vectors.values()
+
+
+def scale_one(out: Any, scale: Tensor) -> Tensor:
+    vectors = out["f"]
+    vectors *= scale
+    return vectors.tanh().sum() + out["g"].square().sum()
+
+
+def scale_both(out: Any, scale: Tensor) -> Tensor:
+    for name in ("f", "g"):
+        vectors = out[name]
+        vectors.mul_(scale).add_(1)
+    return (out["f"] * out["g"]).sum()
+
+
+def scale_values(out: Any, scale: Tensor) -> Tensor:
+    vectors = cat(out)
+    vectors *= scale
+    return vectors.tanh().sum()
+
+
+def scale_then_values(out: Any, scale: Tensor) -> Tensor:
+    vectors = out["f"]
+    vectors *= scale
+    return cat(out).tanh().sum() + vectors.sum()
+
+
+def write_columns(out: Any, scale: Tensor) -> Tensor:
+    vectors = out["g"]
+    vectors[:, 1:3] = 0
+    vectors[0] += scale
+    return vectors.tanh().sum() + out["f"].sum()
+
+
+CHANGES = [scale_one, scale_both, scale_values, scale_then_values, write_columns]
+
+
+def dense_ids(device: str) -> Tensor:
+    return torch.tensor([[1, 2], [3, 2], [1, 9]], device=device)
+
+
+def jagged_ids(device: str) -> hotrow.KeyedJaggedTensor:
+    ids = torch.tensor([1, 2, 3, 3, 5, 1, 9, 8, 7, 7, 2, 1], device=device)
+    return hotrow.KeyedJaggedTensor(["f", "g"], ids, lengths=torch.full((6,), 2, device=device))
+
+
+@pytest.mark.parametrize("make", [dense_ids, jagged_ids])
+@pytest.mark.parametrize("tables", [TABLES, TWO_WIDTHS], ids=["one-width", "two-widths"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_place_train_like_torch(
+    change: Change, tables: Any, make: Any, engine: Any
+) -> None:
+    if change is scale_both and tables is TWO_WIDTHS:
+        pytest.skip("multiplies vectors of one width")
+    embedding = build(engine, tables)
+    twin, ids, grads = Twin(embedding), make(place(engine)), []
+    for run in (embedding, twin):
+        scale = torch.tensor(1.7, device=place(engine), requires_grad=True)
+        change(run(ids), scale).backward()
+        grads.append(scale.grad)
+    twin.step()
+    torch.testing.assert_close(*grads)
+    for table in tables:
+        found = embedding.state_dict()[embedding.key_of(table.name)]
+        torch.testing.assert_close(found, twin.weights[table.feature_names[0]].detach().cpu())
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference"])
+@pytest.mark.parametrize("change", [scale_one, scale_values, scale_then_values])
+def test_evaluation_allows_changes_too(change: Change, mode: str, engine: Any) -> None:
+    embedding = build(engine)
+    twin, scale = (
+        Twin(embedding),
+        torch.tensor(1.7, device=place(engine), requires_grad=mode == "eval"),
+    )
+    if mode == "eval":
+        embedding.eval()
+    context: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
+        mode, torch.enable_grad
+    )
+    with context():
+        found, expected = (
+            change(run(dense_ids(place(engine))), scale) for run in (embedding, twin)
+        )
+    torch.testing.assert_close(found.detach(), expected.detach())
+
+
+def test_one_feature_alone(engine: Any) -> None:
+    embedding = build(engine, ONE)
+    ids = torch.tensor([[1], [1], [4]], device=place(engine))
+    out = embedding(ids)
+    vectors = out["f"]
+    vectors *= 2
+    assert out.values() is vectors
+    before = embedding.state_dict()["embedding_bags.a.weight"]
+    out.values().sum().backward()
+    moved = before - embedding.state_dict()["embedding_bags.a.weight"]
+    torch.testing.assert_close(moved[[1, 4, 2], 0], torch.tensor([0.4, 0.2, 0.0]))
+
+
+def test_features_after_values_are_views_of_them(engine: Any) -> None:
+    embedding = build(engine)
+    twin, ids = Twin(embedding), dense_ids(place(engine))
+    out = embedding(ids)
+    every = out.values()
+    every *= 2
+    (out["f"].tanh().sum() + out.values().square().sum()).backward()
+    plain = twin(ids)
+    whole = cat(plain) * 2
+    (whole[:, :4].tanh().sum() + whole.square().sum()).backward()
+    twin.step()
+    found = embedding.state_dict()["embedding_bags.a.weight"]
+    torch.testing.assert_close(found, twin.weights["f"].detach().cpu())
+    with pytest.raises(RuntimeError, match="view and is being modified inplace"):
+        out["f"].mul_(2)
+
+
+def test_values_after_features_are_a_copy(engine: Any) -> None:
+    out = build(engine)(dense_ids(place(engine)))
+    first = out["f"]
+    every = out.values()
+    expected = every.detach().clone()
+    first *= 2
+    assert torch.equal(every, expected)  # what was taken before is not changed behind the back
+    every *= 3
+    assert torch.equal(first, expected[:, :4] * 2)
+
+
+def test_lookups_without_pooling(engine: Any) -> None:
+    embedding = hotrow.EmbeddingCollection(
+        ONE, hotrow.SGD(lr=0.1), strategy="all-fast", device=place(engine), engine=engine
+    )
+    ids = hotrow.KeyedJaggedTensor(
+        ["f"],
+        torch.tensor([1, 2, 3], device=place(engine)),
+        lengths=torch.tensor([2, 1], device=place(engine)),
+    )
+    before = embedding.state_dict()["embeddings.a.weight"]
+    sequences = embedding(ids)["f"]
+    sequences *= 4**0.5
+    sequences.sum().backward()
+    moved = before - embedding.state_dict()["embeddings.a.weight"]
+    torch.testing.assert_close(moved[[1, 2, 3, 4], 0], torch.tensor([0.2, 0.2, 0.2, 0.0]))
+
+
+def test_a_saved_vector_that_is_changed_is_refused_as_in_torch(engine: Any) -> None:
+    vectors = build(engine)(dense_ids(place(engine)))["f"]
+    loss = vectors.square().sum()
+    vectors *= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_in_place_operator_may_stand_behind_a_feature(engine: Any) -> None:
+    out = build(engine)(torch.tensor([[1, 2], [3, 4]], device=place(engine)))
+    before = out["f"].clone()
+    out["f"] *= 2
+    assert torch.equal(out["f"], before * 2)
+    with pytest.raises(TypeError, match="can be changed in place, but not replaced"):
+        out["f"] = before

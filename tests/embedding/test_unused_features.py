@@ -1,0 +1,254 @@
+"""Features without a gradient: their rows, state and steps stay, as in plain torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrow
+from builders import RULES, tight_budget, variant
+from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.inputs.tree import to_device
+
+Table = hotrow.EmbeddingBagConfig
+ON_GPU = torch.cuda.is_available()
+# One width for all, so that one lookup serves them; "a" is shared by a used and an unused feature.
+TABLES = [Table("a", 40, 4, ["f", "g"]), Table("b", 30, 4, ["h"]), Table("c", 20, 4, ["i"])]
+OTHER_WIDTH = [*TABLES[:2], Table("c", 20, 6, ["i"])]
+FEATURES = ("f", "g", "h", "i")
+LIMITS = dict(zip(FEATURES, (40, 40, 30, 20), strict=True))
+USED = ("f", "h")
+STEPS, SIZE = 4, 6
+
+# Strategy, slots of each width, and the engine where it is not the CPU's.
+ENGINES: dict[str, tuple[Any, ...]] = {
+    "all-fast": ("all-fast",),
+    "lookahead": ("lookahead", 48),
+    "scratchpipe": ("scratchpipe", 90),
+    "chunked": ("lookahead", 4),
+    "hybrid": ("hybrid",),
+    "static-hybrid": ("static-hybrid", 12),
+    "device": ("all-fast", None, gpu_rows),
+    "device-lookahead": ("lookahead", 48, gpu_rows),
+    "device-chunked": ("lookahead", 4, gpu_rows),
+}
+
+
+def build(
+    engine: str, rule: hotrow.kernels.rules.RowRule, tables: Sequence[Any] = TABLES, **more: Any
+) -> hotrow.EmbeddingBagCollection:
+    """Builds a collection on an engine of ENGINES; on a machine with a GPU all are there."""
+    strategy, slots, kind = (*ENGINES[engine], None, None)[:3]
+    options: dict[str, Any] = {"seed": 3, "strategy": strategy, "engine": kind, **more}
+    if slots is not None:
+        shares = [hotrow.Share(slots, 16, True) for _ in {t.embedding_dim for t in tables}]
+        options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
+    if ON_GPU and (kind is not None or "hybrid" in engine):
+        options["device"] = "cuda"
+    return hotrow.EmbeddingBagCollection(tables, rule, **options)
+
+
+def dense(generator: torch.Generator) -> Tensor:
+    ids = [torch.randint(n, (SIZE,), generator=generator) for n in LIMITS.values()]
+    return torch.stack(ids, dim=1)
+
+
+def jagged(generator: torch.Generator) -> hotrow.KeyedJaggedTensor:
+    lengths = torch.randint(0, 4, (4, SIZE), generator=generator)
+    pairs = zip(LIMITS.values(), lengths, strict=True)
+    ids = [torch.randint(n, (int(each.sum()),), generator=generator) for n, each in pairs]
+    values = torch.cat(ids)
+    weights = torch.rand(len(values), generator=generator)
+    return hotrow.KeyedJaggedTensor(FEATURES, values, lengths=lengths.flatten(), weights=weights)
+
+
+def batches(make: Any = dense, count: int = STEPS) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return [make(generator) for _ in range(count)]
+
+
+def loss_of(vectors: Any, names: Sequence[str] = USED) -> Tensor:
+    """A loss of some features alone."""
+    total: Any = 0
+    for place, name in enumerate(names):
+        total = total + (vectors[name].float() * (1 + place)).tanh().sum()
+    return total
+
+
+class Plain:
+    """nn.EmbeddingBag with sparse gradients for each table, and torch's optimizers."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection, optimizer: Any) -> None:
+        self.bags = nn.ModuleDict()
+        self.tables = embedding.tables
+        for table in self.tables:
+            weights = embedding.state_dict()[f"embedding_bags.{table.name}.weight"]
+            self.bags[table.name] = nn.EmbeddingBag.from_pretrained(
+                weights.clone(), freeze=False, mode="sum", sparse=True
+            )
+        self.optimizer = optimizer(self.bags.parameters())
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        parts: dict[str, Any] = {}
+        if isinstance(batch, Tensor):
+            pairs = zip(FEATURES, batch.t(), strict=True)
+            parts = {name: (column[:, None], None, None) for name, column in pairs}
+        else:
+            for place, name in enumerate(FEATURES):
+                offsets = batch.offsets()[place * SIZE : (place + 1) * SIZE + 1]
+                here = slice(int(offsets[0]), int(offsets[-1]))
+                weights = batch.weights_or_none()[here]
+                parts[name] = (batch.values()[here], (offsets - offsets[0])[:-1], weights)
+        table_of = {name: table.name for table in self.tables for name in table.feature_names}
+        return {name: self.bags[table_of[name]](*each) for name, each in parts.items()}
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_like(embedding: hotrow.EmbeddingBagCollection, plain: Plain) -> None:
+    for key, weight in embedding.state_dict().items():
+        twin = plain.bags[key.split(".")[1]].weight.detach()
+        torch.testing.assert_close(weight, twin, rtol=1e-5, atol=1e-6)
+
+
+RULE = {
+    "adam": (hotrow.Adam(lr=0.05), lambda each: torch.optim.SparseAdam(list(each), lr=0.05)),
+    "adagrad": (hotrow.Adagrad(lr=0.1), lambda each: torch.optim.Adagrad(each, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", [dense, jagged])
+@pytest.mark.parametrize("rule", RULE)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_state_and_steps_are_those_of_torch_modules(engine: str, rule: str, kind: Any) -> None:
+    embedding = build(engine, RULE[rule][0])
+    plain = Plain(embedding, RULE[rule][1])
+    every = batches(kind)
+    # Which features are used changes: a table that was not counts fewer steps.
+    uses = [USED, USED, ("g",), FEATURES]
+    for batch, names in zip(hotrow.ahead(every, embedding), uses, strict=True):
+        loss_of(embedding(batch), names).backward()
+    for batch, names in zip(every, uses, strict=True):
+        loss_of(plain(batch), names).backward()
+        plain.step()
+    assert_like(embedding, plain)
+    assert embedding.optimizer.steps == [4, 3, 1]
+    for name, state in embedding.optimizer.state_dict()["state"].items():
+        found = plain.optimizer.state[plain.bags[name].weight]
+        assert state["step"] == int(found["step"]) or rule == "adagrad"
+        for key in state.keys() - {"step"}:
+            torch.testing.assert_close(state[key], found[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tables", [TABLES, OTHER_WIDTH], ids=["one-width", "two-widths"])
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
+def test_decay_leaves_rows_of_unused_tables_alone(engine: str, rule: str, tables: Any) -> None:
+    embedding = build(engine, RULES[rule], tables)
+    start = embedding.state_dict()
+    for batch in hotrow.ahead(batches(), embedding):
+        loss_of(embedding(batch)).backward()
+    now, state = embedding.state_dict(), embedding.optimizer.state_dict()["state"]
+    assert torch.equal(now["embedding_bags.c.weight"], start["embedding_bags.c.weight"])
+    assert not any(each.any() for key, each in state["c"].items() if key != "step")
+    assert state["c"]["step"] == 0
+    assert not torch.equal(now["embedding_bags.b.weight"], start["embedding_bags.b.weight"])
+
+
+def test_a_row_that_only_an_unused_feature_reads_stays() -> None:
+    embedding = build("all-fast", RULES["adamw"])
+    start = embedding.state_dict()["embedding_bags.a.weight"]
+    ids = torch.tensor([[1, 2, 0, 0], [3, 3, 0, 0]])  # f reads rows 1 and 3 of table a, g 2 and 3
+    loss_of(embedding(ids)).backward()
+    moved = (embedding.state_dict()["embedding_bags.a.weight"] != start).any(1)
+    assert moved.nonzero().flatten().tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "device"])
+def test_not_a_number_in_what_is_unused_harms_nothing(engine: str) -> None:
+    embedding = build(engine, hotrow.SGD(lr=0.1))
+    place = embedding.groups[0].device
+    for table, size in (("b", 30), ("c", 20)):
+        embedding.load_weights(table, 0, torch.full((size, 4), torch.nan))
+    keys = hotrow.KeyedJaggedTensor(
+        FEATURES,
+        torch.tensor([1, 1, 5, 7], device=place),
+        lengths=torch.ones(4, dtype=torch.int64, device=place),
+        weights=torch.tensor([1.0, torch.nan, torch.inf, 1.0], device=place, requires_grad=True),
+    )
+    embedding(keys)["f"].sum().backward()
+    weights = embedding.state_dict()["embedding_bags.a.weight"]
+    assert weights.isfinite().all()
+    grads = keys.weights_or_none().grad.cpu()  # type: ignore[union-attr]
+    assert grads[0] != 0
+    assert not grads[1:].any()
+
+
+def test_vectors_of_half_precision_are_no_other() -> None:
+    embedding = build("device", RULES["adamw"], output_dtype=torch.bfloat16)
+    start = embedding.state_dict()
+    for batch in hotrow.ahead(batches(count=2), embedding):
+        out = embedding(batch)
+        assert out["f"].dtype == torch.bfloat16
+        loss_of(out).backward()
+    now = embedding.state_dict()
+    assert [torch.equal(start[key], now[key]) for key in now] == [False, False, True]
+
+
+def test_values_use_every_table() -> None:
+    embedding, other = (build("all-fast", RULES["adamw"]) for _ in range(2))
+    ids = batches()[0]
+    embedding(ids).values()[:, :4].tanh().sum().backward()
+    out = other(ids)
+    (out["f"].tanh().sum() + sum(out[name].sum() * 0 for name in "ghi")).backward()
+    assert embedding.optimizer.steps == [1, 1, 1]
+    for key, weight in other.state_dict().items():
+        assert torch.equal(weight, embedding.state_dict()[key])
+
+
+@pytest.mark.parametrize("engine", ["all-fast", "lookahead", "hybrid", "static-hybrid", "device"])
+def test_accumulated_passes_may_use_different_features(engine: str) -> None:
+    embedding = build(engine, RULE["adam"][0])
+    plain = Plain(embedding, RULE["adam"][1])
+    first, second = batches(count=2)
+    for _ in range(2):
+        with embedding.accumulate():
+            loss_of(embedding(to_device(first, embedding.device)), ("f",)).backward()
+            loss_of(embedding(to_device(second, embedding.device)), ("g",)).backward()
+        loss_of(plain(first), ("f",)).backward()
+        loss_of(plain(second), ("g",)).backward()
+        plain.step()
+    assert_like(embedding, plain)
+    assert embedding.optimizer.steps == [2, 0, 0]
+
+
+def test_gradients_that_are_looked_at_first_have_the_same_rows() -> None:
+    ids = batches()
+    outcomes = []
+    for options in ({}, {"on_nonfinite": "error"}):
+        embedding = build("lookahead", RULES["adamw"], **options)
+        for batch in hotrow.ahead(ids, embedding):
+            loss_of(embedding(batch)).backward()
+        outcomes.append(embedding.state_dict())
+    assert all(torch.equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[0])
+
+
+@pytest.mark.parametrize("name", ["lookahead", "lru", "scratchpipe", "static"])
+def test_few_slots_have_the_bits_of_all_rows_in_fast_memory(name: str) -> None:
+    case, strategy = type("Case", (), {"tables": TABLES})(), variant(name)
+    ids = batches(count=12)
+    budget = tight_budget(case, ids, strategy.hold)
+    found = build("all-fast", RULES["adam"], strategy=strategy, budget=budget)
+    expected = build("all-fast", RULES["adam"])
+    for embedding in (found, expected):
+        for step, batch in enumerate(hotrow.ahead(ids, embedding)):
+            loss_of(embedding(batch), USED if step % 3 else ("i",)).backward()
+    found.check()
+    for key, weight in expected.state_dict().items():
+        assert torch.equal(weight, found.state_dict()[key])

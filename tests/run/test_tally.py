@@ -1,0 +1,109 @@
+"""Losses are read when they are there; the limit of a run follows from measured times."""
+
+import json
+import math
+
+import pytest
+
+from hotrow.cli._watch import RunLines, Screen, progress_facts
+from hotrow.run.tally import STEPS_BEHIND, PendingRecords, Tally, limit_of
+from hotrow.support.records import StepRecord, Times
+from step_records import STEP, Device, failing_step
+
+
+def test_a_known_loss_is_passed_on_at_once() -> None:
+    records: list[StepRecord] = []
+    PendingRecords(records.append).add(STEP)
+    assert records == [STEP]
+
+
+def test_a_late_loss_is_read_some_steps_later() -> None:
+    device, tally = Device(), Tally()
+    for step in range(1, STEPS_BEHIND + 3):
+        tally.add(device.record(step))
+    assert device.asked == [1, 2]
+    assert tally.steps == STEPS_BEHIND + 2
+    assert tally.losses == [0.1, 0.2]
+    assert tally.loss == 0.2
+    tally.finish()
+    assert device.asked == list(range(1, STEPS_BEHIND + 3))
+
+
+def test_a_summary_has_the_last_loss_also_if_the_device_fails() -> None:
+    device, tally = Device(), Tally()
+    summaries = []
+    for record in (device.record(1), device.record(2), failing_step(3)):
+        tally.add(record)
+        options = {"fast_rows_share": 1.0, "equal_to_all_fast": None, "chunked_batches": 0}
+        summaries.append(tally.summary(**options))  # type: ignore[arg-type]
+    assert [(summary.steps, summary.loss) for summary in summaries] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.2),
+    ]
+
+
+def test_progress_does_not_wait_for_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    device, tally = Device(), Tally()
+    for show in (Screen(), RunLines()):
+        with show.progress("training", steps=3) as advance:
+            tally.add(device.record(1))
+            advance(tally)
+    assert device.asked == []
+    assert math.isnan(tally.loss)
+    assert not any("loss" in fact for fact in progress_facts(tally))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] is None
+
+
+def times(
+    read: float, plan: float, rows: float, waited: float = math.nan, chunks: float = 0.0
+) -> Times:
+    """Return the times of 100 steps that take a second together."""
+    return Times(100, 1.0, read, plan, rows, waited, chunks)
+
+
+@pytest.mark.parametrize(
+    ("device", "measured", "part", "share"),
+    [
+        ("cpu", times(0.5, 0.2, 0.1), "loader", 0.5),
+        ("cpu", times(0.1, 0.6, 0.1), "planning", 0.6),
+        ("cpu", times(0.1, 0.2, 0.5), "link", 0.5),
+        ("cpu", times(0.1, 0.2, 0.1), "dense part", 0.6),
+        ("cuda:0", times(0.5, 0.2, 0.1, 0.9), "loader", 0.5),  # rows are late like their batch
+        ("cuda:0", times(0.1, 0.6, 0.1, 0.1), "planning", 0.6),
+        ("cuda:0", times(0.1, 0.2, 0.6, 0.3), "link", 0.3),  # launches of moves do not count
+        ("cuda:0", times(0.1, 0.2, 0.1, 0.02), "dense part", 0.98),
+    ],
+)
+def test_the_largest_part_limits(device: str, measured: Times, part: str, share: float) -> None:
+    limit = limit_of(measured, device=device)
+    assert limit is not None
+    assert (limit.part, limit.share) == (part, pytest.approx(share))
+    assert limit.is_to_be_told == (part != "dense part")
+    assert limit.message.startswith(f"limited by {limit.name}: ")
+    assert device != "cpu" or f"reading batches {measured.read_seconds:.0%}" in limit.message
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_batches_in_chunks_limit_with_the_planning_for_them(device: str) -> None:
+    measured, remedy = times(0.1, 0.35, 0.0, 0.1, chunks=0.25), "budget='32%' would hold them"
+    limit = limit_of(measured, device=device, remedy=remedy)
+    assert limit is not None
+    assert (limit.part, limit.share) == ("chunks", pytest.approx(0.6))
+    assert limit.message.startswith("limited by a budget too small for batches: ")
+    assert limit.message.endswith(f". {remedy}")
+    assert limit.is_to_be_told
+
+
+def test_a_few_batches_in_chunks_are_not_the_limit() -> None:
+    limit = limit_of(times(0.1, 0.3, 0.2, chunks=0.05), device="cpu", remedy="much helps much")
+    assert limit is not None
+    assert (limit.part, limit.share) == ("dense part", pytest.approx(0.35))
+    assert "batches in chunks 5%" in limit.message
+    # Planning, moving and chunks are what all-fast would save.
+    assert limit.message.endswith("it would be 2.2 times as fast at most")
+
+
+def test_without_measurements_there_is_no_limit() -> None:
+    assert limit_of(None, device="cpu") is None
+    assert limit_of(times(0.1, 0.1, 0.1), device="cuda") is None

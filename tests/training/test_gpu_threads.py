@@ -1,0 +1,254 @@
+"""Threads that read a collection on a GPU beside one that trains it, eagerly and captured."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import hotrow
+from hotrow.support import streams as lanes
+from hotrow.training import captured
+from test_abandoned import check_training_goes_on, ways_on
+from test_gpu_graphed import Model, batches
+from test_reading_threads import (
+    Steps,
+    check_beside_training,
+    collection,
+    every_row,
+    readers,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STRATEGIES = [
+    "all-fast",
+    "uncached",
+    "static",
+    "lru",
+    "scratchpipe",
+    "lookahead",
+    "hybrid",
+    "static-hybrid",
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
+    check_beside_training(lambda: collection(strategy, "cuda"), "cuda")
+
+
+@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
+def test_threads_read_beside_every_form_of_fill(fill: str) -> None:
+    check_beside_training(lambda: collection("lookahead", "cuda", fill=fill), "cuda")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_goes_on_after_an_iterator_that_was_not_closed(strategy: str) -> None:
+    check_training_goes_on(lambda: collection(strategy, "cuda"), ways_on()["iterate"], "cuda")
+
+
+@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
+def test_training_goes_on_after_that_with_every_form_of_fill(fill: str) -> None:
+    check_training_goes_on(
+        lambda: collection("lookahead", "cuda", fill=fill), ways_on()["iterate"], "cuda"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "hybrid", "static-hybrid", "all-fast"])
+def test_threads_read_on_streams_of_their_own(strategy: str) -> None:
+    """What was launched on other streams has to be waited for by events."""
+
+    def make() -> Any:
+        return collection(strategy, "cuda")
+
+    class OnStream:
+        """Reads on a stream of the thread's own."""
+
+        def __init__(self, embedding: Any) -> None:
+            self._embedding, self._local = embedding, threading.local()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._embedding, name)
+
+        def __call__(self, ids: Tensor) -> Any:
+            if not hasattr(self._local, "stream"):
+                self._local.stream = torch.cuda.Stream()
+            with torch.cuda.stream(self._local.stream):
+                return self._embedding(ids)
+
+    alone, shared = make(), make()
+    steps = Steps(alone, "cuda")
+    apart = OnStream(shared)
+    with readers(3, lambda: steps.check(apart)):  # type: ignore[arg-type]
+        train(shared, steps.end, device="cuda")
+    assert torch.equal(every_row(shared), steps.rows)
+
+
+class Captured:
+    """A model that is trained by `hotrow.graphed`."""
+
+    def __init__(self, strategy: str = "lookahead") -> None:
+        tables = [
+            hotrow.EmbeddingBagConfig("a", 5000, 16, ["f", "h"]),
+            hotrow.EmbeddingBagConfig("b", 300, 24, ["g"]),
+        ]
+        self.embedding = hotrow.EmbeddingBagCollection(
+            tables, hotrow.Adam(lr=0.01), "60%", strategy=strategy, device="cuda", seed=1
+        )
+        self.model = Model(self.embedding).cuda()
+        parameters = self.model.parameters()
+        self.step = hotrow.graphed(
+            self.model,
+            lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels),
+            torch.optim.SGD(parameters, lr=0.1),
+        )
+
+    def train(self, steps: int, after_step: Callable[[int], None] = lambda step: None) -> Tensor:
+        losses = []
+        loader = batches(steps=steps)
+        stream = hotrow.ahead(loader, self.model, ids=lambda b: b.sparse, step=self.step)
+        for step, batch in enumerate(stream):
+            losses.append(self.step(batch))
+            after_step(step)
+        tables = [w for t in self.embedding.tables for _, w in self.embedding.weights(t.name)]
+        return torch.cat([torch.stack(losses).cpu(), *(each.flatten() for each in tables)])
+
+
+@pytest.mark.parametrize("strategy", ["lookahead", "all-fast", "hybrid"])
+def test_threads_read_beside_captured_steps(strategy: str) -> None:
+    steps = 120
+    probes = [next(batches(steps=1)).sparse.to("cuda")]
+    history: list[list[Tensor]] = []
+
+    def read(run: Captured) -> list[Tensor]:
+        with torch.no_grad():
+            return [run.embedding(ids).values().cpu() for ids in probes]
+
+    alone = Captured(strategy)
+    history.append(read(alone))
+    wanted = alone.train(steps, lambda step: history.append(read(alone)))
+    shared, ended = Captured(strategy), 0
+
+    def end(step: int) -> None:
+        nonlocal ended
+        ended = step + 1
+
+    def check() -> None:
+        first = ended
+        found = read(shared)
+        last = min(ended + 1, steps)
+        assert any(
+            all(map(torch.equal, found, history[step])) for step in range(first, last + 1)
+        ), f"vectors of no step from {first} to {last}"
+
+    with readers(3, check):
+        found = shared.train(steps, end)
+    assert torch.equal(found, wanted)
+    assert shared.step.landing is not None
+    assert not shared.step.landing._refused
+
+
+def _synchronize() -> None:
+    """Wait for the device, which would spoil the capture of another thread."""
+    torch.cuda.synchronize()
+    time.sleep(0.002)
+
+
+def _spoil() -> None:
+    """Wait for the device by a function that hotrow does not know."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_synchronize()
+
+
+def _allocate() -> None:
+    torch.empty(1 << 22, device="cuda").fill_(1.0)
+    torch.cuda.empty_cache()
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "synchronize": _synchronize,
+    "allocate and free": _allocate,
+    "read a value": lambda: torch.ones(3, device="cuda").sum().item(),
+    "lock memory": lambda: torch.empty(1 << 20).pin_memory(),
+    "copy from locked memory": lambda: (
+        torch.ones(1 << 16).pin_memory().to("cuda", non_blocking=True).cpu()
+    ),
+    "events": lambda: torch.cuda.Event().record(),
+    "another stream": lambda: torch.cuda.Stream().synchronize(),
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_captures_survive_what_other_threads_ask_of_cuda(call: str) -> None:
+    wanted = Captured().train(40)
+    with readers(2, OTHERS[call]):
+        run = Captured()
+        found = run.train(40)
+    assert torch.equal(found, wanted)
+    assert run.step.landing is not None
+    assert not run.step.landing._refused
+
+
+def test_a_capture_that_another_thread_spoils_leaves_nothing_open() -> None:
+    """The next capture into the same pool works, memory is freed, and random numbers go on."""
+    values = torch.zeros(8, device="cuda")
+
+    def launch() -> None:
+        values.add_(torch.ones(8, device="cuda"))
+
+    def spoiled() -> None:
+        launch()
+        other = threading.Thread(target=_spoil)
+        other.start()
+        other.join()
+
+    launch()
+    pool = lanes.capture(launch, None, 0).pool()
+    torch.cuda.synchronize()
+    for place in (None, pool):
+        torch.cuda.manual_seed(3)
+        wanted = torch.rand(4, device="cuda")
+        torch.cuda.manual_seed(3)
+        with pytest.raises(RuntimeError) as caught:
+            lanes.capture(spoiled, place, 0)
+        assert lanes.is_spoiled(caught.value)
+        assert torch.equal(torch.rand(4, device="cuda"), wanted)
+    before = values.clone()
+    lanes.capture(launch, pool, 0).replay()
+    assert torch.equal(values, before + 1)
+
+
+def test_a_step_whose_capture_was_spoiled_is_captured_later() -> None:
+    """Three captures of the whole step are spoiled; the bits stay, and later ones succeed."""
+    wanted = Captured().train(40)
+    spoiled = iter(range(3))
+    capture = captured.capture
+
+    def spoil(launch: Callable[[], None], pool: Any, priority: int) -> Any:
+        def launch_and_spoil() -> None:
+            launch()
+            if next(spoiled, None) is not None:
+                other = threading.Thread(target=_spoil)
+                other.start()
+                other.join()
+
+        return capture(launch_and_spoil, pool, priority)
+
+    run = Captured()
+    run.step.landing._settings = captured.GraphSettings(capture=spoil)
+    assert torch.equal(run.train(40), wanted)
+    assert next(spoiled, None) is None
+    assert not run.step.landing._refused
+    assert run.step.landing.num_graphs
