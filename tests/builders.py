@@ -385,7 +385,7 @@ def assert_close(embedding: hotrow.EmbeddingBagCollection, plain: PlainTables) -
 
 
 class Late:
-    """A worker that does nothing until somebody waits for it: later than any thread could be."""
+    """A worker that does nothing until a caller waits for it: later than any thread could be."""
 
     def __init__(self) -> None:
         self.queue: deque[LateJob] = deque()
@@ -397,9 +397,10 @@ class Late:
 
 
 class LateJob:
-    def __init__(self, worker: Late, job: Callable[..., None], args: Any) -> None:
-        self.worker, self.job, self.args = worker, job, args
-        self.is_done = False
+    def __init__(
+        self, worker: Late, job: Callable[..., None], args: Any, *, is_done: bool = False
+    ) -> None:
+        self.worker, self.job, self.args, self.is_done = worker, job, args, is_done
 
     def result(self) -> None:
         while not self.is_done:

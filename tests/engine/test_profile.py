@@ -142,7 +142,7 @@ def test_a_hotter_width_gets_more_slots_in_a_collection() -> None:
     tables = [Table("a", 2000, 8, ["f"]), Table("b", 2000, 9, ["g"])]
     profile = {"a": counts(1, 2000), "b": counts(500, 2000)}
     embedding = hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), 30_000, profile=profile)
-    cold, hot = (each.pad.num_slots for each in embedding.groups)
+    cold, hot = (each.memory.pad.num_slots for each in embedding.groups)
     assert hot > 2 * cold
 
 
@@ -154,7 +154,7 @@ def test_the_hottest_rows_are_pinned_before_the_first_batch() -> None:
     )
     embedding(ids_of(5)[:, None])
     (rows,) = embedding.groups
-    assert rows.pad.row_of_slot[rows.planner.pinned_slots].tolist() == [7, 1900, 30]
+    assert rows.memory.pad.row_of_slot[rows.planner.pinned_slots].tolist() == [7, 1900, 30]
 
 
 # -- bad profiles ------------------------------------------------------------------------

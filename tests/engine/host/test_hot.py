@@ -365,7 +365,7 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
     embedding = hot(case, profile={"t": counts}, budget=room_for(case, 2))
     (group,) = embedding.groups
     assert isinstance(group.hot, HotRows)
-    assert group._hot_ids.tolist() == [3, 41]
+    assert group.hot.ids.tolist() == [3, 41]
 
 
 @pytest.mark.thinned(2)
@@ -379,10 +379,10 @@ def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     for first in range(0, 40, 10):
         rows = torch.randperm(110, generator=torch.Generator().manual_seed(first))
         group.pin_rows(rows)
-        assert group._hot_ids.tolist() == sorted(rows[:40].tolist())
+        assert group.hot.ids.tolist() == sorted(rows[:40].tolist())
         losses += train(embedding, batches[first : first + 10]).losses
     assert_like(outcome(embedding, losses), all_fast("multi-hot", rule, 40))
-    assert group._version == 5  # nothing was learned
+    assert group.hot.version == 5  # nothing was learned
 
 
 @pytest.mark.thinned(2)
@@ -393,15 +393,15 @@ def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> Non
     (group,) = embedding.groups
     assert isinstance(group.hot, HotRows)
     make_late(embedding)
-    assert group._hot_ids.tolist() == list(range(80, 110))  # a small table is hot as a whole
+    assert group.hot.ids.tolist() == list(range(80, 110))  # a small table is hot as a whole
     batches = MULTI_HOT.batches(40)
     found = train(embedding, batches)
     assert_like(found, all_fast("multi-hot", rule, 40))
-    assert group._seen is None
-    assert group._version >= 3  # two times at least
+    assert group.hot._seen is None
+    assert group.hot.version >= 3  # two times at least
     firsts = [each.values()[: each.offsets()[len(each.offsets()) // 2]] for each in batches[:8]]
     uses = torch.bincount(torch.cat([ids.unique() for ids in firsts]), minlength=80)
-    learned = group._hot_ids[group._hot_ids < 80]
+    learned = group.hot.ids[group.hot.ids < 80]
     assert torch.equal(learned, (uses > 1).nonzero().squeeze(1))
     before = embedding.traffic()
     train(embedding, MULTI_HOT.batches(20, seed=1))
@@ -430,7 +430,7 @@ def test_gradients_of_before_find_rows_that_became_hot_since(
     embedding = build(MULTI_HOT, "adam", "static-hybrid", budget=room_for(MULTI_HOT, 80))
     make_late(embedding)
     assert_like(run(embedding), run(build(MULTI_HOT, "adam")))
-    assert len(embedding.groups[0]._hot_ids) > 30
+    assert len(embedding.groups[0].hot.ids) > 30
 
 
 @pytest.mark.usefixtures("learn_early")
@@ -440,7 +440,7 @@ def test_frozen_rows_stay_when_they_become_hot() -> None:
     before = embedding.state_dict()
     train(embedding, MULTI_HOT.batches(12))
     after = embedding.state_dict()
-    assert len(embedding.groups[0]._hot_ids) > 30
+    assert len(embedding.groups[0].hot.ids) > 30
     for table, count in (("a", 20), ("b", 5)):
         key = f"embedding_bags.{table}.weight"
         assert torch.equal(after[key][:count], before[key][:count])
@@ -457,7 +457,7 @@ def test_only_cold_rows_count_as_moved() -> None:
         train(each, case.batches(6))
     (group,) = embedding.groups
     is_hot = torch.zeros(group.layout.num_rows, dtype=torch.bool)
-    is_hot[group._hot_ids] = True
+    is_hot[group.hot.ids] = True
     moved = 0
     for batch in case.batches(6):
         moved += int((~is_hot[twin.pipeline.prepare(batch).works[0].ids.ids]).sum())
@@ -547,7 +547,7 @@ def test_on_a_gpu_it_learns_and_changes_nothing_by_it(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", **options)
     found = train(embedding, MULTI_HOT.batches(40))
     assert_like(here(found), here(all_fast("multi-hot", rule, 40, "cuda")))
-    assert embedding.groups[0]._version >= 3
+    assert embedding.groups[0].hot.version >= 3
 
 
 @on_a_gpu
@@ -648,8 +648,8 @@ def test_a_cut_step_reads_hot_rows_too() -> None:
     (work,) = arrival.works
     work.berth = 0
     assert isinstance(group, HostRows)
-    cut = group.cut(work)
-    group.bring(work, cut)
+    cut = group.make_boundary(work)
+    group.load_vectors(work, cut)
     expected = build(CASES["one-hot"])(batch)
     torch.testing.assert_close(
         cut.vectors.view(len(batch), 2, 4)[:, 0], expected["f"].detach(), **TOLERANCE
