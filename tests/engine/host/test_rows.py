@@ -408,7 +408,9 @@ def test_every_row_of_a_batch_counts_as_moved_without_its_state() -> None:
     for name, each in expected.per_table.items():
         assert found.per_table[name].lookups == each.lookups
         assert found.per_table[name].unique_rows == each.unique_rows
-    totals = [sum(column) for column in zip(*(g.counters.moved for g in embedding.groups), strict=True)]
+    totals = [
+        sum(column) for column in zip(*(g.counters.moved for g in embedding.groups), strict=True)
+    ]
     assert totals == [found.lookups, found.unique_rows, found.unique_rows, found.unique_rows]
 
 
