@@ -18,6 +18,7 @@ from torch import Tensor
 import hotrow
 from builders import SCHEDULES, variant
 from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.rows import RowGroup
 from hotrow.support.threads import may_wait
 from test_reading_threads import STRATEGIES, batches, collection, every_row, in_thread, vectors
 
@@ -109,7 +110,8 @@ def collect_in_a_reader(embedding: Any, then: Callable[[], None] = lambda: None)
 
 def is_planned(embedding: Any) -> bool:
     """Whether rows are still to move for batches that were planned."""
-    return any(group.flight.uncollected or group.flight.in_transit for group in embedding.groups)
+    flights = [group.flight for group in embedding.groups if isinstance(group, RowGroup)]
+    return any(flight.uncollected or flight.in_transit for flight in flights)
 
 
 # -- no thread waits for itself ----------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.engine import rows
 from hotrow.support.threads import _FEW_LOOKUPS, RowLock, TrainingThread
 
 TABLES = [
@@ -216,7 +215,7 @@ class Calls(TorchDispatchMode):
 
 # Threads compete for Python's lock in each of these calls. Hashed maps need most of them.
 @pytest.mark.parametrize(
-    ("strategy", "most"), [("all-fast", 20), ("cpu", 20), ("hybrid", 20), ("lookahead", 150)]
+    ("strategy", "most"), [("all-fast", 30), ("cpu", 25), ("hybrid", 25), ("lookahead", 150)]
 )
 def test_a_read_needs_few_calls_of_torch(strategy: str, most: int) -> None:
     embedding = collection(strategy)
@@ -235,7 +234,8 @@ def test_reads_in_several_parts_have_the_same_bits(
     embedding = collection(strategy)
     train(embedding)
     wanted = [vectors(embedding, ids) for ids in probes()]
-    monkeypatch.setattr(rows, "_MOST_LOOKUPS", 7)
+    monkeypatch.setattr("hotrow.engine.direct.ALL_AT_ONCE", 7)
+    monkeypatch.setattr("hotrow.engine.host.rows.ALL_AT_ONCE", 7)
     assert all(map(torch.equal, [vectors(embedding, ids) for ids in probes()], wanted))
 
 

@@ -454,7 +454,7 @@ def test_a_given_number_of_lookups_is_the_room_from_the_start(seen: Replays) -> 
     most = max(batch["ids"].values().numel() for batch in batches)
     model = make("sum", "sgd", "lookahead", slots=60)
     step = step_of(model, seen, max_lookups=most)
-    assert model.embedding.groups[0].room(most - 1) == most
+    assert model.embedding.groups[0].planning.room(most - 1) == most
     losses = [step(batch) for batch in stream(batches, model, step)]
     assert found_in(model, losses).same_bits(eager("sum", "sgd", 9))
     assert step.landing is not None
@@ -511,7 +511,7 @@ def test_a_step_is_captured_anew_when_rows_are_frozen_at_first_and_no_longer(see
 
 @without_gpu
 def test_a_loop_may_pull_batches_together_skip_some_and_leave(seen: Replays) -> None:
-    """Batches read ahead overwrite none of those that are pulled; skipped ones free their inputs."""
+    """Batches read ahead overwrite none that are pulled; skipped ones free their inputs."""
     batches, trained, losses = batches_of("sum", 18), [], []
     model = make("sum", "adagrad", "lookahead", slots=60)
     step = step_of(model, seen)
