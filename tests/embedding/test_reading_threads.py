@@ -215,7 +215,7 @@ class Calls(TorchDispatchMode):
 
 # Threads compete for Python's lock in each of these calls. Hashed maps need most of them.
 @pytest.mark.parametrize(
-    ("strategy", "most"), [("all-fast", 30), ("cpu", 25), ("hybrid", 25), ("lookahead", 150)]
+    ("strategy", "most"), [("all-fast", 20), ("cpu", 20), ("hybrid", 20), ("lookahead", 150)]
 )
 def test_a_read_needs_few_calls_of_torch(strategy: str, most: int) -> None:
     embedding = collection(strategy)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotrow
 from builders import outcome
 from dense_masters import MasterWeights
-from hotrow.embedding.ahead import tensors_in
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import DLRM, MODELS, DCNv2, DeepFM
 from hotrow.models.layers import normalised
 from hotrow.run.job import same_bits

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hotrow.study.trace import Trace
 
 from clicks import taobao_lines, write
 from commands import events, refused, settings, succeeds
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
 from hotrow.data.prepared import Prepared
-from hotrow.embedding.ahead import tensors_in
 from hotrow.engine.profile import check_profile, hottest
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import TBSM
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
@@ -206,7 +205,7 @@ def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
     assert not bool(((item == item[:, -1:]) | (item == rows["item"])).all())
     assert int(category.max()) == rows["category"]
     assert len(list(job.train())) == 4
-    trace = Trace(config.data, steps=5)
+    trace = OfRun(config.data, steps=5)
     assert trace.num_rows == sum(rows.values())
     (ids,) = trace.batches(1)
     lengths = next(job.samples.batches(1)).lengths
@@ -354,7 +353,7 @@ def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
 
 def test_the_hottest_rows_of_a_folder_are_those_it_has_counted(folder: Path) -> None:
     section = DataSection(kind="prepared", folder="out", batch_size=16)
-    trace, data = Trace(section), Prepared(folder)
+    trace, data = OfRun(section), Prepared(folder)
     every = np.concatenate([data.counts(table) for table in data.table_rows])
     assert trace.num_rows == len(every)
     assert every[trace.hottest(20).numpy()].tolist() == sorted(every, reverse=True)[:20]
