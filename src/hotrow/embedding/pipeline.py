@@ -145,11 +145,11 @@ class Pipeline:
     def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
         """Return the samples of a planned batch from `first` on; `features` are their ids."""
         part = parse(features, self._features, self._rows.device)
-        works = tuple(
+        works = [
             work.group.planning.part(work, planned.batch, part, first) for work in planned.works
-        )
+        ]
         tensors = compared(features)
-        return PlannedBatch(features, tensors, versions_of(tensors), part, works)
+        return PlannedBatch(features, tensors, versions_of(tensors), part, tuple(works))
 
     def arrive(self, planned: PlannedBatch, number: int | None = None) -> None:
         """Let `forward` find a batch; `number` is its position in the pass."""
