@@ -21,6 +21,7 @@ from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
 from hotrow.run.job import Job, build
 from hotrow.run.source import open_samples
+from hotrow.study.lookups import OfRun
 from hotrow.support.records import RunRecord
 from hotrow.systems.calibrate import AccessCounts
 

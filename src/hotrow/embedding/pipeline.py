@@ -424,10 +424,8 @@ class Pipeline:
         depths = [
             depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
         ]
-        if not depths:
-            return 0
         limits = [depth.limit for depth in depths if depth.limit is not None]
         bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
         if bytes_per_batch:
             limits.append(self._rows.window_bytes // bytes_per_batch)
-        return int(max(0, min([max(depth.useful for depth in depths), *limits])))
+        return int(max(0, min([max((depth.useful for depth in depths), default=0), *limits])))
