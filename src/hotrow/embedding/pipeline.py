@@ -183,8 +183,7 @@ class Pipeline:
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing raises an error with the reason
         # The newest first: a loader may return the same tensors again.
-        newest_first = reversed(self.planned)
-        planned = next((batch for batch in newest_first if batch.identity == wanted), None)
+        planned = next((x for x in reversed(self.planned) if x.identity == wanted), None)
         if planned is None or not planned.is_as_read:
             return None
         for work in planned.works:
