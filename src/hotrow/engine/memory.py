@@ -211,7 +211,7 @@ class AllRows:
 
     def resident(self) -> Tensor:
         """No slot has to be written back."""
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=self.slots.device)
 
     def expect_changes(self) -> None:
         """Others change rows where they are."""

@@ -816,7 +816,7 @@ def on_gpu(strategy: str, system: Any, batches: list[Item], **options: Any) -> t
 def graphs_in(trainer: Trainer[Item]) -> list[Any]:
     landing = trainer._step.landing
     assert landing is not None
-    berths = [berth for shape in landing._shapes.values() for berth in shape.berths]
+    berths = [berth for shape in landing._shapes.values() for berth in shape.inputs]
     return [graph for berth in berths for graph in berth.graphs.values()]
 
 
