@@ -19,7 +19,7 @@ from torch import Tensor
 
 import hotrow
 from builders import CASES, Case, Late, Outcome, build, tight_budget, variant
-from hotrow.embedding.ahead import to_device
+from hotrow.inputs.tree import to_device
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.hot import HotRows
