@@ -154,7 +154,7 @@ def test_a_bad_id_is_named_before_any_row_changes() -> None:
 
 def test_rows_are_read_once_for_lookup_and_update() -> None:
     embedding, reads = build(CASES["one-hot"], strategy="hybrid"), list[int]()
-    for columns in embedding.groups[0]._columns:
+    for columns in embedding.groups[0].table._columns:
         columns.read = _noting(reads, columns.read)
     train(embedding, CASES["one-hot"].batches(8))
     assert sum(reads) == embedding.traffic().unique_rows > 0
@@ -308,7 +308,7 @@ def test_a_lookup_that_fails_midway_leaves_no_rows_behind() -> None:
     for embedding in (found, expected):
         loss = readout(embedding(batch))
         if embedding is found:
-            columns = embedding.groups[0]._columns[0]
+            columns = embedding.groups[0].table._columns[0]
             embedding.eval()
             read, columns.read = columns.read, read_and_fail
             with pytest.raises(MemoryError):
