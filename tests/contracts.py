@@ -19,12 +19,12 @@ from torch import Tensor
 
 import hotrow
 from builders import CASES, Case, Late, Outcome, build, tight_budget, variant
-from hotrow.inputs.tree import to_device
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.hot import HotRows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES, Strategy, as_listed
+from hotrow.inputs.tree import to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of weights of about 0.1 to 1 and losses of about 1 to 10, after up to 40 steps.

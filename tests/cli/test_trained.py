@@ -323,10 +323,3 @@ def test_predicting_changes_no_mode_and_no_random_number() -> None:
     assert job.model.training
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("command", ["evaluate", "predict"])
-def test_help_names_every_option(command: str) -> None:
-    result = hotrow(command, "--help", COLUMNS="200")
-    for words in ("--data", "--split", "--set", "--json", "--runs"):
-        assert words in result.output

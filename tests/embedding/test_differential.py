@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.embedding import step as step_module
-from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.embedding.row_access import RowAccess
 from hotrow.engine.planner import Planner
 from hotrow.engine.rules import Hold
 from hotrow.engine.strategy import STRATEGIES
@@ -32,6 +31,7 @@ def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda file: None)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("seed", QUICK)
 def test_a_program_trains_like_torch_and_like_all_fast(seed: int) -> None:
     check(draw(seed))
@@ -90,7 +90,7 @@ def forget_accumulated(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hotrow.EmbeddingBagCollection, "load_state", lambda self, table, state: None)
+    patch.setattr(RowAccess, "load_state", lambda self, table, state: None)
 
 
 def forget_rates(patch: pytest.MonkeyPatch) -> None:
@@ -156,8 +156,8 @@ DEVICE_INGREDIENTS = EVERYTHING - {"untracked ids"}
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's; a GPU has its own")
 @pytest.mark.parametrize("seed", ON_A_DEVICE[:40])
-def test_a_program_with_the_device_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+@pytest.mark.usefixtures("device_engine")
+def test_a_program_with_the_device_engine(seed: int) -> None:
     program = draw(seed, DEVICE_INGREDIENTS - {"thread"})  # the interpreter serves one thread
     check(replace(for_device(program), steps=program.steps[:5]))
 

@@ -379,13 +379,9 @@ DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", id="gpu",
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
-    ("way", "rule"),
-    [
-        ("lookahead", "sgd"),
-        ("chunked", "adam"),
-        ("lru", "adamw"),
-    ],
+    ("way", "rule"), [("lookahead", "sgd"), ("chunked", "adam"), ("lru", "adamw")]
 )
 def test_on_a_device(way: str, rule: str, device: str) -> None:
     batches = BATCHES[:5]  # Triton's interpreter is slow

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.engine import rows
 from hotrow.support.threads import _FEW_LOOKUPS, RowLock, TrainingThread
 
 TABLES = [
@@ -133,17 +132,20 @@ def check_beside_training(make: Callable[[], Any], device: str = "cpu", count: i
     assert torch.equal(every_row(shared), steps.rows)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
     check_beside_training(lambda: collection(strategy))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_threads_read_beside_every_schedule(schedule: str) -> None:
     strategy = variant("lookahead", schedule, victims="random")
     check_beside_training(lambda: collection(strategy), count=2)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_threads_share_a_collection_for_inference(strategy: str) -> None:
     embedding = collection(strategy)
@@ -232,7 +234,8 @@ def test_reads_in_several_parts_have_the_same_bits(
     embedding = collection(strategy)
     train(embedding)
     wanted = [vectors(embedding, ids) for ids in probes()]
-    monkeypatch.setattr(rows, "_MOST_LOOKUPS", 7)
+    monkeypatch.setattr("hotrow.engine.direct.ALL_AT_ONCE", 7)
+    monkeypatch.setattr("hotrow.engine.host.rows.ALL_AT_ONCE", 7)
     assert all(map(torch.equal, [vectors(embedding, ids) for ids in probes()], wanted))
 
 

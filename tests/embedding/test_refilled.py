@@ -175,6 +175,7 @@ def expected_of(strategy: str) -> Seen:
     return run(strategy, copies(some()))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("refill", REFILLS)
 def test_a_loader_may_fill_its_buffers_again(refill: str, strategy: str) -> None:
@@ -610,6 +611,7 @@ def in_place(ids: Tensor) -> None:
 WRITES = [by_numpy, by_data, in_place]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("write", WRITES)
 def test_ids_that_a_loop_changes_are_looked_up_as_they_are(
@@ -729,6 +731,7 @@ SYSTEMS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("refill", ["one-tensor", "three-tensors", "one-array", "one-dict"])
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.filterwarnings("ignore:.*(test=|test samples|search|reached|popular)")

@@ -123,6 +123,7 @@ RULE = {
 }
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("kind", [dense, jagged])
 @pytest.mark.parametrize("rule", RULE)
 @pytest.mark.parametrize("engine", ENGINES)

@@ -490,7 +490,7 @@ def test_a_bad_batch_is_refused_and_changes_nothing(bad: str, mode: str) -> None
     after = embedding.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert embedding.traffic() == traffic
-    assert all(map(torch.equal, resident, (g.pad.row_of_slot for g in embedding.groups)))
+    assert all(map(torch.equal, resident, (g.memory.pad.row_of_slot for g in embedding.groups)))
 
 
 @pytest.mark.parametrize("bad", ["a negative id", "offsets that fall", "floating ids"])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hotrow.training.masters import MasterWeights
 from torch import Tensor, nn
 
 import hotrow
 from builders import outcome
-from hotrow.embedding.ahead import tensors_in
+from dense_masters import MasterWeights
+from hotrow.inputs.tree import tensors_in
 from hotrow.models import DLRM, MODELS, DCNv2, DeepFM
 from hotrow.models.layers import normalised
 from hotrow.run.job import same_bits

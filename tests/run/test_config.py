@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hotrow.kernels.rules import AdamW
-from hotrow.models import MODELS
-from hotrow.run.config import CLICK_MODELS, RunConfig, ScheduleSection, load
+from hotrow.run.config import RunConfig, ScheduleSection, load
 
 
 @pytest.fixture
@@ -68,14 +67,6 @@ def test_a_file_sets_every_kind_of_value(file: Path) -> None:
     assert config.embedding.budget == 4_000_000
     assert config.embedding.depth == 3
     assert config.embedding.optimizer.rule() == AdamW(lr=0.05, betas=(0.8, 0.9))
-
-
-def test_a_model_has_the_defaults_of_its_kind() -> None:
-    for kind, defaults in CLICK_MODELS.items():
-        section = load(overrides=[f"model.kind={kind}"]).model
-        assert {name: getattr(section, name) for name in defaults} == defaults
-    assert load().model.cross_rank is None
-    assert CLICK_MODELS.keys() <= MODELS.keys()
 
 
 def test_overrides_win_over_the_file(file: Path) -> None:

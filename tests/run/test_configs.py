@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hotrow.cli import make_app
+from commands import settings, succeeds
 from hotrow.run.config import load
 from hotrow.run.files import read_run
 
@@ -44,27 +43,24 @@ def test_a_tbsm_has_the_shape_of_its_reference() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_it_trains_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = [
-        "data.scale=0.0005", "training.steps=200", "embedding.budget=40%", "data.eval_batches=2",
+    given = [
+        "data.scale=0.0002", "training.steps=60", "embedding.budget=60%", "data.eval_batches=8",
         "run.threads=1", f"data.batch_size={16 if name.endswith('dcnv2') else 64}",
     ]  # fmt: skip
     if name == "traffic-study":  # which is no run: nothing says its name
-        settings += [f"run.name={name}"]
+        given += [f"run.name={name}"]
     if name.startswith("mlperf"):  # whose dense layers would take all the time
-        settings += ["model.top=[64, 32]", "model.bottom=[32]"]
+        given += ["model.top=[64, 32]", "model.bottom=[32]"]
     if name.endswith("dcnv2"):
-        settings += ["model.cross_rank=16"]
+        given += ["model.cross_rank=16"]
     if name == "mlperf-dlrm":  # whose rate is for batches of 2,048
-        settings += ["embedding.optimizer.lr=0.03", "training.optimizer.lr=0.03"]
-    command = ["train", str(FOLDER / f"{name}.toml")]
-    result = CliRunner().invoke(
-        make_app(), [*command, *(part for each in settings for part in ("--set", each))]
-    )
-    assert result.exit_code == 0, result.output
+        given += ["embedding.optimizer.lr=0.03", "training.optimizer.lr=0.03"]
+    succeeds("train", FOLDER / f"{name}.toml", *settings(*given))
     run = read_run(f"runs/{name}")
     assert run.outcome == "finished"
-    assert run.summary.steps == 200
+    assert run.summary.steps == 60
     assert run.summary.auc > 0.5

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint of its own, or a ValueError says why it does not."""
+"""A run is resumed from its own checkpoint, or a ValueError says why it is not."""
 
 from __future__ import annotations
 

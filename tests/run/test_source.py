@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,59 +9,65 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from clicks import taobao_lines, write
+from commands import events, refused, settings, succeeds
 from hotrow import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
-from hotrow.cli import make_app
 from hotrow.data.prepared import Prepared
 from hotrow.engine.profile import check_profile, hottest
 from hotrow.inputs.tree import tensors_in
 from hotrow.models import TBSM
 from hotrow.run.config import DataSection, load
 from hotrow.run.files import read_run, read_steps
-from hotrow.run.job import build
+from hotrow.run.job import Job, build
 from hotrow.run.source import open_samples
 from hotrow.study.lookups import OfRun
+from hotrow.support.records import RunRecord
 from hotrow.systems.calibrate import AccessCounts
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A table that two columns read, a list among them."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `out` with a table that two columns read, and `taobao` with sequences."""
+    here = tmp_path_factory.mktemp("prepared")
     lines = ["label,price,shop,item,last,other"]
     for i in range(400):
         lines.append(f"{i * 7 % 3 % 2},{i % 10},s{i % 5},i{i % 300},i{i * 3 % 300},o{i % 7}")
-    (tmp_path / "clicks.csv").write_text("\n".join(lines) + "\n")
-    (tmp_path / "columns.toml").write_text(
+    (here / "clicks.csv").write_text("\n".join(lines) + "\n")
+    (here / "tiny.csv").write_text("\n".join(lines[:6]) + "\n")
+    (here / "columns.toml").write_text(
         'label = "label"\ndense = ["price"]\ncategories = ["item", "shop", "last", "other"]\n'
         '[tables]\nlast = "item"\n'
     )
-    command = ["prepare", "csv", "clicks.csv", "--columns", "columns.toml", "--out", "out"]
-    result = CliRunner().invoke(make_app(), command)
-    assert result.exit_code == 0, result.output
-    return tmp_path / "out"
+    for name, out in (("clicks", "out"), ("tiny", "tiny")):
+        columns = ("--columns", here / "columns.toml")
+        succeeds("prepare", "csv", here / f"{name}.csv", *columns, "--out", here / out)
+    write(here / "UserBehavior.csv", taobao_lines(200), separator=",")
+    succeeds("prepare", "taobao", here / "UserBehavior.csv", "--out", here / "taobao")
+    return here
 
 
 @pytest.fixture
-def taobao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The prepared folder `out`, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "UserBehavior.csv", taobao_lines(200), separator=",")
-    command = ["prepare", "taobao", "UserBehavior.csv", "--out", "taobao"]
-    result = CliRunner().invoke(make_app(), command)
-    assert result.exit_code == 0, result.output
-    return tmp_path / "taobao"
+    for name in ("out", "tiny", "taobao"):
+        Path(name).symlink_to(prepared / name)
+    return Path("out")
 
 
-def invoke(command: str, *settings: str, also: tuple[str, ...] = ()) -> str:
-    words = [command, *(part for each in settings for part in ("--set", each)), *also]
-    result = CliRunner().invoke(make_app(), words)
-    assert result.exit_code == 0, result.output
-    return result.output
+@pytest.fixture
+def taobao(folder: Path) -> Path:
+    return Path("taobao")
+
+
+def train(*given: str) -> RunRecord:
+    succeeds("train", *settings(*given))
+    return read_run("runs/default")
 
 
 CHECKED = "training.check_equality=true"
+CLICKS = ("data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%")
 
 
 def section(*settings: str) -> DataSection:
@@ -72,34 +77,22 @@ def section(*settings: str) -> DataSection:
 def test_features_of_one_table_come_side_by_side(folder: Path) -> None:
     config = load(overrides=["data.kind=prepared", "data.folder=out", "data.batch_size=50"])
     samples = open_samples(config.data, pin_memory=False)
-    assert [names for _, names in samples.tables.values()] == [
-        ["item", "last"],
-        ["shop"],
-        ["other"],
-    ]
+    names = [names for _, names in samples.tables.values()]
+    assert names == [["item", "last"], ["shop"], ["other"]]
     assert samples.num_dense == 1
     assert samples.lookups == {"item": 1, "last": 1, "shop": 1, "other": 1}
     batches = list(samples.batches(2 * samples.batches_per_epoch))
     assert len(batches) == 2 * samples.batches_per_epoch
     for batch in batches:
-        item, last, shop, other = batch.sparse.T
-        assert item.max() <= 300
-        assert last.max() <= 300
-        assert shop.max() <= 5
-        assert other.max() <= 7
-        assert shop.unique().numel() <= 5
+        assert bool((batch.sparse.amax(0) <= torch.tensor([300, 300, 5, 7])).all())
+        assert batch.sparse[:, 2].unique().numel() <= 5
     assert sum(len(each) for each in samples.split("validation").batches) > 0
     assert sum(len(each) for each in samples.split("test").batches) > 0
 
 
 def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
-    settings = [
-        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%",
-        "training.epochs=3", "training.eval_every=5", "model.embedding_dim=4", CHECKED,
-    ]  # fmt: skip
-    command = ["train", *(part for each in settings for part in ("--set", each))]
-    result = CliRunner().invoke(make_app(), command)
-    assert result.exit_code == 0, result.output
+    given = ("training.epochs=3", "training.eval_every=5", "model.embedding_dim=4", CHECKED)
+    result = succeeds("train", *settings(*CLICKS, *given))
     assert "3 tables of out, " in result.output
     run = read_run("runs/default")
     assert run.summary.equal_to_all_fast is True
@@ -107,52 +100,13 @@ def test_a_run_on_prepared_data_equals_all_fast(folder: Path) -> None:
     assert run.evaluations[0].samples != 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
-        (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
-        (["data.kind=prepared", "data.folder=nowhere"], "nowhere does not exist"),
-        (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
-        ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
-        (
-            ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
-            "a batch of 4,096 cannot be filled by",
-        ),
-    ],
-)
-def test_data_that_is_not_there_is_one_sentence(
-    folder: Path, settings: list[str], message: str
-) -> None:
-    command = ["train", *(part for each in settings for part in ("--set", each))]
-    result = CliRunner().invoke(make_app(), command)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.output
-
-
-def test_a_folder_that_holds_nothing_back_is_told_before_training(folder: Path) -> None:
-    lines = Path("clicks.csv").read_text().splitlines(keepends=True)
-    Path("clicks.csv").write_text("".join(lines[:6]))
-    invoke("prepare", also=("csv", "clicks.csv", "--columns", "columns.toml", "--out", "tiny"))
-    settings = ("data.kind=prepared", "data.folder=tiny", "data.batch_size=2")
-    words = [part for each in settings for part in ("--set", each)]
-    result = CliRunner().invoke(make_app(), ["train", *words])
-    assert result.exit_code == 2
-    assert "tiny holds no sample back for test; prepare more of them" in result.stderr
-
-
 SEQUENCES = ("data.kind=prepared", "data.folder=taobao", "model.kind=tbsm", "model.num_steps=5")
 
 
 def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
-    invoke(
-        "train", *SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "training.epochs=3",
-        "training.eval_every=9", CHECKED,
-    )  # fmt: skip
-    run = read_run("runs/default")
+    given = ("data.batch_size=32", "embedding.budget=60%", "training.steps=20", CHECKED)
+    run = train(*SEQUENCES, *given)
     assert run.summary.equal_to_all_fast is True
-    assert run.summary.steps > 20
     assert run.evaluations[-1].samples == Prepared(taobao).samples("test")
 
 
@@ -161,11 +115,11 @@ def test_a_tbsm_on_taobao_equals_all_fast(taobao: Path) -> None:
 def test_on_a_gpu_a_tbsm_on_taobao_equals_all_fast_and_batches_are_page_locked(
     taobao: Path,
 ) -> None:
-    settings = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
-    job = build(load(overrides=settings))
+    given = (*SEQUENCES, "data.batch_size=32", "embedding.budget=60%", "run.device=cuda")
+    job = build(load(overrides=given))
     assert all(each.is_pinned() for each in tensors_in(next(job.samples.batches(1))))
-    invoke("train", *settings, "training.epochs=3", "training.eval_every=9", CHECKED)
-    assert read_run("runs/default").summary.equal_to_all_fast is True
+    run = train(*given, "training.epochs=3", "training.eval_every=9", CHECKED)
+    assert run.summary.equal_to_all_fast is True
 
 
 def test_a_tbsm_has_a_row_more_for_what_there_is_not(taobao: Path) -> None:
@@ -188,8 +142,7 @@ def test_a_tbsm_has_a_row_more_for_what_there_is_not(taobao: Path) -> None:
 
 
 def test_a_model_of_clicks_says_that_it_sums_histories(taobao: Path) -> None:
-    settings = ["data.kind=prepared", "data.folder=taobao", "data.batch_size=32"]
-    config = load(overrides=[*settings, "embedding.budget=60%"])
+    config = load(overrides=[*CLICKS, "data.folder=taobao"])
     with pytest.warns(UserWarning, match="history_item and history_category are summed") as told:
         job = build(config)
     assert 'model.kind = "tbsm"' in str(told[0].message)
@@ -233,10 +186,9 @@ def test_drift_lets_other_rows_take_the_top(folder: Path) -> None:
 def test_counted_data_train_and_are_simulated(folder: Path) -> None:
     data = ("data.kind=counted", "data.folder=out", "data.batch_size=64", "data.samples=1280")
     model = ("embedding.budget=60%", "model.embedding_dim=4")
-    invoke("train", *data, *model, "training.epochs=2", CHECKED)
-    assert read_run("runs/default").summary.equal_to_all_fast is True
-    lines = invoke("simulate", *data, also=("--json", "--batches", "4", "--warm-up", "2"))
-    assert json.loads(lines.splitlines()[0])["lookups"] == 4 * 64 * 4
+    assert train(*data, *model, "training.epochs=2", CHECKED).summary.equal_to_all_fast is True
+    words = ("--json", "--batches", "4", "--warm-up", "2")
+    assert events(succeeds("simulate", *settings(*data), *words))[0]["lookups"] == 4 * 64 * 4
 
 
 def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
@@ -256,7 +208,7 @@ def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
     assert len(list(job.train())) == 4
     trace = OfRun(config.data, steps=5)
     assert trace.num_rows == sum(rows.values())
-    ids = next(trace.batches(1)).rows
+    (ids,) = trace.batches(1)
     lengths = next(job.samples.batches(1)).lengths
     assert len(ids) == 3 * int((lengths + 1).sum())
     assert int(ids.max()) < trace.num_rows
@@ -288,74 +240,74 @@ def test_a_profile_is_what_the_shards_count(folder: Path) -> None:
 
 
 def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
-    settings = [
-        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=60%",
-        "embedding.profile=true", "model.embedding_dim=4",
-    ]  # fmt: skip
-    job = build(load(overrides=settings))
-    (group,) = job.embedding.groups
+    given = (*CLICKS, "embedding.profile=true", "model.embedding_dim=4")
+    (group,) = build(load(overrides=given)).embedding.groups
     assert group.profile.keys() == Prepared(folder).table_rows.keys()
-    invoke("train", *settings, CHECKED)
-    assert read_run("runs/default").summary.equal_to_all_fast is True
+    assert train(*given, CHECKED).summary.equal_to_all_fast is True
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("given", "message"),
     [
+        (["data.kind=prepared"], 'kind "prepared" or "counted" and folder belong together'),
+        (["data.folder=out"], 'kind "prepared" or "counted" and folder belong together'),
+        (["data.kind=prepared", "data.folder=nowhere"], "nowhere does not exist"),
+        (["data.kind=prepared", "data.folder=out/manifest.json"], "so it is no prepared data"),
+        ([f"run.seed={2**63}"], "[run] seed must be below 2**63"),
+        (
+            ["data.kind=prepared", "data.folder=out", "data.batch_size=4096"],
+            "a batch of 4,096 cannot be filled by",
+        ),
+        (
+            ["data.kind=prepared", "data.folder=tiny", "data.batch_size=2"],
+            "tiny holds no sample back for test; prepare more of them",
+        ),
         (
             ["data.kind=prepared", "data.folder=out", "model.kind=tbsm"],
             "out has no sequences: its features are item, shop, last, other. A model like tbsm",
         ),
         (["data.kind=counted", "data.folder=out", "model.kind=tbsm"], "out has no sequences"),
-        (["data.kind=counted"], "and folder belong together"),
         (["data.constant=['cat_0']"], "is for sequences, and this model learns from clicks"),
         (["model.kind=tbsm", "data.lookups=2"], "lookups must be 1 where steps are generated"),
         (["model.kind=tbsm", "data.constant=['shop']"], "constant names 'shop'"),
         (["embedding.profile=true"], "generated data have no counts"),
         (
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
-            "the data has no column of numbers 'age'; it has price",
+            "the data has no number 'age'; it has price",
         ),
         (
             ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
-            "the data has no column of numbers 'age'; it has price",
+            "the data has no number 'age'; it has price",
         ),
     ],
 )
-def test_data_that_do_not_fit_the_model_are_one_sentence(
-    folder: Path, settings: list[str], message: str
+def test_data_that_do_not_fit_are_one_sentence(
+    folder: Path, given: list[str], message: str
 ) -> None:
-    command = ["train", *(part for each in settings for part in ("--set", each))]
-    result = CliRunner().invoke(make_app(), command)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.output
+    assert message in refused("train", *settings(*given))
+
+
+def job_of(strategy: str, *given: str, samples: Any = None) -> Job:
+    small = ("embedding.budget=90%", "training.check_equality=false")
+    overrides = [*CLICKS, *small, f"embedding.strategy={strategy}", *given]
+    return build(load(overrides=overrides), samples)
 
 
 @pytest.mark.parametrize("length", ["training.epochs=2", "training.steps=5"])
 @pytest.mark.filterwarnings("ignore")  # so few samples are not what FAE is made for
 def test_fae_trains_as_many_samples_of_a_folder_as_others(folder: Path, length: str) -> None:
-    settings = [
-        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
-        "training.check_equality=false", length,
-    ]  # fmt: skip
-    names = ["embedding.strategy=static", "embedding.strategy=fae"]
-    plain, fae = (build(load(overrides=[*settings, name])) for name in names)
-    steps = [record.samples for record in plain.train()]
-    assert set(steps) == {32}  # what does not fill a batch is left out
-    found = [record.samples for record in fae.train()]
-    assert sum(found) == sum(steps)
-    assert fae.known_steps == len(found)
+    plain, fae = (job_of(name, length) for name in ("static", "fae"))
+    samples = [record.samples for record in plain.train()]
+    assert set(samples) == {32}  # the rest, which does not fill a batch, is not trained
+    others = [record.samples for record in fae.train()]
+    assert sum(others) == sum(samples)
+    assert fae.known_steps == len(others)
 
 
 @pytest.mark.parametrize("name", ["fae", "lookahead+slipstream", "hotline"])
 @pytest.mark.filterwarnings("ignore")
 def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
-    settings = [
-        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
-        "training.check_equality=false", "training.epochs=2", "embedding.profile=true",
-    ]  # fmt: skip
-    job = build(load(overrides=[*settings, f"embedding.strategy={name}"]))
+    job = job_of(name, "training.epochs=2", "embedding.profile=true")
     system: Any = job.trainer.system
     losses = [record.loss for record in job.train()]
     if name == "fae":
@@ -365,7 +317,7 @@ def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
         assert 0 < system.record.num_hot_rows <= int((counts.flat > 0).sum())
     elif name == "hotline":  # which pins what it has learned, and is exact whatever was before
         assert system.record.learned[0].why == "learned"
-        plain = build(load(overrides=[*settings[:-1], "embedding.strategy=all-fast"]))
+        plain = job_of("all-fast", "training.epochs=2")
         assert losses == pytest.approx([record.loss for record in plain.train()], rel=1e-4)
     else:
         assert sum(system.record.hot_rows.values()) > 4 * 32  # more than a batch can read
@@ -373,19 +325,14 @@ def test_systems_take_the_counts_of_a_folder(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fae", "lookahead+slipstream"])
 def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name: str) -> None:
-    settings = [
-        "data.kind=prepared", "data.folder=out", "data.batch_size=32", "embedding.budget=90%",
-        "training.check_equality=false", f"embedding.strategy={name}",
-    ]  # fmt: skip
-    config = load(overrides=settings)
-    samples = open_samples(config.data, pin_memory=False)
+    samples = open_samples(load(overrides=CLICKS).data, pin_memory=False)
 
     def none_held_back(name: str, *, whole: bool = False) -> Any:
         raise ValueError("out holds no sample back for validation; prepare more of them")
 
     samples.split = none_held_back  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="holds no sample back for validation"):
-        job = build(config, samples)
+        job = job_of(name, samples=samples)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert sum(record.samples for record in job.train()) > 0
@@ -396,8 +343,8 @@ def test_without_samples_to_evaluate_systems_go_on_and_say_so(folder: Path, name
 @pytest.mark.parametrize("pin", ["ranks", "learned"])
 def test_a_folder_is_simulated_as_it_is_read(folder: Path, pin: str) -> None:
     data = ("data.kind=prepared", "data.folder=out", "data.batch_size=16")
-    also = ("--json", "--batches", "30", "--warm-up", "5", "--slots", "60", "--pin", pin)
-    lines = [json.loads(line) for line in invoke("simulate", *data, also=also).splitlines()]
+    words = ("--json", "--batches", "30", "--warm-up", "5", "--slots", "60", "--pin", pin)
+    lines = events(succeeds("simulate", *settings(*data), *words))
     assert [line["strategy"] for line in lines][-2:] == ["lookahead", "belady"]
     # More batches than an epoch has, each with a lookup of four features for every sample.
     assert all(line["lookups"] == 30 * 16 * 4 for line in lines)

@@ -1,8 +1,9 @@
-"""What a run's strategy names, and runs of every system."""
+"""Names of strategies, and runs of every system."""
 
 from __future__ import annotations
 
 from collections import Counter
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
 
 SMALL = [
-    "data.rows=[400,30]", "data.num_dense=2", "data.batch_size=32", "data.samples=1600",
+    "data.rows=[400,30]", "data.num_dense=2", "data.batch_size=32", "data.samples=800",
     "data.eval_batches=2", "model.embedding_dim=4", "model.bottom=[8]", "model.top=[8]",
     "embedding.budget=60%", "training.check_equality=false", "training.eval_every=20",
 ]  # fmt: skip
@@ -47,7 +48,7 @@ def test_names_have_parts(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("hotlin", "did you mean 'hotline'"),
         ("lookahead+slip", "there is no '\\+slip' to put on a strategy; there are"),
@@ -56,10 +57,10 @@ def test_names_have_parts(
         ("fea+slipstream", "there is no strategy 'fea'"),
     ],
 )
-def test_other_names_are_refused(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         find_named(name)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         job_of(f"embedding.strategy={name}")
 
 
@@ -69,31 +70,36 @@ def test_no_name_means_two_things() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "keys", "words"),
     [
-        ("fae", FAE),
-        ("fae-hybrid", FAE),
-        ("hotline", Hotline),
-        ("lookahead+slipstream", Slipstream),
-        ("lookahead+random-drop", RandomDrop),
-        ("hotline+random-drop", Hotline),
-        ("fae+slipstream", FAE),
+        ("lookahead", NoneType, set(), ()),
+        ("fae", FAE, {"fae"}, ("hot and cold",)),
+        ("fae-hybrid", FAE, {"fae"}, ("hot and cold",)),
+        ("hotline", Hotline, {"hotline"}, ("popular samples",)),
+        ("lookahead+slipstream", Slipstream, {"skip"}, ("left out",)),
+        ("lookahead+random-drop", RandomDrop, {"skip"}, ("left out",)),
+        ("hotline+random-drop", Hotline, {"hotline", "skip"}, ("popular samples", "left out")),
+        ("fae+slipstream", FAE, {"fae", "skip"}, ("hot and cold", "left out")),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # so few samples are not what systems are made for
-def test_a_run_trains_by_its_system(name: str, kind: type) -> None:
+def test_a_run_trains_by_its_system_and_records_it(
+    name: str, kind: type, keys: set[str], words: tuple[str, ...]
+) -> None:
     job = job_of(f"embedding.strategy={name}", "training.epochs=2")
     assert isinstance(job.trainer.system, kind)
     trained = sum(record.samples for record in job.train())
     if name == "lookahead+random-drop":
-        assert trained == 3200 * 7 // 10
+        assert trained == 1600 * 7 // 10
     elif "+" not in name:
-        assert trained == 3200
-    assert 0.4 < job.evaluate(at_end=True).auc <= 1
+        assert trained == 1600
+    assert 0.3 < job.evaluate(at_end=True).auc <= 1
+    assert record_of(job.trainer.system).keys() == keys
+    assert tuple(told_of(job.trainer.system)) == words
 
 
 def samples_of(job: Any) -> Counter[float]:
-    """What a job trains, by a number that no two samples share."""
+    """Count the samples that a job trains, by a number that no two samples share."""
     seen: Counter[float] = Counter()
     forward = job.model.forward
 
@@ -108,17 +114,17 @@ def samples_of(job: Any) -> Counter[float]:
     return seen
 
 
-@pytest.mark.parametrize("length", ["training.steps=17", "training.epochs=2", "training.steps=70"])
+@pytest.mark.parametrize("length", ["training.steps=17", "training.epochs=2", "training.steps=35"])
 @pytest.mark.filterwarnings("ignore")
 def test_fae_trains_the_samples_that_others_do(length: str) -> None:
     plain, job = (
         job_of("embedding.strategy=static", length),
         job_of("embedding.strategy=fae", length),
     )
-    assert job.known_steps is None  # before it has told them apart
+    assert job.known_steps is None  # before it has sorted them
     wanted, found = samples_of(plain), samples_of(job)
-    if length == "training.steps=70":  # an epoch, and batches of both kinds to the number of 20
-        assert 70 * 32 <= found.total() < 71 * 32
+    if length == "training.steps=35":  # an epoch, and batches of both kinds to the number of 10
+        assert 35 * 32 <= found.total() < 36 * 32
         assert found.keys() == wanted.keys()
     else:
         assert found == wanted
@@ -139,23 +145,3 @@ def test_bits_are_not_compared_where_samples_are_changed() -> None:
 def test_settings_of_systems_are_checked(setting: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         job_of(setting)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "keys", "words"),
-    [
-        ("fae", {"fae"}, ("hot and cold",)),
-        ("hotline", {"hotline"}, ("popular samples",)),
-        ("lookahead+random-drop", {"skip"}, ("left out",)),
-        ("hotline+random-drop", {"hotline", "skip"}, ("popular samples", "left out")),
-        ("lookahead", set(), ()),
-    ],
-)
-def test_a_run_tells_what_became_of_its_system(
-    strategy: str, keys: set[str], words: tuple[str, ...]
-) -> None:
-    job = job_of(f"embedding.strategy={strategy}")
-    for _ in job.train():
-        pass
-    assert record_of(job.trainer.system).keys() == keys
-    assert tuple(told_of(job.trainer.system)) == words

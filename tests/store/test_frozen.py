@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import Tensor
 
 from hotrow.store.frozen import FrozenRows
 
@@ -41,25 +39,3 @@ def test_padding_rows_never_move() -> None:
     trained = rows.trained(ALL)
     assert trained is not None
     assert ALL[~trained].tolist() == [7, 40]
-
-
-@pytest.mark.parametrize("own", [None, [1, 2]])
-@pytest.mark.parametrize("others", [None, [50, 99]])
-def test_another_engine_over_the_store_freezes_the_same(
-    own: list[int] | None, others: list[int] | None
-) -> None:
-    rows, other = FrozenRows(100, CPU), FrozenRows(100, CPU)
-    rows.freeze(ids(own))
-    bits = rows.bits
-    other.freeze(ids(others))
-    rows.copy_from(other)
-    assert frozen_in(rows) == (others or [])
-    if own is not None and others is not None:
-        assert rows.bits is bits
-    if others is not None:
-        other.freeze(torch.tensor([3]))
-        assert frozen_in(rows) == others
-
-
-def ids(rows: list[int] | None) -> Tensor | None:
-    return None if rows is None else torch.tensor(rows)

@@ -21,7 +21,6 @@ from hotrow.study.likeness import Apart, Distance, Reference, Tolerance, bits_of
 from hotrow.study.systems import SYSTEMS, SystemKind, find_system, register, reordered_batches
 from hotrow.support.records import EvalRecord, StepRecord
 from hotrow.systems.slipstream.skip import SkipRecord
-from step_records import STEP
 
 SMALL = (
     "data.rows=[400, 60, 5]", "data.batch_size=16", "data.samples=96", "data.eval_batches=2",

@@ -73,12 +73,15 @@ def test_what_a_device_waited_reaches_the_clock() -> None:
             return self.seconds - float(earlier.seconds)
 
     class Group:
+        def __init__(self) -> None:
+            self.mover = self
+
         def note_wait(self, share: float) -> None:
             noted.append(share)
 
     clock, noted = Clock(), list[float]()
-    pace = Pace(clock)
-    ticket = Ticket(None, cast(Any, [SimpleNamespace(group=Group())]))
+    pace, group = Pace(clock), Group()
+    ticket = Ticket(None, cast(Any, [SimpleNamespace(group=group)]))
     for _ in range(4):  # one in four is looked at
         ticket.mark = cast(Any, At(11))
         pace.begins(ticket, cast(Any, At(10)))

@@ -2,8 +2,8 @@
 
     00001-step-500/  00002-step-1000/  00003-step-1200.partial/  latest
 
-A folder has its name when it is whole; `latest` names one, and is replaced after that. What ends in
-.partial is being made or being removed, or was when its process died.
+A folder gets its name when it is complete; then `latest` is replaced, which names one of them. A
+folder that ends in .partial is being written or removed, or was when its process died.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hotrow.support.files import PARTIAL, Disk, make_durable
 from hotrow.support.messages import warn
 
 LATEST = "latest"
-IN_RUN = "checkpoints"  # the folder of a run's
+IN_RUN = "checkpoints"  # the folder inside of a run's folder
 
 
 class Lock:
-    """Locks a folder during a save: another process would remove what is not whole.
+    """Locks a folder during a save: another process would remove what is not complete.
 
-    It is the folder's own, so that no file is left; with the process it goes in any case. Where a
-    file system has no such locks, no process is refused.
+    The folder itself is locked, so no file is left behind, and the end of the process unlocks it.
+    On a file system without locks, no process is refused.
     """
 
     def __init__(self, root: Path, flock: Callable[[int, int], None] = fcntl.flock) -> None:
@@ -47,22 +47,22 @@ class Lock:
 
 
 def _unlock(handle: int, owner: int) -> None:
-    if os.getpid() == owner:  # and no forked child, which has the same lock
+    if os.getpid() == owner:  # not a forked child, which shares the lock
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def saved_in(root: Path) -> list[Path]:
-    """Whole checkpoints of a folder, oldest first."""
+    """Return the complete checkpoints of a folder, oldest first."""
     return [path for path in named_in(root) if (path / CHECKPOINT_FILE).is_file()]
 
 
 def named_in(root: Path) -> list[Path]:
-    """Return what has the name of a checkpoint, oldest first. It was whole once."""
-    there = root.iterdir() if root.is_dir() else ()
-    found = [path for path in there if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: number_of(path.name))
+    """Return paths with the name of a checkpoint, oldest first. They were complete once."""
+    paths = root.iterdir() if root.is_dir() else ()
+    named = [path for path in paths if NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: number_of(path.name))
 
 
 def number_of(name: str) -> int:
@@ -80,15 +80,15 @@ def _numbers_of(name: str) -> tuple[int, int]:
 
 
 def latest_in(root: Path) -> Path | None:
-    """The one that `latest` names; without it the newest."""
-    found, named = saved_in(root), named_latest(root)
-    if named is not None and root / named in found:
+    """Return the checkpoint that `latest` names, or else the newest."""
+    saved, named = saved_in(root), named_latest(root)
+    if named is not None and root / named in saved:
         return root / named
-    return found[-1] if found else None
+    return saved[-1] if saved else None
 
 
 def why_not_latest(root: Path) -> str | None:
-    """What became of the one that `latest` names, where another is taken in its place."""
+    """Return why the checkpoint that `latest` names is not used; None: it is."""
     named = named_latest(root)
     if named is None or (root / named / CHECKPOINT_FILE).is_file():
         return None
@@ -97,7 +97,7 @@ def why_not_latest(root: Path) -> str | None:
 
 
 def named_latest(root: Path) -> str | None:
-    """What `latest` says; None: nothing that is a name."""
+    """Return the name in `latest`; None: it has none."""
     with suppress(OSError, UnicodeDecodeError), (root / LATEST).open("rb") as file:
         named = file.read(200).decode().strip()
         return named if NAME.fullmatch(named) else None
@@ -105,15 +105,15 @@ def named_latest(root: Path) -> str | None:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """A checkpoint's own folder, from that, from the folder of several, or from a run's."""
+    """Return a checkpoint's folder, given itself, the folder of several, or a run's."""
     path = Path(path)
     if (path / CHECKPOINT_FILE).is_file():
         return path
     for root in (path, path / IN_RUN):
-        if (found := latest_in(root)) is not None:
+        if (latest := latest_in(root)) is not None:
             if (why := why_not_latest(root)) is not None:
                 warn(why)
-            return found
+            return latest
     raise ValueError(f"{path} holds no checkpoint")
 
 
@@ -123,7 +123,7 @@ def next_name(root: Path, step: int) -> str:
 
 
 def put_in_place(disk: Disk, path: Path) -> None:
-    """Give a folder that is whole its name, and let `latest` name it."""
+    """Give a complete folder its name, and let `latest` name it."""
     root = path.parent
     disk.folder.rename(path)
     make_durable(root)
@@ -140,10 +140,10 @@ def go_back(root: Path, step: int) -> Path | None:
 
 
 def clean(root: Path, keep: int | None) -> None:
-    """Remove what died while it was made, and all but the newest `keep` checkpoints.
+    """Remove incomplete checkpoints, and all but the newest `keep`.
 
-    The latest stays, and so do parents of those that stay. One whose manifest is gone counts
-    as none, and goes when a whole one of its age would.
+    The latest stays, and so do parents of checkpoints that stay. One without its manifest does
+    not count, and is removed when a complete one of its age would be.
     """
     for path in root.glob(f"*{PARTIAL}"):
         if NAME.match(path.name) and path.is_dir():
@@ -162,6 +162,6 @@ def clean(root: Path, keep: int | None) -> None:
         if not is_old or not path.is_dir() or path.is_symlink():
             continue
         beside = path.with_name(path.name + PARTIAL)
-        with suppress(OSError):  # what cannot be removed costs room, and no more
+        with suppress(OSError):  # a folder that cannot be removed only costs disk space
             path.rename(beside)
             shutil.rmtree(beside)

@@ -1,4 +1,4 @@
-"""Checkpoints read: checked before they are believed, rows by several threads into their places."""
+"""Read checkpoints: check them, then load rows in several threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowsReplaced(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beside what it has put in place."""
+    """What `load_checkpoint` returns."""
 
     folder: Path
     step: int
@@ -60,28 +60,29 @@ def load_checkpoint(
 ) -> Loaded:
     """Load what `save_checkpoint` has saved into a model and parts of the same shape.
 
-    `folder` is a checkpoint, the folder of several, whose latest is taken, or that of a run.
-    Budget, strategy and device may be others. Names, shapes and sizes are checked before anything
-    is replaced, checksums of all but rows, too; those of rows while they are read: a ValueError
-    then says so, and the model is to be loaded again. `random=False` leaves random states alone.
+    `folder` is a checkpoint, the folder of several (the latest is loaded), or that of a run.
+    Budget, strategy and device may differ. Names, shapes, sizes and the checksums of everything but
+    rows are checked before anything is replaced. Checksums of rows are checked while rows are read:
+    if one is wrong, a ValueError says so, and the model must be loaded again. `random=False` leaves
+    random states alone.
     """
     end_save_in(Path(folder))
-    found = Checkpoint(find_checkpoint(folder))
-    found.load(model, parts, random=random)
-    return Loaded(found.folder, found.step, found.state.get("extra"))
+    checkpoint = Checkpoint(find_checkpoint(folder))
+    checkpoint.load(model, parts, random=random)
+    return Loaded(checkpoint.folder, checkpoint.step, checkpoint.state.get("extra"))
 
 
 class Checkpoint:
-    """A checkpoint and its parents; all files are there, and as large as they should be.
+    """A checkpoint and its parents, opened: all files exist and have the right sizes.
 
-    All but rows has been read, and is as it was written.
+    Everything but rows has been read, and its checksums are right.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._chain = list(_chain(self.folder))  # oldest first
         for link in self._chain:
-            shards = [FileRecord(each.file, each.bytes, "") for each in link.manifest.shards]
+            shards = [FileRecord(x.file, x.bytes, "") for x in link.manifest.shards]
             for file in (*link.manifest.small_files, *shards):
                 _refuse(why_wrong(link.folder, file, contents=False))
         newest = self._chain[-1]
@@ -107,16 +108,16 @@ class Checkpoint:
         path = inside(self.folder, self.manifest.state.file)
         tensors = self._tensors(self.manifest.state_tensors)
         try:
-            found = unpack(read_json(path), tensors)
-            if not isinstance(found, dict) or not all(
-                isinstance(found.get(key), dict) for key in ("rows", "parts", "random")
+            state = unpack(read_json(path), tensors)
+            if not isinstance(state, dict) or not all(
+                isinstance(state.get(key), dict) for key in ("rows", "parts", "random")
             ):
                 raise ValueError("it lacks something")
-            if not all(isinstance(key, str) for key in (*found["rows"], *found["parts"])):
+            if not all(isinstance(key, str) for key in (*state["rows"], *state["parts"])):
                 raise ValueError("a part of it has no name")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read: {error}; {OTHER_COPY}") from None
-        return found
+        return state
 
     # -- loading -----------------------------------------------------------------------
 
@@ -126,13 +127,13 @@ class Checkpoint:
         saved |= {key: list(tensor.shape) for key, tensor in self.dense.items()}
         refuse_other(self.folder, saved, model)
         with self._fitting():
-            rules = {key: each["rule"] for key, each in self.state["rows"].items()}
-        for name, each in collections_of(model).items():
-            mine = type(each.optimizer.rule).__name__
-            if rules.get(name) != mine:
+            rules = {key: settings["rule"] for key, settings in self.state["rows"].items()}
+        for name, collection in collections_of(model).items():
+            rule = type(collection.optimizer.rule).__name__
+            if rules.get(name) != rule:
                 raise ValueError(
-                    f"{self.folder} has rows that {rules.get(name)} has trained, and {mine} is "
-                    "to go on with them; their state is another's"
+                    f"{self.folder} has rows that {rules.get(name)} has trained, and {rule} cannot "
+                    "go on with them: the state of its rows differs"
                 )
         for table in self.tables:
             if (state := tables_of(model)[table.key].state) != table.state:
@@ -150,8 +151,8 @@ class Checkpoint:
         with self._fitting():
             for name, part in parts.items():
                 load_part(part, self.state["parts"][name])
-            for name, each in collections_of(model).items():
-                each.optimizer.load_settings_dict(self.state["rows"][name])
+            for name, collection in collections_of(model).items():
+                collection.optimizer.load_settings_dict(self.state["rows"][name])
         self._load_rows(model)
         if random:
             with self._fitting():
@@ -159,7 +160,7 @@ class Checkpoint:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """What was saved may be anybody's, and of any shape."""
+        """Turn errors of a saved state, which may have any shape, into a ValueError."""
         try:
             yield
         except (ArithmeticError, LookupError, AttributeError, RuntimeError, TypeError) as error:
@@ -170,8 +171,8 @@ class Checkpoint:
     def _load_rows(self, model: nn.Module) -> None:
         tables = tables_of(model)
         with ExitStack() as stack:
-            for each in collections_of(model).values():
-                stack.enter_context(each.row_access.replacing())
+            for collection in collections_of(model).values():
+                stack.enter_context(collection.row_access.replacing())
 
             def load(link: _Link, table: CheckpointTable, shard: Shard) -> None:
                 into = tables[table.key].stored
@@ -193,7 +194,7 @@ class Checkpoint:
     def _each_shard(
         self, title: str, work: Callable[[_Link, CheckpointTable, Shard], None]
     ) -> None:
-        """In threads; those of a parent before those of its children."""
+        """Work on all shards in threads; a parent's before those of its children."""
         done = 0
         with bytes_bar(title) as advance, ThreadPoolExecutor(_READERS) as pool:
             for link in self._chain:
@@ -211,9 +212,9 @@ class Checkpoint:
     # -- looking -----------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Read everything: checksums, shapes, row numbers, and whether all numbers are numbers."""
-        for key, each in self.dense.items():
-            if each.is_floating_point() and not bool(each.isfinite().all()):
+        """Read everything and check sums, shapes, row numbers, and that all values are finite."""
+        for key, tensor in self.dense.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{self.folder}: {key} holds NaN or infinite values")
 
         def check(link: _Link, table: CheckpointTable, shard: Shard) -> None:
@@ -231,13 +232,13 @@ class Checkpoint:
         self._each_shard("checking a checkpoint", check)
 
     def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
-        """All rows of a table without their state."""
-        dim = next(each.dim for each in self.tables if each.key == key)
+        """Yield all rows of a table without their state."""
+        dim = next(table.dim for table in self.tables if table.key == key)
         for first, rows in self.rows(key):
             yield first, rows[:, :dim].contiguous()
 
     def rows(self, key: str) -> Iterator[tuple[int, Tensor]]:
-        """All rows of a table with their state, in pieces: (first row, [n, dim + state])."""
+        """Yield all rows of a table with their state: (first row, [n, dim + state])."""
         whole, *children = self._chain
         changes = [change for link in children for change in link.changes(key)]
         table = whole.table(key)
@@ -269,9 +270,9 @@ class _Link:
         return next(table for table in self.manifest.tables if table.key == key)
 
     def check_tables(self, chain: list[_Link]) -> None:
-        mine = [(each.key, each.rows, each.width) for each in self.manifest.tables]
+        shapes = [(table.key, table.rows, table.width) for table in self.manifest.tables]
         for link in chain:
-            if [(each.key, each.rows, each.width) for each in link.manifest.tables] != mine:
+            if [(table.key, table.rows, table.width) for table in link.manifest.tables] != shapes:
                 raise ValueError(f"{self.folder} and its parent {link.folder} have other tables")
 
     def open(self, table: CheckpointTable, shard: Shard) -> AbstractContextManager[ShardReader]:
@@ -290,22 +291,21 @@ class _Link:
 
 
 def _chain(folder: Path) -> Iterator[_Link]:
-    """A checkpoint after its parents."""
-    found = [_Link(folder, read_manifest(folder))]
-    while (parent := found[-1].manifest.parent) is not None:
-        place = found[-1].folder.resolve().parent / parent.name
+    """Return a checkpoint and its parents, oldest first."""
+    chain = [_Link(folder, read_manifest(folder))]
+    while (parent := chain[-1].manifest.parent) is not None:
+        child = chain[-1].folder
+        place = child.resolve().parent / parent.name
         try:
             manifest = read_manifest(place)
         except ValueError as error:
-            raise ValueError(
-                f"{found[-1].folder} has rows of its parent alone, and {error}"
-            ) from None
+            raise ValueError(f"{child} has rows of its parent alone, and {error}") from None
         if manifest.checksum != parent.checksum:
-            raise ValueError(f"{place} is not the parent that {found[-1].folder} was saved with")
-        found.append(_Link(place, manifest))
-        if len(found) > 10_000:
+            raise ValueError(f"{place} is not the parent that {child} was saved with")
+        chain.append(_Link(place, manifest))
+        if len(chain) > 10_000:
             raise ValueError(f"{folder} has more parents than can be")
-    return reversed(found)
+    return reversed(chain)
 
 
 def _refuse(wrong: str | None) -> None:

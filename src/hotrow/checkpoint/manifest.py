@@ -197,26 +197,26 @@ def read_model_manifest(folder: Path) -> ModelManifest:
     """Return the checked manifest of a model; a ValueError says what is wrong with it."""
     path = folder / MODEL_FILE
     try:
-        found = read_json(path)
+        record = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{folder} holds no model: it has no {MODEL_FILE}, which is written when all else is"
         ) from None
-    check_format(found, FORMAT, where=str(path), remedy=OTHER_MODEL)
-    return converted(ModelManifest, found, where=str(path), remedy=OTHER_MODEL)
+    check_format(record, FORMAT, where=str(path), remedy=OTHER_MODEL)
+    return converted(ModelManifest, record, where=str(path), remedy=OTHER_MODEL)
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Return the checked manifest of a checkpoint; a ValueError says what is wrong with it."""
     path = folder / CHECKPOINT_FILE
     try:
-        found = read_json(path)
+        record = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{folder} is no checkpoint: it has no {CHECKPOINT_FILE}") from None
-    check_format(found, FORMAT, where=str(path), remedy=OTHER_COPY, newer=NewerFormat)
-    if checksum_of(found) != found.get("checksum"):
+    check_format(record, FORMAT, where=str(path), remedy=OTHER_COPY, newer=NewerFormat)
+    if checksum_of(record) != record.get("checksum"):
         raise _wrong(path, "its checksum is another: it has changed since it was written")
-    manifest = converted(CheckpointManifest, found, where=str(path), remedy=OTHER_COPY)
+    manifest = converted(CheckpointManifest, record, where=str(path), remedy=OTHER_COPY)
     if manifest.parent is not None:
         parent, name = NAME.fullmatch(manifest.parent.name), NAME.fullmatch(folder.name)
         if parent is None:

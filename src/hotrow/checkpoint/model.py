@@ -1,4 +1,4 @@
-"""A model's weights to disk and back. Rows pass in pieces, however large their tables are."""
+"""Save and load the weights of a model. Rows are written and read in pieces."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from hotrow.support.version import __version__
 
 
 def save_model(folder: str | Path, model: nn.Module) -> None:
-    """Save a model's weights, those of all rows among them, as a new folder of safetensors.
+    """Save a model's weights, including all rows, as a new folder of safetensors.
 
-    Rows are streamed into shards of 256 MiB. The manifest comes last: a folder without it is no
-    model. A failure takes away what it has written. The state of optimizers is not saved.
+    Rows are streamed into shards of 256 MiB. The manifest is written last: a folder without it is
+    no model. A failure removes what it has written. The state of optimizers is not saved.
     """
     folder = Path(folder)
     if (folder / MODEL_FILE).exists():
@@ -60,7 +60,7 @@ def save_model(folder: str | Path, model: nn.Module) -> None:
 
 
 def load_model(folder: str | Path, model: nn.Module) -> None:
-    """Load what `save_model` has saved into a model of the same shape.
+    """Load weights that `save_model` has saved into a model of the same shape.
 
     Sizes, checksums, names and shapes are checked before any weight is replaced; a ValueError says
     what is wrong. The state of optimizers stays as it is.
@@ -72,9 +72,9 @@ def load_model(folder: str | Path, model: nn.Module) -> None:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """What saving a model takes on the disk, but for a few kilobytes."""
-    tables = sum(4 * each.rows * each.dim for each in tables_of(model).values())
-    return tables + sum(each.numel() * each.element_size() for each in dense_state(model).values())
+    """Return the bytes of a saved model, up to a few kilobytes."""
+    tables = sum(4 * table.rows * table.dim for table in tables_of(model).values())
+    return tables + sum(tensor.nbytes for tensor in dense_state(model).values())
 
 
 # -- saving ----------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _weights(piece: ShardRows) -> Iterator[Tensor]:
 
 
 class SavedModel:
-    """A folder that `save_model` has made; its files are there, and as large as they should be."""
+    """A folder that `save_model` has written; all files exist and have the right sizes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -142,8 +142,8 @@ class SavedModel:
             raise ValueError(f"{wrong}; take a copy of the model that is whole, or train again")
 
     def verify(self) -> None:
-        """Read every file and compare checksums, then what shards say of themselves; a ValueError
-        names what has changed."""
+        """Compare the checksums of all files and the shapes of shards; a ValueError says what is
+        wrong."""
         files, done = self._manifest.files, 0
         total = sum(file.bytes for file in files)
         with (
@@ -192,7 +192,7 @@ class SavedModel:
     def weights(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a table in pieces: (first row, [n, dim]). Only `verify()` finds shards
         that have changed."""
-        table = next(each for each in self.tables if each.key == key)
+        table = next(table for table in self.tables if table.key == key)
         for shard in table.shards:
             with self._open(shard) as (file, sections):
                 for first, rows in read_rows(file, self._weights(sections, shard, table)):

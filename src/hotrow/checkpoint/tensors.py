@@ -1,6 +1,6 @@
-"""safetensors files, written and read piece by piece. Knows nothing of what they hold.
+"""safetensors files, written and read in pieces.
 
-The library takes and gives whole tensors; rows pass in pieces here, however many there are.
+The library handles whole tensors only, and tables can be larger than memory.
 
     8 bytes   length of the header
     header    JSON: {"rows": {"dtype": "F32", "shape": [9, 4], "data_offsets": [0, 144]}, ...}
@@ -79,14 +79,14 @@ def head(
 
 def packed(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """A file of whole tensors by its parts; one of them is copied at a time."""
-    for name, each in tensors.items():
-        if each.dtype not in DTYPES or each.layout != torch.strided:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise ValueError(
-                f"{name} is a tensor of {each.dtype}, {each.layout}: none can be saved"
+                f"{name} is a tensor of {tensor.dtype}, {tensor.layout}: none can be saved"
             )
-    yield head({name: (each.dtype, each.shape) for name, each in tensors.items()}, {})
-    for each in tensors.values():
-        yield from pieces_of(each)
+    yield head({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {})
+    for tensor in tensors.values():
+        yield from pieces_of(tensor)
 
 
 def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
@@ -101,13 +101,15 @@ def memory_pieces(memory: memoryview) -> Iterator[memoryview]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor of the host that lies in one piece, as bytes that can be read and written."""
-    found: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return found
+    memory: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return memory
 
 
 def read_head(file: IO[bytes], size: int) -> tuple[bytes, dict[str, Section]]:
-    """The first bytes of a file of `size` bytes, and the places of its tensors. Nothing in them is
-    believed: a ValueError says what is wrong."""
+    """Return the head of a file of `size` bytes, and the places of its tensors.
+
+    Everything in it is checked; a ValueError says what is wrong.
+    """
     begin = file.read(8)
     length = int.from_bytes(begin, "little")
     if len(begin) < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
@@ -122,15 +124,15 @@ def read_head(file: IO[bytes], size: int) -> tuple[bytes, dict[str, Section]]:
     if not isinstance(entries, dict):
         raise ValueError("its header is no table")
     entries.pop("__metadata__", None)
-    found = {name: _section(name, entry, 8 + length) for name, entry in entries.items()}
+    sections = {name: _section(name, entry, 8 + length) for name, entry in entries.items()}
     end = 8 + length
-    for section in sorted(found.values(), key=lambda each: each.first):
+    for section in sorted(sections.values(), key=lambda section: section.first):
         if section.first != end:
             raise ValueError("its tensors do not lie one behind the other")
         end += section.bytes
     if end != size:
         raise ValueError(f"its tensors end at byte {end:,} of {size:,}")
-    return begin + text, found
+    return begin + text, sections
 
 
 def _section(name: str, entry: Any, base: int) -> Section:
@@ -139,7 +141,7 @@ def _section(name: str, entry: Any, base: int) -> Section:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"what it says of {name!r} is no tensor") from None
     numbers = (*shape, first, last) if isinstance(shape, list) else (None,)
-    if not all(type(each) is int and 0 <= each < 2**62 for each in numbers) or (
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or (
         not isinstance(dtype, str) or dtype not in _DTYPES_BY_NAME
     ):
         raise ValueError(f"what it says of {name!r} is no tensor")
@@ -162,14 +164,14 @@ def open_tensors(path: Path, *, remedy: str) -> Iterator[tuple[IO[bytes], dict[s
 
 def read_tensors(path: Path, *, remedy: str) -> dict[str, Tensor]:
     """Return all tensors of a file."""
-    found = {}
+    tensors = {}
     with open_tensors(path, remedy=remedy) as (file, sections):
         for name, section in sections.items():
             file.seek(section.first)
-            found[name] = torch.empty(section.shape, dtype=section.torch_dtype)
+            tensors[name] = torch.empty(section.shape, dtype=section.torch_dtype)
             if section.bytes:
-                read_into(file, bytes_of(found[name]))
-    return found
+                read_into(file, bytes_of(tensors[name]))
+    return tensors
 
 
 def read_rows(file: IO[bytes], section: Section) -> Iterator[tuple[int, Tensor]]:
@@ -198,7 +200,7 @@ def row_pieces(
 
 
 def read_into(file: IO[bytes], memory: memoryview) -> None:
-    """Fill the memory, or say that the file has less."""
+    """Fill the memory; a ValueError says that the file has less."""
     done = 0
     while done < len(memory):
         count = file.readinto(memory[done:])  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ _KEYS = (str, int, bool, float, type(None), tuple)
 
 
 def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """A value as JSON has it; its tensors go to `tensors`, named by their place in it."""
+    """Return a value as JSON; its tensors go to `tensors`, named by their place in it."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, np.generic):
@@ -32,13 +32,13 @@ def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape)
         return {"array": _named(tensor, tensors, where)}
     if isinstance(value, list | tuple):
-        items = [pack(each, tensors, f"{where}.{place}") for place, each in enumerate(value)]
+        items = [pack(item, tensors, f"{where}.{place}") for place, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping) and all(isinstance(key, _KEYS) for key in value):
         return {
             "table": [
-                [pack(key, tensors, where), pack(each, tensors, f"{where}.{key}")]
-                for key, each in value.items()
+                [pack(key, tensors, where), pack(item, tensors, f"{where}.{key}")]
+                for key, item in value.items()
             ]
         }
     raise ValueError(
@@ -54,32 +54,32 @@ def _named(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
     return where
 
 
-def unpack(found: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What was packed; a ValueError says what is none of its forms."""
-    if found is None or isinstance(found, bool | str | int | float):
-        return found
-    if isinstance(found, list):
-        return [unpack(each, tensors) for each in found]
-    if isinstance(found, dict) and len(found) == 1:
-        ((kind, value),) = found.items()
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what was packed; a ValueError names what has none of its forms."""
+    if packed is None or isinstance(packed, bool | str | int | float):
+        return packed
+    if isinstance(packed, list):
+        return [unpack(item, tensors) for item in packed]
+    if isinstance(packed, dict) and len(packed) == 1:
+        ((kind, value),) = packed.items()
         if kind == "float" and value in ("nan", "inf", "-inf"):
             return float(value)
         if kind in ("tensor", "array") and isinstance(value, str) and value in tensors:
             tensor = tensors[value]
             return tensor if kind == "tensor" else tensor.numpy()
         if kind == "tuple" and isinstance(value, list):
-            return tuple(unpack(each, tensors) for each in value)
+            return tuple(unpack(item, tensors) for item in value)
         if kind == "table" and isinstance(value, list):
-            return dict(_entry(each, tensors) for each in value)
-    raise ValueError(f"{json.dumps(found)[:60]} is no value")
+            return dict(_entry(item, tensors) for item in value)
+    raise ValueError(f"{json.dumps(packed)[:60]} is no value")
 
 
-def _entry(found: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, Any]:
-    if not isinstance(found, list) or len(found) != 2:
-        raise ValueError(f"{json.dumps(found)[:60]} is no entry of a table")
-    key = unpack(found[0], tensors)
+def _entry(packed: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, Any]:
+    if not isinstance(packed, list) or len(packed) != 2:
+        raise ValueError(f"{json.dumps(packed)[:60]} is no entry of a table")
+    key = unpack(packed[0], tensors)
     try:
         hash(key)
     except TypeError:
         raise ValueError(f"{key!r} is no key of a table") from None
-    return key, unpack(found[1], tensors)
+    return key, unpack(packed[1], tensors)

@@ -101,45 +101,34 @@ class PreparedSource:
         return hashlib.sha256(f"{self.split} of {manifest}".encode()).hexdigest()
 
     def read(self, blocks: NDArray[np.int64]) -> Samples:
-        of_shards = [
-            (number, blocks[here] - self._first_block[number], int(self.sizes[blocks[here]].sum()))
-            for number, here in _by_shard(self._first_block, blocks)
-        ]
-        lists: dict[str, list[Jagged]] = {name: [] for name in self._lists}
-        for number, first, last in self._runs(blocks) if lists else ():
-            for name, parts in lists.items():
-                jagged = self._shards[number].jagged[name]
-                self._check_lists(name, number, jagged, slice(first, last))
-                offsets = jagged.offsets[first : last + 1]
-                values = jagged.values[offsets[0] : offsets[-1]]
-                parts.append(Jagged(offsets - offsets[0], values))
-        return self._samples(of_shards, self._block, lists)
+        return self._gathered(self._first_block, blocks, self._block)
 
     def take(self, numbers: NDArray[np.int64]) -> Samples:
         """Return the samples of these numbers, in this order."""
-        of_shards = []
-        lists: dict[str, list[Jagged]] = {name: [] for name in self._lists}
-        for number, here in _by_shard(self._firsts, numbers):
-            places = numbers[here] - self._firsts[number]
-            of_shards.append((number, places, len(places)))
-            for name, parts in lists.items():
-                jagged = self._shards[number].jagged[name]
-                self._check_lists(name, number, jagged, places)
-                parts.append(_lists_at(jagged, places))
-        return self._samples(of_shards, 1, lists)
+        return self._gathered(self._firsts, numbers, 1)
 
-    def _samples(
-        self,
-        of_shards: list[tuple[int, NDArray[np.int64], int]],
-        block: int,
-        lists: dict[str, list[Jagged]],
+    def _gathered(
+        self, firsts: NDArray[np.int64], numbers: NDArray[np.int64], block: int
     ) -> Samples:
-        """Copy blocks of `block` samples from shards: (shard, places of blocks, samples) each."""
-        count = sum(size for _, _, size in of_shards)
+        """Copy blocks of `block` samples; each shard has the blocks from its number in `firsts`
+        on."""
+        lists: dict[str, list[Jagged]] = {name: [] for name in self._lists}
+        parts = []
+        for number, here in _by_shard(firsts, numbers):
+            shard, places = self._shards[number], numbers[here] - firsts[number]
+            sizes = np.minimum(block, shard.samples - places * block)  # the last may be short
+            parts.append((number, places, int(sizes.sum())))
+            if lists:
+                samples = (places[:, None] * block + np.arange(block)).reshape(-1)
+                samples = samples[samples < shard.samples]
+            for name, of_shards in lists.items():
+                self._check_lists(name, number, shard.jagged[name], samples)
+                of_shards.append(_lists_at(shard.jagged[name], samples))
+        count = sum(size for _, _, size in parts)
         ids = np.empty((count, len(self.single)), self.data.schema.id_dtype)
         dense = np.empty((count, len(self.data.schema.dense)), np.float32)
         label, at = np.empty(count, np.uint8), 0
-        for number, places, size in of_shards:
+        for number, places, size in parts:
             shard, here = self._shards[number], slice(at, at + size)
             for column, out in ((shard.ids, ids), (shard.dense, dense), (shard.label, label)):
                 _copy_blocks(column, places, out[here], block)
@@ -150,7 +139,7 @@ class PreparedSource:
         return Samples(ids, dense, label, {name: joined(parts) for name, parts in lists.items()})
 
     def _check_lists(
-        self, name: str, number: int, lists: Jagged, places: NDArray[np.int64] | slice
+        self, name: str, number: int, lists: Jagged, places: NDArray[np.int64]
     ) -> None:
         """Refuse offsets out of range: opening reads no shard, so one may have changed since."""
         firsts, ends = lists.offsets[:-1][places], lists.offsets[1:][places]
@@ -164,22 +153,6 @@ class PreparedSource:
             f"{self.data.folder}: {what} in shard {number} of {self.split} are damaged; prepare "
             "again"
         )
-
-    def _runs(self, blocks: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard, first, last) of blocks, with neighbours joined."""
-        run: tuple[int, int, int] | None = None
-        shards = np.searchsorted(self._first_block, blocks, side="right") - 1
-        starts = (blocks - self._first_block[shards]) * self._block
-        ends = starts + self.sizes[blocks]
-        for number, first, last in zip(*(x.tolist() for x in (shards, starts, ends)), strict=True):
-            if run and run[0] == number and run[2] == first:
-                run = number, run[1], last
-                continue
-            if run:
-                yield run
-            run = number, first, last
-        if run:
-            yield run
 
 
 class SubsetSource:

@@ -145,11 +145,11 @@ class Pipeline:
     def part(self, planned: PlannedBatch, features: Any, first: int) -> PlannedBatch:
         """Return the samples of a planned batch from `first` on; `features` are their ids."""
         part = parse(features, self._features, self._rows.device)
-        works = tuple(
+        works = [
             work.group.planning.part(work, planned.batch, part, first) for work in planned.works
-        )
+        ]
         tensors = compared(features)
-        return PlannedBatch(features, tensors, versions_of(tensors), part, works)
+        return PlannedBatch(features, tensors, versions_of(tensors), part, tuple(works))
 
     def arrive(self, planned: PlannedBatch, number: int | None = None) -> None:
         """Let `forward` find a batch; `number` is its position in the pass."""
@@ -183,8 +183,7 @@ class Pipeline:
         except (AttributeError, TypeError):
             return None  # not ids at all; parsing raises an error with the reason
         # The newest first: a loader may return the same tensors again.
-        newest_first = reversed(self.planned)
-        planned = next((batch for batch in newest_first if batch.identity == wanted), None)
+        planned = next((x for x in reversed(self.planned) if x.identity == wanted), None)
         if planned is None or not planned.is_as_read:
             return None
         for work in planned.works:
@@ -424,10 +423,8 @@ class Pipeline:
         depths = [
             depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
         ]
-        if not depths:
-            return 0
         limits = [depth.limit for depth in depths if depth.limit is not None]
         bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
         if bytes_per_batch:
             limits.append(self._rows.window_bytes // bytes_per_batch)
-        return int(max(0, min([max(depth.useful for depth in depths), *limits])))
+        return int(max(0, min([max((depth.useful for depth in depths), default=0), *limits])))

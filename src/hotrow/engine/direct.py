@@ -6,7 +6,7 @@ late gradients, checkpoints and replaced weights use it. Bits are those of the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hotrow.engine.memory import ALL_AT_ONCE, PlannedMoves
+from hotrow.engine.memory import ALL_AT_ONCE, InFlight
 from hotrow.engine.scratchpad import FREE
 from hotrow.engine.settings import Settings
 from hotrow.inputs.batch import Lookups
@@ -37,7 +37,7 @@ class DirectPath:
         memory: Any,
         mover: Any,
         arithmetic: Any,
-        in_flight: Callable[[], Iterable[PlannedMoves]],
+        in_flight: InFlight,
     ) -> None:
         """`in_flight`: the moves of batches that were planned and have not moved, newest first."""
         self._layout, self._device = settings.layout, settings.device
@@ -195,17 +195,8 @@ class HostDirectPath(DirectPath):
     def _vectors_of(self, ids: Tensor) -> Tensor:
         """Copy the newest vectors of rows, [n, dim]. Ids may repeat; padding gives zeros."""
         self._mover.settle()
-        null, is_padding = self._memory.null_slot, ids < 0 if self._has_padding else None
-        slots = self.locate(ids if is_padding is None else ids.clamp(min=0))
-        if is_padding is not None:
-            slots = slots.masked_fill(is_padding, null)
-        is_away = slots == FREE
-        away = is_away.nonzero().squeeze(1)
-        slots = slots.masked_fill(is_away, null) if away.numel() else slots
-        vectors = reference.take(self._memory.slots, slots, self._dim)
-        if away.numel():
-            rows = reference.take(self._memory.store.rows, ids.index_select(0, away), self._dim)
-            vectors.index_copy_(0, away, rows)
+        is_padding = ids < 0 if self._has_padding else None
+        vectors: Tensor = self._memory.vectors(ids, is_padding, self._dim, self._in_flight)
         return vectors
 
 

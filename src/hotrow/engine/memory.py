@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotrow.engine.scratchpad import FREE, Scratchpad
 from hotrow.engine.settings import Settings
-from hotrow.kernels.reference import places
+from hotrow.kernels.reference import places, take
 from hotrow.store.budget import SLOT_STATE_BYTES, Share
 from hotrow.store.ram import Store, host_rows, initialise
 from hotrow.support.host_memory import check_fits
@@ -23,6 +23,7 @@ ALL_AT_ONCE = 1 << 16  # rows that pass together where no buffer limits them
 
 # Slots, leaving rows and entering rows of a batch that was planned and has not moved.
 PlannedMoves = tuple[Tensor, Tensor, Tensor]
+InFlight = Callable[[], Iterable[PlannedMoves]]  # newest first
 
 
 class Buffer:
@@ -110,8 +111,22 @@ class SlotMemory:
     def null_slot(self) -> int:
         return self.pad.null_slot
 
-    def locate(self, ids: Tensor, in_flight: Callable[[], Iterable[PlannedMoves]]) -> Tensor:
+    def locate(self, ids: Tensor, in_flight: InFlight) -> Tensor:
         return locate(ids, self.pad.map.lookup(ids), in_flight())
+
+    def vectors(
+        self, ids: Tensor, is_padding: Tensor | None, dim: int, in_flight: InFlight
+    ) -> Tensor:
+        """Copy the newest vectors of rows, [n, dim]. Ids may repeat; padding gives zeros."""
+        slots = self.locate(ids if is_padding is None else ids.clamp(min=0), in_flight)
+        if is_padding is not None:
+            slots.masked_fill_(is_padding, self.null_slot)
+        is_away = slots == FREE
+        away = is_away.nonzero().squeeze(1)
+        vectors = take(self.slots, slots.masked_fill_(is_away, self.null_slot), dim)
+        if away.numel():
+            vectors.index_copy_(0, away, take(self.store.rows, ids.index_select(0, away), dim))
+        return vectors
 
     def resident(self) -> Tensor:
         """Return the row of each slot, as the maps say; -1 if it is free."""
@@ -171,8 +186,14 @@ class AllRows:
         """Give every row its start."""
         initialise(self.store.rows, settings.layout, settings.state_start, settings.seed)
 
-    def locate(self, ids: Tensor, in_flight: Callable[[], Iterable[PlannedMoves]]) -> Tensor:
+    def locate(self, ids: Tensor, in_flight: InFlight) -> Tensor:
         return ids
+
+    def vectors(
+        self, ids: Tensor, is_padding: Tensor | None, dim: int, in_flight: InFlight
+    ) -> Tensor:
+        slots = ids if is_padding is None else torch.where(is_padding, self.null_slot, ids)
+        return take(self.slots, slots, dim)
 
     def read_slots(self, slots: Tensor, out: Tensor) -> None:
         self.store.read(slots, out=out)

@@ -189,7 +189,7 @@ def run(
 
 
 def at_once(works: Sequence[Work], lanes: Lanes) -> None:
-    """Plan a batch that nobody announced, and fetch its rows; training waits for them."""
+    """Plan a batch that was not announced, and fetch its rows; training waits for them."""
     ticket = Ticket(None, works)
     with ticket.writing():
         lanes.join()

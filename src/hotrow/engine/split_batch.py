@@ -33,7 +33,7 @@ class Parted:
 
 @dataclass(eq=False)
 class Split:
-    """A batch that is trained in two parts, as the step is told of it."""
+    """A batch that is trained in two parts, as the step sees it."""
 
     batch: Any
     first: int

@@ -67,7 +67,7 @@ def train(work: Work) -> None:
     """The user's part: lookup, loss, backward, update."""
 
 
-# Planning runs two cycles before the fill, so that nobody waits for a plan's counts.
+# Planning runs two cycles before the fill, so that the host need not wait for a plan's counts.
 FUSED = (
     Stage("plan", 0, plan, "plan"),
     Stage("fill", 2, fill, collects=True, returns=True, inserts=True),

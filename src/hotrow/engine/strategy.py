@@ -56,7 +56,7 @@ class Strategy:
 
     @property
     def learns_pins(self) -> bool:
-        """Whether uses decide what is pinned, where nobody says it. Where rows may stay without
+        """Whether uses decide what is pinned, if no profile does. Where rows may stay without
         pins, the order in which they leave heeds uses, and pins are in its way."""
         return self.pinned_part > 0 and self.refetch
 

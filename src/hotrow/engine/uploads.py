@@ -63,5 +63,5 @@ class TableScalars:
 
     @property
     def there(self) -> Tensor:
-        assert self._upload is not None, "nobody has pushed them"
+        assert self._upload is not None, "push() comes first"
         return self._upload.there

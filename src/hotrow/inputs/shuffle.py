@@ -1,11 +1,11 @@
-"""In which order samples come: the same for one seed, wherever and whenever it is asked.
+"""The order of samples: a function of the seed alone.
 
-A split is a list of blocks, which lie together on disk. In every epoch blocks are shuffled; then as
-many as hold `mixed` samples make a stretch, and the samples of a stretch are shuffled. So a sample
-may meet any other in a batch, and files are read by blocks, never by samples. Without a seed
-everything stays as it is.
+A split is a list of blocks, each contiguous on disk. In every epoch blocks are shuffled; then as
+many as hold `mixed` samples form a stretch, and the samples of a stretch are shuffled. So any two
+samples may be in one batch, and files are read by blocks, never by samples. Without a seed the
+order does not change.
 
-Nothing is drawn one after the other, so any place of any epoch is found without those before it.
+Nothing is drawn sequentially, so any place of any epoch is found without those before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Order:
         self.samples = int(sizes.sum())
 
     def stretches(self, epoch: int, first: int = 0) -> Iterator[Stretch]:
-        """Those of an epoch, from the one that holds the sample at `first` on."""
+        """Yield the stretches of an epoch, from the one that holds the sample at `first` on."""
         blocks: Places = np.arange(len(self._sizes))
         if self._seed is not None:
             blocks = shuffled(len(blocks), key=key_of(self._seed, "blocks", epoch))
@@ -62,9 +62,9 @@ class Order:
 
 
 def shuffled(count: int, *, key: int) -> Places:
-    """0..count-1 in an order that depends on the key alone, not on any version of anything."""
-    # A hash's upper bits with the place below them: no two are equal, so every way of sorting gives
-    # the same, and sorting numbers is twice as fast as sorting places by them.
+    """Return 0..count-1 in an order that depends on the key alone, not on library versions."""
+    # The upper bits of a hash with the place below them: all different, so every sort gives the
+    # same order, and sorting numbers is twice as fast as sorting places by them.
     places = np.arange(count)
     below = np.uint64((1 << count.bit_length()) - 1)
     mixed = hashed(places, key=key)

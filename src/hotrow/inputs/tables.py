@@ -216,8 +216,6 @@ class WidthGroup:
 
 def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
     """Group tables by width, in the order they were given."""
-    if not tables:
-        raise ValueError("a collection needs at least one table")
     _refuse_repeats("table", [table.name for table in tables])
     _refuse_repeats("feature", [name for table in tables for name in table.feature_names])
     columns = {name: i for i, name in enumerate(feature_order(tables))}
@@ -235,6 +233,8 @@ def group_by_width(tables: Sequence[EmbeddingBagConfig]) -> list[WidthGroup]:
 
 def feature_order(tables: Sequence[EmbeddingBagConfig]) -> tuple[str, ...]:
     """Return the order of columns in a dense input and of vectors in the output."""
+    if not tables:
+        raise ValueError("a collection needs at least one table")
     return tuple(name for table in tables for name in table.feature_names)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_device_planner import replace_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
@@ -48,6 +47,7 @@ from hotrow.kernels import reference
 from hotrow.kernels.triton import maps
 from hotrow.models.dlrm import DLRM
 from hotrow.training.trainer import Trainer
+from map_kernels import replace_rows
 from test_loaders import Samples
 
 pytestmark = [

@@ -74,7 +74,8 @@ def train_within(
         assert sum(embedding.memory().values()) <= granted, embedding.memory()
     for group in embedding.groups:
         pool = group.planning._buffers
-        assert 0 < pool.num_bytes <= group.plan_bytes(group.planner.capacity, group._plans_at_once)
+        plans = group.planning.inputs.plans_at_once
+        assert 0 < pool.num_bytes <= group.planning.plan_bytes(group.planner.capacity, plans)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -364,7 +365,7 @@ def test_old_batches_do_not_keep_buffers() -> None:
     found, expected = losses(embedding), losses(build(None, strategy="all-fast"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (group,) = embedding.groups
-    assert group.planning._buffers.num_sets <= group._plans_at_once == 5
+    assert group.planning._buffers.num_sets <= group.planning.inputs.plans_at_once == 5
 
 
 @pytest.mark.parametrize("apart", [1, 100])

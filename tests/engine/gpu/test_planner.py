@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,12 +23,13 @@ from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, DeviceScratchpa
 from hotrow.engine.planner import Planner
 from hotrow.engine.rules import PINNED, Hold, Pins
 from hotrow.engine.scratchpad import Scratchpad
-from hotrow.engine.tuning import Tuning
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps, ranking, window, words
 from hotrow.kernels.triton import plan as kernels
 from hotrow.kernels.triton.maps import FREE
 from hotrow.kernels.triton.window import globalise
+from map_kernels import leave, replace_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOMBSTONE = maps.TOMBSTONE.value
@@ -55,7 +54,7 @@ class Run:
     depth: int = 2  # batches known ahead
     pins: Pins | None = None
     rows: int = ROWS
-    tuning: Tuning = Tuning()
+    tuning: Tuning = DEFAULT
 
     def planner(self) -> DevicePlanner:
         pad = DeviceScratchpad(self.slots, 1, self.rows, DEVICE, dense_map=self.dense_map)
@@ -349,36 +348,6 @@ def test_any_stream_is_planned_as_well_as_it_fits(
 # -- the hashed map ------------------------------------------------------------------------
 
 
-@triton.jit
-def _leave(slots, row_of_slot, table, left, count, size, bits, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + place, mask=place < count, other=0)
-    row = tl.load(row_of_slot + slot, mask=place < count, other=-1)
-    tombstones = maps.remove(row, slot, row >= 0, table, size, bits, True)
-    tl.store(left + place, tombstones, mask=place < count)
-
-
-@triton.jit
-def _enter(slots, rows, row_of_slot, table, spare, left, count, size, bits, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    slot = tl.load(slots + place, mask=mask, other=0)
-    row = tl.load(rows + place, mask=mask, other=0)
-    tl.store(row_of_slot + slot, row, mask=mask)
-    taken_over = maps.insert(row, slot, mask, table, spare, size, bits, True)
-    tl.store(left + place, tl.load(left + place, mask=mask, other=0) - taken_over, mask=mask)
-
-
-def replace_rows(found: maps.DeviceMap, slots: Tensor, rows: Tensor) -> Tensor:
-    """Other rows take over some slots; how many tombstones are left by each, or taken over."""
-    left = torch.zeros_like(slots)
-    grid, where = (triton.cdiv(len(slots), 32),), (found.row_of_slot, found.table)
-    sizes = (len(slots), found.size, found.bits)
-    _leave[grid](slots, *where, left, *sizes, BLOCK=32)
-    _enter[grid](slots, rows, *where, found.spare, left, *sizes, BLOCK=32)
-    return left
-
-
 @pytest.mark.parametrize("slots", [1, 12, pytest.param(90, marks=pytest.mark.slow)])
 def test_a_hash_knows_every_row_and_no_other_whatever_comes_and_goes(slots: int) -> None:
     generator = torch.Generator().manual_seed(slots)
@@ -416,7 +385,7 @@ def test_a_place_that_nobody_has_gone_past_is_empty_again() -> None:
     before = buckets.clone()
     slots = torch.arange(32, dtype=torch.int32, device=DEVICE)
     left = torch.zeros_like(slots)
-    _leave[(1,)](slots, row_of_slot, found.table, left, 32, found.size, found.bits, BLOCK=32)
+    leave[(1,)](slots, row_of_slot, found.table, left, 32, found.size, found.bits, BLOCK=32)
     changed = buckets != before
     assert int(changed.sum()) == 32
     assert (buckets[had_empty][changed[had_empty]] == -1).all()

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_training import Run, batches, same_bits
-from test_staged import build, stages_for
 
 import hotrow
-import hotrow.engine.gpu.memory
 import hotrow.engine.gpu.mover_choice
 import hotrow.engine.gpu.staged
 import hotrow.store.pinned
 from builders import CASES, RULES, Outcome, outcome, readout, shuffled, tight_budget, train, variant
+from gpu_training import Run, batches, same_bits
 from hotrow.engine.gpu.staged import Packet, Staged
+from hotrow.engine.stages import SPLIT
+from hotrow.engine.strategy import Strategy
+from hotrow.engine.tuning import Tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +29,21 @@ pytestmark = [
 
 STEPS = 150
 SLEEP = 3_000_000  # clock ticks of the GPU: more than a millisecond
+
+
+def build(
+    case: Any, rule: str, strategy: str | Strategy = "all-fast", **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    return hotrow.EmbeddingBagCollection(
+        case.tables, RULES[rule], strategy=strategy, seed=3, device="cuda", **options
+    )
+
+
+def stages_for(strategy: Strategy, fill: str) -> Strategy:
+    """The stages that a way of moving rows needs."""
+    if fill != "staged" or strategy.staged:
+        return strategy
+    return replace(strategy, stages=SPLIT)
 
 
 @cache
@@ -114,7 +130,7 @@ def test_whatever_is_late_is_waited_for(
 def test_packets_that_are_too_small_and_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", 5)
+    monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(most_packed=5, least_certain=0))
     for name in ("lookahead", "scratchpipe"):
         found = train(tight("one-hot", "adam", name, "staged"), CASES["one-hot"].batches(STEPS))
         assert found.same_bits(all_fast("one-hot", "adam"))
@@ -124,7 +140,7 @@ def test_packets_that_are_too_small_and_those_that_are_not(
 def test_a_store_that_the_system_does_not_lock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hotrow.store.pinned, "_cuda_register", lambda address, size: "not today")
     for most in (5, 1 << 16):
-        monkeypatch.setattr(hotrow.engine.gpu.memory, "MOST_PACKED", most)
+        monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(most_packed=most))
         with pytest.warns(UserWarning, match="refused to page-lock the rows: not today"):
             embedding = tight("one-hot", "adam", name, "staged")
         choice = embedding.fills()[4]
@@ -201,7 +217,7 @@ def test_the_forms_are_measured_and_the_tables_start_as_they_always_do(
 def test_the_host_does_not_wait_for_rows_that_come_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever launches finds the background's work done, when training takes its time."""
+    """The launching thread finds the background's work done, when training takes its time."""
     waited: list[bool] = []
     real = hotrow.engine.gpu.staged.finish
 

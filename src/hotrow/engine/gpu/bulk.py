@@ -5,8 +5,8 @@ not. So leaving rows are packed side by side in the GPU's memory, those of sever
 A full packet is copied at once to a load, which holds several, and threads of the CPU put a load's
 rows in their places.
 
-Until then the store has old bits of them, so no batch may read them there. Whoever evicts says for
-how many batches that is certain; a batch beyond waits, which looking far ahead makes rare.
+Until then the store has old bits of them, so no batch may read them there. The plan says for how
+many batches that is certain; a later batch waits, which looking far ahead makes rare.
 
 ```
     batch     7    8    9   10   11   12   13   14
@@ -66,7 +66,7 @@ class Load:
 class WriteBack:
     """Packets of up to `most` rows, filled and sent in turn.
 
-    What is launched runs in the lane `rows`, where whoever calls has to be.
+    Kernels are launched in the lane `rows`, which the caller has switched to.
     """
 
     def __init__(

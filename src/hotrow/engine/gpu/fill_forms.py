@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # How many times as fast staged has to be alone to be taken: zero-copy takes two multiprocessors
-# from training; staged takes cores from whoever loads data and launches. What was 2.2 times as fast
+# from training; staged takes cores from loaders and launches. A form that was 2.2 times as fast
 # alone, on all cores, was slower beside training (benchmarks/LOG.md).
 CLEARLY = 2.5
 # How fast bulk has to be, of zero-copy alone, to be taken: it disturbs training's kernels less.

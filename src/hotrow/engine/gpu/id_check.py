@@ -10,20 +10,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hotrow.inputs.tables import WidthGroup
+
+
+def feature_facts(layout: WidthGroup) -> Tensor:
+    """Return base, limit, padding index or -1, and column of each feature, [F, 4] int64."""
+    facts = []
+    for feature in layout.features:
+        table = layout.tables[feature.table]
+        padding = -1 if table.skipped_idx is None else table.skipped_idx
+        facts.append([layout.bases[feature.table], table.num_embeddings, padding, feature.column])
+    return torch.tensor(facts)
+
 
 class IdCheck:
     """The comparisons of one width group."""
 
     def __init__(self, features: Tensor, num_rows: int) -> None:
-        """`features` [F, 4]: base, limit, padding index or -1, column."""
+        """`features`: as `feature_facts` gives them, on the device that compares."""
         self._features, self._num_rows = features, num_rows
         self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=features.is_cuda)
         self._seen = self._flag.numpy()
         self._numbers: dict[int, int] = {}
 
     def note(self, key: int, number: int) -> None:
-        """A batch with this number is compared under a key, until the next one is. A key that
-        nobody has noted is the number itself."""
+        """A batch with this number is compared under a key, until the next one is. A key that was
+        not noted is the number itself."""
         self._numbers[key] = number
 
     def launch(

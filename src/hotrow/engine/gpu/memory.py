@@ -5,7 +5,6 @@ Knows bytes and maps; not batches, and not when rows move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from hotrow.engine.gpu.fill_forms import FillChoice
 from hotrow.engine.gpu.mover_choice import choose
 from hotrow.engine.gpu.planner import DeviceScratchpad
 from hotrow.engine.gpu.start import initialise_on_gpu, unwritten_rows
-from hotrow.engine.memory import AllRows, Buffer, PlannedMoves, locate
+from hotrow.engine.memory import AllRows, Buffer, InFlight, locate
 from hotrow.engine.settings import Settings
 from hotrow.engine.stages import SPLIT, in_transit_of
 from hotrow.engine.strategy import Strategy
@@ -139,7 +138,7 @@ class DeviceMemory:
     def null_slot(self) -> int:
         return self.pad.null_slot
 
-    def locate(self, ids: Tensor, in_flight: Callable[[], Iterable[PlannedMoves]]) -> Tensor:
+    def locate(self, ids: Tensor, in_flight: InFlight) -> Tensor:
         moves = list(in_flight())  # waits for plans, which change the map
         return locate(ids, self.pad.map.lookup(ids.to(self.pad.id_type)).long(), moves)
 

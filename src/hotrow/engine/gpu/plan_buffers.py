@@ -64,10 +64,10 @@ def plan_bytes(capacity: int, uniques: int, id_type: torch.dtype) -> int:
 
 
 class BufferPool:
-    """Buffers of plans that nobody reads any more, used again when the device has caught up.
+    """Buffers of plans that are no longer read, used again when the device has caught up.
 
-    A berth gets the same ones each time, which captured steps read. Whoever has no berth shares
-    what is left, and new berths take from that, too.
+    A berth (an input of captured steps) gets the same buffers each time, because graphs read them.
+    Batches without a berth share the others, and new berths take from those.
     """
 
     def __init__(self, lanes: Lanes) -> None:

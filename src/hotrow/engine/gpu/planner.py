@@ -193,7 +193,7 @@ class DevicePlanner(PlannerRules):
         rows, bulk = self._window_rows(self.capacity), self._queue_size(self.capacity)
         kept = [self.ids_of(each).clone() for each in self.window]
         counts = [self.counts_of(each).clone() for each in self.window]
-        shape = (rows + 1, self.capacity)  # the last for a batch that nobody announced
+        shape = (rows + 1, self.capacity)  # the last for a batch that was not announced
         self.window_ids = torch.full(
             shape, self.pad.num_rows, dtype=self.pad.id_type, device=self.device
         )
@@ -230,7 +230,7 @@ class DevicePlanner(PlannerRules):
     def bytes_for(self, lookups: int) -> int:
         """What `reserve` takes for batches of so many lookups."""
         queue = self._queue_size(lookups)
-        # One row for a batch that nobody announced, one on its way in, and one that is planned.
+        # One row for a batch that was not announced, one on its way in, and one that is planned.
         ids = (self._window_rows(lookups) + 3) * lookups * self.pad.id_type.itemsize
         return ids + 4 * (kernels.scratch_words(lookups, queue) + queue)
 
@@ -246,7 +246,7 @@ class DevicePlanner(PlannerRules):
         return self.window_counts[batch.row]
 
     def admit(self, lookups: int, *, announced: bool) -> Expected:
-        """A place for a batch's ids; whoever asked writes them, and then `expect`s it.
+        """Return a place for a batch's ids; the caller writes them and then calls `expect`.
 
         One that is not announced has to be planned next.
         """
@@ -329,7 +329,7 @@ class DevicePlanner(PlannerRules):
         self._prepare_victims(announced=announced)
         self._repin()
         number = self._origin + self.number
-        # Whoever comes in between moves the numbers of those that were announced.
+        # A batch in between moves the numbers of those that were announced.
         known = len(self.window) if announced else 0
         plan = DevicePlan(number, batch.lookups, buffers, self._rankings, self._rebuilds, known)
         self._launch(batch, plan, announced=announced)
@@ -411,7 +411,7 @@ class DevicePlanner(PlannerRules):
         self.note_missing(missing)
         if plan.ranking == self._rankings:
             left = state[words.END] - state[words.HEAD]
-            if not self._is_fresh:  # else nobody has told how long the queue was
+            if not self._is_fresh:  # else the length of the queue is not known
                 self._most_taken = max(self._queue_left - left, int(0.9 * self._most_taken))
             self._queue_left = left
             if self._is_fresh and left < _LEAST_RANKED * missing:

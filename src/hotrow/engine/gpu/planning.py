@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotrow.engine.counters import Counters
 from hotrow.engine.flight import Flight
-from hotrow.engine.gpu.id_check import IdCheck
+from hotrow.engine.gpu.id_check import IdCheck, feature_facts
 from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, Expected
 from hotrow.engine.gpu.work import DevicePart, DeviceWork
@@ -40,15 +40,7 @@ class Inputs:
 
     def __init__(self, settings: Settings) -> None:
         layout, device = settings.layout, settings.device
-        columns = [
-            (layout.bases[f.table], table.num_embeddings, table.skipped_idx, f.column)
-            for f in layout.features
-            for table in (layout.tables[f.table],)
-        ]
-        # Base, limit, padding index or -1, and column of each feature.
-        self.features = torch.tensor(
-            [[b, n, -1 if p is None else p, c] for b, n, p, c in columns], device=device
-        )
+        self.features = feature_facts(layout).to(device)
         self.id_check = IdCheck(self.features, layout.num_rows)
         self.is_pooled, self.room = is_pooled(layout), Room()
         self.unique_part = 1.0  # of a batch's lookups, that may be of different rows

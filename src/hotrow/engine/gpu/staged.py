@@ -32,7 +32,7 @@ from hotrow.support.streams import Lanes, Mark
 # Launches a kernel: its name, the number of the packet it reads or writes, and what to call.
 Replay = Callable[[str, int, Callable[[], None]], None]
 
-# And half of the cores at the most: whoever launches kernels needs one to itself.
+# At most half of the cores: the thread that launches kernels needs one to itself.
 _MOST_THREADS = 2  # of Python, which take its lock in between
 _MOST_IN_C = 6
 _LEAST_PART = 4096  # rows for which one more thread of Python is worth asking
@@ -73,7 +73,7 @@ class Packet:
 class Staged:
     """Moves up to `most` rows per batch each way, for as many batches at once as it has packets.
 
-    The device's part is launched in the lanes `rows`, where whoever calls has to be, and `back`.
+    The device's part is launched in the lane `rows`, which the caller has switched to, and `back`.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Worker(ThreadPoolExecutor):
     Where there is a C compiler a thread of Python waits for marks, and threads of C move rows. Else
     each thread works alone, with few and long operations. The threads of torch's own would go on
     spinning for a while after each one, and threads that ask for Python's lock often would have it
-    when whoever launches kernels needs it.
+    when the thread that launches kernels needs it.
     """
 
     def __init__(self, *, in_c: bool | None = None) -> None:

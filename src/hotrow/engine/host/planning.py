@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hotrow.engine.counters import Counters
 from hotrow.engine.flight import AtRest
-from hotrow.engine.gpu.id_check import IdCheck
+from hotrow.engine.gpu.id_check import IdCheck, feature_facts
 from hotrow.engine.host.hot import HotRows
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import FACTS, HostPlan, HostWork
@@ -47,7 +47,7 @@ class HostPlanning(AllRowsPlanning):
         self.sorter = Sorter(settings, link, hot)
         self._link, self._hot, self._peak = link, hot, peak
         self._lanes, self._device = settings.lanes, settings.device
-        self._id_check = IdCheck(self.sorter.features.t().contiguous(), layout.num_rows)
+        self._id_check = IdCheck(feature_facts(layout).to(settings.device), layout.num_rows)
         self._bases = torch.tensor([*layout.bases, layout.num_rows])
 
     def input_device(self, device: torch.device | None) -> torch.device | None:

@@ -73,7 +73,6 @@ class HostRows:
     # -- planning ----------------------------------------------------------------------
 
     def plan(self, work: HostWork) -> None:
-        """Sort a batch's ids."""
         self.planning.plan(work)
 
     def confirm(self, work: HostWork) -> bool:

@@ -9,7 +9,7 @@ from hotrow.engine.host.hot import HotRows
 from hotrow.engine.host.link import Link
 from hotrow.engine.host.plan import HostPlan
 from hotrow.engine.settings import Settings
-from hotrow.inputs.batch import Batch, spans_of
+from hotrow.inputs.batch import Batch, keys_of
 from hotrow.kernels.triton.segments import segments_of
 
 _INT32_MAX = 2**31 - 1
@@ -21,39 +21,15 @@ class Sorter:
     def __init__(self, settings: Settings, link: Link, hot: HotRows) -> None:
         layout, device = settings.layout, settings.device
         self._layout, self._lanes, self._link, self._hot = layout, settings.lanes, link, hot
-        facts = []
-        for feature in layout.features:
-            table = layout.tables[feature.table]
-            padding = -1 if table.skipped_idx is None else table.skipped_idx
-            base = layout.bases[feature.table]
-            facts.append([base, table.num_embeddings, padding, feature.column])
-        self.has_padding = any(padding >= 0 for _, _, padding, _ in facts)
-        # Base, limit, padding and column of each feature, [4, F]. Laid out here: on the device a
-        # kernel would do it, for which no lane waits.
-        self.features = torch.tensor(facts).t().contiguous().to(device)
+        self.has_padding = layout.feature_numbers(device).skipped is not None
         self._key_type = torch.int32 if layout.num_rows < _INT32_MAX else torch.int64
         bases = torch.tensor([*layout.bases, layout.num_rows])
         self._bases = bases.to(self._key_type).to(device)
 
     def keys_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the ids looked up, [L], padding the largest, and whether one is bad."""
-        values = batch.values
-        features = self.features.to(values.device)
-        if batch.offsets is None:
-            if len(self._layout.features) < len(batch.keys):
-                values = values.index_select(1, features[3])
-        else:
-            spans = spans_of(batch, self._layout)
-            values = torch.cat([values[low:high] for low, high in spans])
-            lengths = torch.tensor([high - low for low, high in spans])
-            lengths = lengths.to(values.device, non_blocking=True)
-            features = torch.repeat_interleave(features, lengths, 1, output_size=len(values))
-        base, limit, padding, _ = features
-        bad = ((values < 0) | (values >= limit)).any()
-        keys = values + base
-        if self.has_padding:
-            keys = torch.where(values == padding, self._layout.num_rows, keys)
-        return keys.flatten().to(self._key_type), bad
+        keys, bad = keys_of(batch, self._layout, padding=self._layout.num_rows)
+        return keys.to(self._key_type), bad
 
     def sort(self, keys: Tensor, bad: Tensor) -> HostPlan:
         """Sort ids; facts and unique ids set out for the host."""

@@ -225,11 +225,10 @@ class FAE:
                 if segment.epoch != epoch:
                     epoch, skip = segment.epoch, self._skip_of_epoch(sets.hot.batches_per_epoch)
                     self._ended = epoch
-                if len(segment):
-                    self._switch(before, segment.kind)
-                    before = segment.kind
-                    batches = self._up_to_most(segment)
-                    yield from skip.segments(batches) if segment.kind == "hot" else [batches]
+                self._switch(before, segment.kind)
+                before = segment.kind
+                batches = self._up_to_most(segment)
+                yield from skip.segments(batches) if segment.kind == "hot" else [batches]
                 if self._is_enough:
                     break
                 if segment.ends_pair:
@@ -389,18 +388,9 @@ class FAE:
         return hot
 
     def _describe(self, report: HotReport, hot: HotSet, counts: AccessCounts) -> None:
-        notes, asked = report.notes, self._budget_bytes()
-        if asked > self._room and hot.num_rows < self._embedding.num_rows:
-            notes += (
-                f"a hot budget of {show_bytes(asked, beside=self._room)} is more than there is "
-                f"room for beside a batch: {show_bytes(self._room, beside=asked)}, in which "
-                f"{hot.num_rows:,} rows are hot",
-            )
-        if not self._room:
-            notes += (
-                "the collection's budget has no room to pin rows beside a batch: a larger one has, "
-                "or one for smaller batches",
-            )
+        is_all = hot.num_rows == self._embedding.num_rows
+        asked = 0 if is_all else self._budget_bytes()
+        notes = (*report.notes, *_notes_on_room(asked, self._room, hot.num_rows))
         for note in notes:
             warn(note)
         self.record = replace(
@@ -488,6 +478,20 @@ def _sentences(r: FAERecord, *, is_counted: bool, cold: Cold) -> list[str]:
         ),
         "rate " + ", ".join(f"{rate:g} % from step {step:,}" for step, rate in r.rates),
     ]
+
+
+def _notes_on_room(asked: int, room: int, hot_rows: int) -> Iterator[str]:
+    """Describe a budget, in bytes, that does not fit the room for pinned rows."""
+    if asked > room:
+        yield (
+            f"a hot budget of {show_bytes(asked, beside=room)} is more than there is room for "
+            f"beside a batch: {show_bytes(room, beside=asked)}, in which {hot_rows:,} rows are hot"
+        )
+    if not room:
+        yield (
+            "the collection's budget has no room to pin rows beside a batch: a larger one has, or "
+            "one for smaller batches"
+        )
 
 
 def _steps_per_epoch(sets: Separated) -> int:
