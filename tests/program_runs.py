@@ -38,7 +38,7 @@ from program_models import Plain, Rows, Vectors
 from programs import EVERYTHING, Action, Program, Samples, Step, draw, samples_of
 
 OF_TORCH = {"rtol": 2e-4, "atol": 2e-5}
-UP_TO_ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # as in test_hybrid.py
+UP_TO_ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # as in contracts.py
 EXACT = {"rtol": 0.0, "atol": 0.0}
 PROBE = 99  # the batch that threads look up
 

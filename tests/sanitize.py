@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 import hotrow.engine.gpu.bulk
 import hotrow.support.streams
 from hotrow.data import ClickBatch
@@ -217,6 +216,7 @@ def collection(
             strategy=strategy,
             device=DEVICE,
             seed=0,
+            engine=None if hotrow.STRATEGIES[strategy].on_host else gpu_rows,
             **options,
         )
     except ValueError as reason:
@@ -272,7 +272,7 @@ def bags() -> None:
 
     tables = [hotrow.EmbeddingBagConfig(f"t{i}", n, 5, [f"f{i}"]) for i, n in enumerate(ROWS)]
     embedding = hotrow.EmbeddingBagCollection(
-        tables, RULES["sgd"], by_hand(90, dense_map=False), device=DEVICE
+        tables, RULES["sgd"], by_hand(90, dense_map=False), device=DEVICE, engine=gpu_rows
     )
     train(embedding, batches(), lambda batch: batch)
     bad = ClickBatch(torch.rand(2, 3), torch.tensor([[1, 2, 3], [0, 9, 1]]), torch.zeros(2))
@@ -312,8 +312,6 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of chunks and the like: batches here are meant not to fit
     torch.manual_seed(0)
     wanted, launched = watch_launches()
-    if not CUDA:
-        hotrow.embedding.collection._engine = lambda device: gpu_rows
     if OWN_ALLOCATIONS:
         hotrow.support.streams.Recorder._comes_again = lambda self, key: False  # type: ignore[method-assign]
     for name in chosen:

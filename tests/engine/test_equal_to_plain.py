@@ -88,6 +88,7 @@ def test_the_combinations_cover_every_strategy_with_every_schedule_and_victim() 
     assert {x for _, _, x in seen} == {"own", "random", "most-recent"}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", [*RULES, "plain-sgd"])
 def test_all_fast_trains_like_plain_pytorch_for_200_steps(case: str, rule: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ from builders import (
     train,
     variant,
 )
-from hotrow.engine import planner as planner_module
 from hotrow.engine.evict import DOUBLED, EVICTIONS, Eviction
 from hotrow.engine.planner import Plan, Planner
+from hotrow.engine.rows import cpu_rows
 from hotrow.engine.rules import Hold, Pins
 from hotrow.engine.scratchpad import FREE, Scratchpad
+from hotrow.engine.tuning import Tuning
 from hotrow.kernels.reference import SortedIds, sort_ids
 
 ROWS = 40
@@ -59,6 +61,13 @@ class Run:
     last_number: int = 2**30
     pins: dict[int, tuple[str, int]] = field(default_factory=dict)  # before which batch, how many
     hot: Pins | None = None
+
+    @property
+    def tuning(self) -> Tuning:
+        return Tuning(
+            bulk_part=self.bulk_part, last_number=self.last_number, early_relearn=(3, 5, 8),
+            ranked_in_no_time=0, ranked_per_row=0,
+        )  # fmt: skip
 
     @property
     def eviction(self) -> Eviction:
@@ -131,20 +140,11 @@ def pin(planner: Planner, how: str, count: int) -> None:
 
 def play(run: Run) -> Iterator[Step]:
     """Plan every batch of a run; a batch that does not fit is passed over."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner_module, "_BULK_PART", run.bulk_part)
-        patch.setattr(planner_module, "_LAST_NUMBER", run.last_number)
-        patch.setattr(planner_module, "_EARLY_RELEARN", (3, 5, 8))
-        patch.setattr(planner_module, "_LITTLE", 0)
-        patch.setattr(planner_module, "_PER_ROW", 0)
-        yield from _play(run)
-
-
-def _play(run: Run) -> Iterator[Step]:
     torch.manual_seed(0)
     pad = Scratchpad(run.slots, 1, ROWS, torch.device("cpu"), dense_map=run.dense_map)
     planner = Planner(
         pad, hold=run.hold, eviction=run.eviction, refetch=run.refetch, pins=run.hot,
+        tuning=run.tuning,
     )  # fmt: skip
     batches = [sort_ids(torch.tensor(ids, dtype=torch.int64), ROWS) for ids in run.batches]
     sets = [set(batch.ids.tolist()) for batch in batches]
@@ -213,128 +213,72 @@ def runs(
     return Run(batches=batches, hold=hold, **{**chosen, **fixed})
 
 
-# -- slots and maps ------------------------------------------------------------------------
+# -- every plan ----------------------------------------------------------------------------
 
 
-@several
-@given(runs(pins=True))
-def test_the_state_is_consistent_after_every_batch(run: Run) -> None:
-    for step in play(run):
-        step.planner.check()
-
-
-@several
-@given(runs(pins=True))
-def test_no_slot_is_given_to_two_rows(run: Run) -> None:
-    for step in play(run):
-        if step.plan is not None:
-            slots = step.plan.row_slots[:-1].tolist()
-            assert len(slots) == len(set(slots)) == len(step.ids)
-            moved = step.plan.moves.slots.tolist()
-            assert len(moved) == len(set(moved))
-
-
-@several
-@given(runs(pins=True))
-def test_every_planned_id_has_a_slot_that_holds_it(run: Run) -> None:
-    for step in play(run):
-        if step.plan is not None:
-            slots = step.plan.row_slots[:-1].tolist()
-            assert [step.after[slot] for slot in slots] == sorted(step.ids)
-
-
-@few
-@given(runs())
-def test_padding_reads_the_slot_after_the_last(run: Run) -> None:
-    for step in play(run):
-        if step.plan is not None:
-            assert int(step.plan.row_slots[-1]) == run.slots
-
-
-# -- moves ---------------------------------------------------------------------------------
-
-
-@several
-@given(runs(pins=True, refetch=False))
-def test_rows_enter_exactly_when_they_are_absent(run: Run) -> None:
-    for step in play(run):
-        if step.plan is not None:
-            hot = step.newly_pinned if not step.past else set()  # they come with the first batch
-            assert step.entering == step.missing | (hot - set(step.before.values()))
-
-
-@several
-@given(runs(refetch=True, holds=[Hold(0, 0), Hold(1, 0), Hold(3, 0)]))
-def test_with_refetch_all_rows_enter_anew_but_those_held(run: Run) -> None:
-    for step in play(run):
-        if step.plan is not None:
-            assert step.entering == step.ids - step.recent
-
-
-@few
-@given(runs(pins=True, refetch=True))
-def test_with_refetch_pinned_rows_do_not_enter_anew(run: Run) -> None:
-    for step in play(run):
+def check(run: Run, step: Step, balance: int) -> int:
+    """What holds of every plan. `balance`: rows resident before, by the moves so far."""
+    step.planner.check()
+    # Pinned rows never leave their slots. Held rows leave only to be fetched anew.
+    kept = {slot: row for slot, row in step.before.items() if row in step.pinned}
+    assert kept.items() <= step.after.items()
+    assert not step.leaving & step.pinned
+    assert not step.leaving & (step.held - step.ids)
+    assert step.leaving & step.entering <= step.ids
+    # A row leaves the slot it was in, and moves lead from what was to what is.
+    assert all(step.before.get(slot, FREE) == leaves for slot, leaves, _ in step.moves)
+    assert {**step.before, **{slot: row for slot, _, row in step.moves}} == step.after
+    balance += len(step.moves) - sum(leaves != FREE for _, leaves, _ in step.moves)
+    assert balance == len(step.after)
+    if step.plan is None:
+        return balance
+    # No slot has two rows, each id has a slot that holds it, and padding reads the one behind.
+    *slots, padding = step.plan.row_slots.tolist()
+    assert len(set(slots)) == len(slots) == len(step.ids)
+    assert [step.after[slot] for slot in slots] == sorted(step.ids)
+    assert padding == run.slots
+    assert len({slot for slot, _, _ in step.moves}) == len(step.moves)
+    if not run.refetch:  # rows enter exactly when they are absent
+        hot = step.newly_pinned if not step.past else set()  # they come with the first batch
+        assert step.entering == step.missing | (hot - set(step.before.values()))
+        assert not step.leaving & step.held
+    elif not run.pins and run.hot is None and not run.hold.future:
+        assert step.entering == step.ids - step.recent  # all enter anew but those held
+    else:
         assert not step.entering & step.pinned
+    return balance
 
 
-@several
+@settings(few, max_examples=120)
 @given(runs(pins=True))
-def test_a_row_leaves_the_slot_it_was_in(run: Run) -> None:
-    for step in play(run):
-        for slot, leaves, _ in step.moves:
-            assert step.before.get(slot, FREE) == leaves
-
-
-@several
-@given(runs(pins=True))
-def test_moves_lead_from_what_was_to_what_is(run: Run) -> None:
-    for step in play(run):
-        replayed = dict(step.before)
-        replayed.update({slot: enters for slot, _, enters in step.moves})
-        assert replayed == step.after
-
-
-@several
-@given(runs(pins=True))
-def test_fetched_minus_evicted_is_the_number_of_rows_resident(run: Run) -> None:
+def test_every_plan_keeps_its_promises(run: Run) -> None:
     balance = 0
     for step in play(run):
-        balance += len(step.moves) - sum(leaves != FREE for _, leaves, _ in step.moves)
-        assert balance == len(step.after)
+        balance = check(run, step, balance)
 
 
-# -- what may not leave --------------------------------------------------------------------
+@few
+@given(runs(refetch=True, holds=[Hold(0, 0), Hold(1, 0), Hold(3, 0)]))
+def test_with_refetch_all_rows_enter_anew_but_those_held(run: Run) -> None:
+    balance = 0
+    for step in play(run):
+        balance = check(run, step, balance)
 
 
-@several
-@given(runs(refetch=False, pins=True))
-def test_rows_in_the_hold_never_leave(run: Run) -> None:
+@pytest.mark.parametrize("hold", [Hold(1, 0), Hold(2, 1)], ids=str)
+def test_a_hold_that_is_too_short_shows(hold: Hold) -> None:
+    """Or these tests could not tell right from wrong."""
+    batches = [[4 * n, 4 * n + 1, 4 * n + 2] for n in (0, 1, 2, 3, 0, 4, 1, 5)]
+    run = Run(batches, slots=need(batches, hold), hold=hold, order="most-recent", depth=3)
+    shorter = replace(run, hold=Hold(hold.past - 1, hold.future))
+    steps = [replace(step, planner=longer(step.planner, hold)) for step in play(shorter)]
+    assert any(step.leaving & (step.held - step.ids) for step in steps)
     for step in play(run):
         assert not step.leaving & step.held
 
 
-@few
-@given(runs(refetch=True, pins=True))
-def test_with_refetch_only_rows_of_the_batch_itself_leave_and_enter_at_once(run: Run) -> None:
-    for step in play(run):
-        assert step.leaving & step.entering <= step.ids
-        assert not step.leaving & (step.held - step.ids)
-
-
-@several
-@given(runs(pins=True))
-def test_pinned_rows_never_leave(run: Run) -> None:
-    for step in play(run):
-        assert not step.leaving & step.pinned
-
-
-@several
-@given(runs(pins=True))
-def test_pinned_rows_stay_in_their_slots(run: Run) -> None:
-    for step in play(run):
-        kept = {slot: row for slot, row in step.before.items() if row in step.pinned}
-        assert kept.items() <= step.after.items()
+def longer(planner: Planner, hold: Hold) -> Any:
+    return SimpleNamespace(hold=hold)
 
 
 # -- batches that do not fit ---------------------------------------------------------------
@@ -385,9 +329,8 @@ def test_pins_give_way_to_batches_that_do_not_fit() -> None:
 
 
 def test_one_batch_that_does_not_fit_does_not_end_pinning() -> None:
-    pad = Scratchpad(20, 1, ROWS, torch.device("cpu"), dense_map=True)
     pins = Pins(0.5, lambda count: torch.arange(count), learned=True)
-    planner = Planner(pad, hold=Hold(1, 0), eviction=EVICTIONS["least-recent"], pins=pins)
+    planner = planner_of(20, hold=Hold(1, 0), pins=pins)
     planner.plan(ids_of(0, 1))
     assert planner.pinned_slots.numel() == 10
     assert planner.plan(ids_of(*range(30))) is None
@@ -464,14 +407,10 @@ def test_no_row_leaves_while_a_slot_is_free(run: Run) -> None:
             assert len(step.after) == run.slots
 
 
-def test_a_row_whose_use_became_known_since_does_not_leave_by_an_old_ranking(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(planner_module, "_BULK_PART", 1)  # one ranking for all slots
-    monkeypatch.setattr(planner_module, "_LITTLE", 0)
-    monkeypatch.setattr(planner_module, "_PER_ROW", 0)
-    pad = Scratchpad(8, 1, ROWS, torch.device("cpu"), dense_map=True)
-    planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
+def test_a_row_whose_use_became_known_since_does_not_leave_by_an_old_ranking() -> None:
+    one_ranking = Tuning(bulk_part=1, ranked_in_no_time=0, ranked_per_row=0)
+    planner = planner_of(8, "farthest-next-use", tuning=one_ranking)
+    pad = planner.pad
     planner.plan(ids_of(*range(8)))
     planner.plan(ids_of(8))
     old = sorted(set(resident(pad).values()) - {8})
@@ -483,13 +422,11 @@ def test_a_row_whose_use_became_known_since_does_not_leave_by_an_old_ranking(
 
 @pytest.mark.parametrize(("per_row", "leaves_at_once"), [(16, True), (0, False)])
 def test_a_row_that_came_after_a_ranking_leaves_if_a_new_one_takes_little(
-    monkeypatch: pytest.MonkeyPatch, per_row: int, leaves_at_once: bool
+    per_row: int, leaves_at_once: bool
 ) -> None:
-    monkeypatch.setattr(planner_module, "_BULK_PART", 1)
-    monkeypatch.setattr(planner_module, "_LITTLE", 0)
-    monkeypatch.setattr(planner_module, "_PER_ROW", per_row)
-    pad = Scratchpad(8, 1, ROWS, torch.device("cpu"), dense_map=True)
-    planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
+    tuning = Tuning(bulk_part=1, ranked_in_no_time=0, ranked_per_row=per_row)
+    planner = planner_of(8, "farthest-next-use", tuning=tuning)
+    pad = planner.pad
     planner.plan(ids_of(*range(8)))
     planner.plan(ids_of(*range(8)))
     for row in (8, 9):  # used once each, where the others were used twice
@@ -498,8 +435,8 @@ def test_a_row_that_came_after_a_ranking_leaves_if_a_new_one_takes_little(
 
 
 def test_what_was_popular_once_leaves_in_the_end() -> None:
-    pad = Scratchpad(2, 1, ROWS, torch.device("cpu"), dense_map=True)
-    planner = Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["farthest-next-use"])
+    planner = planner_of(2, "farthest-next-use")
+    pad = planner.pad
     for _ in range(8):
         planner.plan(ids_of(0))
     for number in range(3 * DOUBLED - 1):
@@ -588,9 +525,7 @@ def test_renumbering_keeps_pins() -> None:
 
 # A batch that still waits for its gradients must not take other rows' slots for its own.
 @pytest.mark.parametrize("strategy", ["lru", "scratchpipe", "lookahead"])
-def test_renumbering_changes_no_bit_of_late_gradients(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renumbering_changes_no_bit_of_late_gradients(strategy: str) -> None:
     case = CASES["one-hot"]
     batches = case.batches(40)
 
@@ -608,18 +543,20 @@ def test_renumbering_changes_no_bit_of_late_gradients(
         return outcome(embedding, losses)
 
     right = run(build(case, "adagrad"))
-    monkeypatch.setattr(planner_module, "_LAST_NUMBER", 23)
+    engine = partial(cpu_rows, tuning=Tuning(last_number=23))
     chosen = variant(strategy, victims="random")
     budget = tight_budget(case, batches, chosen.hold)
-    assert run(build(case, "adagrad", chosen, budget=budget)).same_bits(right)
+    assert run(build(case, "adagrad", chosen, budget=budget, engine=engine)).same_bits(right)
 
 
 # -- pins ----------------------------------------------------------------------------------
 
 
-def planner_of(slots: int) -> Planner:
+def planner_of(
+    slots: int, order: str = "least-recent", hold: Hold = HOLDS[0], **options: Any
+) -> Planner:
     pad = Scratchpad(slots, 1, ROWS, torch.device("cpu"), dense_map=True)
-    return Planner(pad, hold=Hold(0, 0), eviction=EVICTIONS["least-recent"])
+    return Planner(pad, hold=hold, eviction=EVICTIONS[order], **options)
 
 
 def ids_of(*rows: int) -> SortedIds:
@@ -683,8 +620,8 @@ def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(
     hold: Hold, order: str
 ) -> None:
     """The newest batch may use the pinned row, and trains `hold.past` batches later."""
-    pad = Scratchpad(hold.past + 2, 1, ROWS, torch.device("cpu"), dense_map=True)
-    planner = Planner(pad, hold=hold, eviction=EVICTIONS[order])
+    planner = planner_of(hold.past + 2, order, hold)
+    pad = planner.pad
     planner.plan(ids_of(*range(hold.past + 2)))
     planner.pin(pad.map.lookup(torch.tensor([0])))
     for _ in range(hold.past + 1):
@@ -701,9 +638,9 @@ def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(
 
 
 def test_rows_known_to_be_hot_come_with_the_first_batch_and_are_pinned() -> None:
-    pad = Scratchpad(10, 1, ROWS, torch.device("cpu"), dense_map=True)
     pins = Pins(0.4, lambda count: torch.tensor([30, 2, 31, 32, 33, 34])[:count])
-    planner = Planner(pad, hold=Hold(1, 0), eviction=EVICTIONS["least-recent"], pins=pins)
+    planner = planner_of(10, hold=Hold(1, 0), pins=pins)
+    pad = planner.pad
     plan = planner.plan(ids_of(1, 2))
     assert plan is not None
     assert set(plan.moves.entering.tolist()) == {1, 2, 30, 31, 32}

@@ -16,19 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.collection
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout
+from contracts import DEVICE, assert_like, by_gpu
 from hotrow.data import ClickBatch
-from hotrow.engine.direct import DirectPath
-from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.stages import LATE
 from hotrow.training import captured as captured_module
 from hotrow.training import static_inputs
 from test_pins import all_fast, budget_of, learn
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # as in tests/test_hybrid.py
 STEPS = 12
 
 
@@ -76,34 +72,31 @@ def test_any_strategy_with_slots_can_leave_rows_to_the_host(strategy: str) -> No
 
 
 @pytest.mark.parametrize("back", [True, False])
-def test_state_that_does_not_move_with_its_rows_shows(
-    back: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_that_does_not_move_with_its_rows_shows(back: bool) -> None:
     """What the published code does, which moves weights alone, gives other bits."""
-
-    def weights_alone(self: Any, slots: Tensor, ids: Tensor) -> None:
-        self.slots[slots, : self.dim] = self.store.rows[ids, : self.dim]
-
-    def flush_weights(self: Any) -> None:
-        taken = (self.pad.row_of_slot >= 0).nonzero().squeeze(1)
-        rows = self.pad.row_of_slot[taken]
-        self.store.rows[rows, : self.dim] = self.slots[taken, : self.dim]
-
     case = CASES["one-hot"]
     batches = case.batches(STEPS)
     embedding = static(case, "adagrad", batches)
     embedding.reserve_like(batches[0])
     embedding.pin_rows(_rows_of(embedding))
     losses = learn(embedding, batches[:4])
-    with monkeypatch.context() as patch:
-        if not back:
-            patch.setattr(DirectPath, "flush", flush_weights)
-        embedding.train_on_host()
+    (group,) = embedding.groups
+    slots, store, dim, pad = group.slots, group.store.rows, group.dim, group.memory.pad
+
+    def weights_alone(where: Tensor, ids: Tensor) -> None:
+        slots[where, :dim] = store[ids, :dim]
+
+    def flush_weights() -> None:
+        taken = (pad.row_of_slot >= 0).nonzero().squeeze(1)
+        store[pad.row_of_slot[taken], :dim] = slots[taken, :dim]
+
+    if back:
+        group.direct.load = weights_alone
+    else:
+        group.direct.flush = flush_weights
+    embedding.train_on_host()
     losses += learn(embedding, batches[4:8])
-    with monkeypatch.context() as patch:
-        if back:
-            patch.setattr(DirectPath, "load", weights_alone)
-        embedding.train_in_slots()
+    embedding.train_in_slots()
     losses += learn(embedding, batches[8:])
     assert not outcome(embedding, losses).same_bits(all_fast(case, "adagrad", batches))
 
@@ -254,39 +247,27 @@ def test_the_second_engine_goes_with_the_collection() -> None:
 # -- on a device -------------------------------------------------------------------------
 
 
-def assert_like(found: Outcome, expected: Outcome) -> None:
-    torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
-    torch.testing.assert_close(found.weights, expected.weights, **TOLERANCE)
-    torch.testing.assert_close(found.state, expected.state, **TOLERANCE)
-
-
-@pytest.mark.parametrize("rule", ["adagrad", "adam"])
-def test_engines_in_turn_on_a_device_train_like_all_fast(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rule", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
+def test_engines_in_turn_on_a_device_train_like_all_fast(rule: str) -> None:
     """Rows that only the host has written are read, though the device could tell how they began."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
     case = CASES["two-widths"]
     batches = case.batches(6)
-    expected = all_fast(case, rule, batches, device=DEVICE)
-    embedding = static(case, rule, batches, device=DEVICE)
+    expected = all_fast(case, rule, batches, **by_gpu())
+    embedding = static(case, rule, batches, **by_gpu())
     assert all(group.memory.host.unwritten is not None for group in embedding.groups)
     embedding.pipeline.move_in(LATE)
     assert_like(learn_in_turn(embedding, batches, turn=2), expected)
 
 
-def test_a_row_that_the_host_wrote_first_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
+def test_a_row_that_the_host_wrote_first_is_not_made_anew() -> None:
     case = CASES["one-hot"]
     batches = case.batches(2)
-    embedding = static(case, "sgd", batches, device=DEVICE)
+    embedding = static(case, "sgd", batches, **by_gpu())
     embedding.train_on_host()
     losses = learn(embedding, batches[:1])
     embedding.train_in_slots()
     losses += learn(embedding, batches[:1])  # fetches all of its rows
-    expected = all_fast(case, "sgd", [batches[0], batches[0]], device=DEVICE)
+    expected = all_fast(case, "sgd", [batches[0], batches[0]], **by_gpu())
     assert_like(outcome(embedding, losses), expected)
     assert not torch.equal(losses[0], losses[1])
 

@@ -251,6 +251,7 @@ def assert_summed(case: Case) -> None:
         torch.testing.assert_close(found[id], values, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.thinned(2)
 @each_kind
 def test_a_rows_gradient_is_the_sum_over_its_lookups(
     kind: dict[str, Any], device: torch.device
@@ -258,6 +259,7 @@ def test_a_rows_gradient_is_the_sum_over_its_lookups(
     assert_summed(Case(shuffled(MIXED, device), 3, **kind))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dim", [*DIMS, 500])  # so wide that chunks are taken in parts
 def test_a_rows_gradient_may_have_any_width(dim: int, device: torch.device) -> None:
     assert_summed(Case(shuffled({4: 70, **SHORT}, device), dim, bags=True, weighted=True))
@@ -412,6 +414,7 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     assert torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
+@pytest.mark.thinned(4)
 @each_rule
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_step_is_the_rule_s_own(dim: int, rule: RowRule, device: torch.device) -> None:
@@ -428,6 +431,7 @@ def test_the_step_is_the_rule_s_own(dim: int, rule: RowRule, device: torch.devic
     assert_same_bits(slots.rows[others], before[others])  # the null slot among them
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.usefixtures("_nearest_sqrt")
 @each_rule
 @pytest.mark.parametrize("dim", DIMS)
@@ -457,6 +461,7 @@ def test_the_order_of_the_scalars_is_the_rule_s(rule: RowRule) -> None:
 
 
 # Each kind once and each rule at least once: all pairs would take long.
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("kind", "rule"), list(zip(KINDS, [*RULES, RULES[0]], strict=True)), ids=name_of
 )
@@ -482,6 +487,7 @@ def test_sum_and_step_in_one_have_the_bits_of_sum_and_then_step(
     assert_same_bits(rows, slots.rows)
 
 
+@pytest.mark.thinned(2)
 @each_rule
 def test_a_row_has_the_same_bits_alone_and_in_company_and_at_any_slot(
     rule: RowRule, device: torch.device
@@ -497,6 +503,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company_and_at_any_slot(
         assert_same_bits(own.contents()[id], together[id])
 
 
+@pytest.mark.thinned(2)
 @each_rule
 def test_slots_and_runs_play_no_part(rule: RowRule, device: torch.device) -> None:
     case = Case(shuffled(SHORT, device), 7)
@@ -610,6 +617,7 @@ def test_a_batch_without_lookups_changes_nothing(device: torch.device) -> None:
 FROZEN = [9, 300, 400, 999]  # short and long runs, around a table's first id
 
 
+@pytest.mark.thinned(2)
 @each_rule
 def test_frozen_rows_stay_and_the_others_have_the_same_bits(
     rule: RowRule, device: torch.device

@@ -13,22 +13,14 @@ import torch
 from torch import Tensor
 
 import hotrow
-import hotrow.embedding.collection
 from builders import CASES, build, readout, train
+from contracts import DEVICE, by_gpu
 from hotrow.engine.gpu.id_check import IdCheck
-from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.kernels.triton.segments import segments_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS = 100
 # Base, limit, padding index, column of two features.
 FEATURES = torch.tensor([[0, 60, -1, 1], [60, 40, 5, 0]], device=DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def found(given: tuple[Tensor, ...], planned: list[int], *, jagged: bool = False) -> int | None:
@@ -105,15 +97,17 @@ def by_data(ids: Any) -> None:
 
 
 def tight(case: str, strategy: str = "lookahead") -> hotrow.EmbeddingBagCollection:
-    return build(CASES[case], strategy=strategy, budget=20_000, device=DEVICE)
+    return build(CASES[case], strategy=strategy, budget=20_000, **by_gpu())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", ["one-hot", "multi-hot", "unpooled", "two-widths"])
 @pytest.mark.parametrize("strategy", ["lookahead", "all-fast"])
 def test_ids_that_are_as_they_were_are_no_error(case: str, strategy: str) -> None:
     train(tight(case, strategy), CASES[case].batches(4), depth=2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", ["one-hot", "multi-hot"])
 @pytest.mark.parametrize("at", [1, 6])
 def test_a_write_that_no_version_shows_is_an_error_that_names_the_batch(case: str, at: int) -> None:

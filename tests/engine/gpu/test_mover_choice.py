@@ -78,8 +78,10 @@ class At:
 
 
 class Group:
+    """A group that is its own mover."""
+
     def __init__(self) -> None:
-        self.waits: list[float] = []
+        self.mover, self.waits = self, list[float]()
 
     def note_wait(self, share: float) -> None:
         self.waits.append(share)

@@ -11,26 +11,17 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding.collection
-import hotrow.engine.gpu.plan_room
 from builders import Outcome, readout, train
+from contracts import DEVICE, by_gpu
 from hotrow.engine.gpu.plan_buffers import BufferPool, PlanBuffers, plan_bytes
-from hotrow.engine.gpu.rows import gpu_rows
+from hotrow.engine.tuning import Tuning
 from hotrow.store.writer import why_not
 from hotrow.support.streams import lanes_of
 from hotrow.support.units import parse_bytes
 from hotrow.training.static_inputs import InputForm, InputShape
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROWS, DIM, STEPS = 3000, 16, 9
+ROWS, DIM, STEPS = 3000, 16, 7
 NO_THREADS = pytest.mark.skipif(bool(why_not()), reason="no compiler for threads of C")
-
-
-@pytest.fixture(autouse=True)
-def _on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 0)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def tables(widths: tuple[int, ...] = (DIM,)) -> list[hotrow.EmbeddingBagConfig]:
@@ -46,11 +37,12 @@ def build(
     rule: Any = None,
     widths: tuple[int, ...] = (DIM,),
     strategy: Any = "lookahead",
+    tuning: Tuning = Tuning(plans_on_top=0, least_certain=0),  # noqa: B008  it is frozen
     **options: Any,
 ) -> hotrow.EmbeddingBagCollection:
-    optimizer = rule or hotrow.SGD(lr=0.1)
+    optimizer, options = rule or hotrow.SGD(lr=0.1), {**by_gpu(tuning=tuning), **options}
     return hotrow.EmbeddingBagCollection(
-        tables(widths), optimizer, budget, strategy=strategy, seed=3, device=DEVICE, **options
+        tables(widths), optimizer, budget, strategy=strategy, seed=3, **options
     )
 
 
@@ -82,7 +74,8 @@ def train_within(
         assert sum(embedding.memory().values()) <= granted, embedding.memory()
     for group in embedding.groups:
         pool = group.planning._buffers
-        assert 0 < pool.num_bytes <= group.plan_bytes(group.planner.capacity, group._plans_at_once)
+        plans = group.planning.inputs.plans_at_once
+        assert 0 < pool.num_bytes <= group.planning.plan_bytes(group.planner.capacity, plans)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -99,16 +92,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow  # by the interpreter
-def test_a_small_budget_keeps_its_slots_and_plans_come_on_top(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "ON_TOP", 1 << 20)
-    embedding = build()
+def test_a_small_budget_keeps_its_slots_and_plans_come_on_top() -> None:
+    embedding = build(tuning=Tuning(plans_on_top=1 << 20))
     slots = embedding.num_slots
     assert train(embedding, dense(90)).same_bits(train(build(None, strategy="all-fast"), dense(90)))
     assert embedding.num_slots == slots
-    monkeypatch.setattr(hotrow.engine.gpu.plan_room, "SMALL_BUDGET", 0)
-    other = build()
+    other = build(tuning=Tuning(plans_on_top=1 << 20, small_budget=0))
     train(other, dense(90))
     assert other.num_slots < slots
 
@@ -127,6 +116,7 @@ def test_everything_is_within_the_budget(shape: str) -> None:
 
 
 @NO_THREADS
+@pytest.mark.slow
 def test_rows_that_leave_in_bulk_are_within_the_budget() -> None:
     embedding = build(fill="bulk")
     assert embedding.fills()[DIM].form == "bulk"
@@ -137,7 +127,7 @@ def all_fast(batches: list[Any], **options: Any) -> Outcome:
     return train(build(None, strategy="all-fast", **options), batches)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("shape", ["many-lookups", "adam", "jagged", "staged", "two-widths"])
 def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
     options = dict(SHAPES[shape])
@@ -153,6 +143,7 @@ def test_fewer_slots_give_the_bits_of_all_fast(shape: str) -> None:
 
 
 @NO_THREADS
+@pytest.mark.slow  # by the interpreter
 def test_fewer_slots_give_the_bits_of_all_fast_in_bulk() -> None:
     embedding = build(fill="bulk")
     before = embedding.num_slots
@@ -187,6 +178,7 @@ def test_slots_given_by_hand_are_as_many_as_were_asked_for() -> None:
     assert embedding.groups[0].slots is slots
 
 
+@pytest.mark.slow  # by the interpreter
 def test_what_is_left_of_the_budget_becomes_slots() -> None:
     embedding = build()
     before, unused = embedding.num_slots, sum(embedding.memory().values())
@@ -291,12 +283,13 @@ def test_a_batch_with_more_rows_than_plans_have_room_for_is_planned_again() -> N
     assert found.same_bits(train(build(None, strategy="all-fast"), batches))
     assert embedding.traffic().chunked_batches == 0
     (group,) = embedding.groups
-    assert group._uniques(60) == 60
+    assert group.planning.inputs.uniques(60) == 60
     assert group.planner._rebuilds == 0
     assert sum(embedding.memory().values()) < 1.1 * 0.6 * embedding.bytes_total
     embedding.check()
 
 
+@pytest.mark.slow  # by the interpreter
 def test_rows_that_turn_out_to_be_fewer_give_slots_back() -> None:
     embedding = build()
     embedding.reserve(90)
@@ -372,7 +365,7 @@ def test_old_batches_do_not_keep_buffers() -> None:
     found, expected = losses(embedding), losses(build(None, strategy="all-fast"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (group,) = embedding.groups
-    assert group.planning._buffers.num_sets <= group._plans_at_once == 5
+    assert group.planning._buffers.num_sets <= group.planning.inputs.plans_at_once == 5
 
 
 @pytest.mark.parametrize("apart", [1, 100])

@@ -21,8 +21,9 @@ from hotrow.engine.gpu import planner as device_planner
 from hotrow.engine.gpu.plan_buffers import PlanBuffers
 from hotrow.engine.gpu.planner import DevicePlan, DevicePlanner, DeviceScratchpad, Expected
 from hotrow.engine.planner import Planner
-from hotrow.engine.rules import Hold, Pins
+from hotrow.engine.rules import PINNED, Hold, Pins
 from hotrow.engine.scratchpad import Scratchpad
+from hotrow.engine.tuning import DEFAULT, Tuning
 from hotrow.kernels.reference import sort_ids
 from hotrow.kernels.triton import maps, ranking, window, words
 from hotrow.kernels.triton import plan as kernels
@@ -53,6 +54,7 @@ class Run:
     depth: int = 2  # batches known ahead
     pins: Pins | None = None
     rows: int = ROWS
+    tuning: Tuning = DEFAULT
 
     def planner(self) -> DevicePlanner:
         pad = DeviceScratchpad(self.slots, 1, self.rows, DEVICE, dense_map=self.dense_map)
@@ -63,6 +65,7 @@ class Run:
             refetch=self.refetch,
             pins=self.pins,
             window_bytes=1 << 12,
+            tuning=self.tuning,
         )
 
 
@@ -229,9 +232,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tiny batches take several programs each, and a ranking serves several of them."""
     for module in (kernels, ranking, window):
         monkeypatch.setattr(module, "BLOCK", 16)
-    for module in (kernels, ranking):
-        monkeypatch.setattr(module, "LANES", 8)
-    monkeypatch.setattr(device_planner, "_SPARE", 16)
+        monkeypatch.setattr(module, "LANES", 8, raising=False)
 
 
 def test_keys_order_slots_as_on_a_cpu() -> None:
@@ -256,6 +257,7 @@ def test_keys_order_slots_as_on_a_cpu() -> None:
 # -- every plan ----------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("order", "dense_map"),
     [*((order, True) for order in EVICTIONS), ("farthest-next-use", False), ("random", False)],
@@ -263,7 +265,8 @@ def test_keys_order_slots_as_on_a_cpu() -> None:
 )
 @pytest.mark.usefixtures("small_blocks")
 def test_a_plan_finds_what_is_there_and_fetches_what_is_not(order: str, dense_map: bool) -> None:
-    run = Run(some_batches(8, 20), slots=40, order=order, dense_map=dense_map)
+    tuning = Tuning(spare_victims=16)
+    run = Run(some_batches(6, 18), slots=36, order=order, dense_map=dense_map, tuning=tuning)
     seen = checked(run)
     assert any(step.leaving for step in seen)
     assert any(step.ids - step.missing for step in seen[1:])
@@ -273,6 +276,7 @@ def test_a_plan_finds_what_is_there_and_fetches_what_is_not(order: str, dense_ma
 APART = [list(range(first, first + 4)) for first in (0, 4, 8, 12, 16, 8, 20, 0)]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("dense_map", [True, False], ids=["dense", "hash"])
 @pytest.mark.parametrize(("past", "slots"), [(0, 4), (1, 8), (3, 16)])
 def test_rows_of_batches_in_flight_stay_and_no_others(
@@ -322,7 +326,7 @@ batch_lists = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=15, derandomize=True, phases=[Phase.generate])
+@settings(deadline=None, max_examples=8, derandomize=True, phases=[Phase.generate])
 @given(
     batches=batch_lists,
     slots=st.integers(4, 18),
@@ -344,7 +348,7 @@ def test_any_stream_is_planned_as_well_as_it_fits(
 # -- the hashed map ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [1, 12, 90])
+@pytest.mark.parametrize("slots", [1, 12, pytest.param(90, marks=pytest.mark.slow)])
 def test_a_hash_knows_every_row_and_no_other_whatever_comes_and_goes(slots: int) -> None:
     generator = torch.Generator().manual_seed(slots)
     row_of_slot = torch.full((slots,), FREE, dtype=torch.int32, device=DEVICE)
@@ -389,13 +393,10 @@ def test_a_place_that_nobody_has_gone_past_is_empty_again() -> None:
     assert int(left.sum()) == int(changed[~had_empty].sum())
 
 
-def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hash_that_is_churned_is_rebuilt_and_never_loses_a_row() -> None:
     """Few slots, new rows in every batch: tombstones pile up until a rebuild."""
-    monkeypatch.setattr(device_planner, "_TOMBSTONE_PART", 100)
     batches = [[(17 * turn + 3 * x) % 600 for x in range(24)] for turn in range(24)]
-    run = Run(batches, slots=60, dense_map=False, rows=600)
+    run = Run(batches, slots=60, dense_map=False, rows=600, tuning=Tuning(tombstone_part=100))
     planner = run.planner()
     most, counted = 0, []
     for step in steps(run, planner):
@@ -560,12 +561,10 @@ def test_what_a_known_batch_uses_leaves_last() -> None:
 
 
 @pytest.mark.parametrize("order", ["least-recent", "farthest-next-use"])
-def test_numbers_that_start_over_change_no_decision(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_start_over_change_no_decision(order: str) -> None:
     run = Run(some_batches(12, 8), slots=20, order=order)
     expected = [(step.moves, step.plan.number) for step in steps(run)]
-    monkeypatch.setattr(device_planner, "_LAST_NUMBER", 7)
+    run = replace(run, tuning=Tuning(last_number=7))
     planner = run.planner()
     found = [(step.moves, step.plan.number) for step in steps(run, planner)]
     assert planner._origin > 0
@@ -591,10 +590,11 @@ def test_rows_used_most_are_pinned_while_running() -> None:
     planner = run.planner()
     for step in steps(run, planner):
         assert step.outcome == words.PLANNED
-    pinned = planner.pad.row_of_slot[planner.last_use == device_planner.PINNED].tolist()
+    pinned = planner.pad.row_of_slot[planner.last_use == PINNED].tolist()
     assert set(pinned) == {0, 1}
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("order", ["least-recent", "most-recent"])
 @pytest.mark.parametrize("past", [1, 3])
 def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(past: int, order: str) -> None:
@@ -609,7 +609,7 @@ def test_a_released_pin_leaves_after_the_newest_batch_and_not_before(past: int, 
 
     planner.reserve(past + 2)
     plan(*range(past + 2))
-    planner.last_use[planner.pad.row_of_slot == 0] = device_planner.PINNED
+    planner.last_use[planner.pad.row_of_slot == 0] = PINNED
     for _ in range(past + 1):
         plan(0)
     planner.pin_most_used(0)  # releases all pins
@@ -650,12 +650,14 @@ def misses_on_the_host(run: Run) -> int:
     return total
 
 
-@pytest.mark.parametrize("order", ["least-recent", "farthest-next-use"])
-def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_planner, "_SPARE", 64)
-    run = Run(some_batches(24, 40, rows=1200), slots=300, order=order, rows=1200, depth=6)
+@pytest.mark.parametrize(
+    "order", [pytest.param("least-recent", marks=pytest.mark.slow), "farthest-next-use"]
+)
+def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(order: str) -> None:
+    run = Run(
+        some_batches(24, 40, rows=1200), slots=300, order=order, rows=1200, depth=6,
+        tuning=Tuning(spare_victims=64),
+    )  # fmt: skip
     planner, found = run.planner(), 0
     for step in steps(run, planner):
         assert step.outcome == words.PLANNED
@@ -664,17 +666,19 @@ def test_as_many_rows_are_fetched_as_the_planner_on_the_host_would(
     assert found == pytest.approx(misses_on_the_host(run), rel=0.02)
 
 
-def test_a_ranking_that_names_fewer_slots_than_it_could_still_serves_several_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_planner, "_SPARE", 64)
+@pytest.mark.slow
+def test_a_ranking_that_names_fewer_slots_than_it_could_still_serves_several_batches() -> None:
     batches = some_batches(30, 30, rows=1200)
-    run = Run(batches, slots=200, order="farthest-next-use", rows=1200, depth=6)
+    run = Run(
+        batches, slots=200, order="farthest-next-use", rows=1200, depth=6,
+        tuning=Tuning(spare_victims=64),
+    )  # fmt: skip
     planner = run.planner()
     assert all(step.outcome == words.PLANNED for step in steps(run, planner))
     assert planner._rankings <= len(batches) // 3
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("refetch", [False, True])
 @pytest.mark.parametrize("room", [1, 4, 5])
 def test_a_plan_with_more_rows_than_it_has_room_for_fails_and_writes_no_further(

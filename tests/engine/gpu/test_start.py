@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hotrow
-import hotrow.embedding.collection
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tables import Constant, Normal, Uniform
 from hotrow.kernels.triton.start import Beginning, Unwritten, start_moves
@@ -19,11 +18,6 @@ DEVICES = [
     pytest.param("cpu", id="interpreted"),
     pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU], id="gpu"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def device_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_engine", lambda device: gpu_rows)
 
 
 def some_function(rows: torch.Tensor) -> torch.Tensor:
@@ -45,7 +39,8 @@ def collection(device: str, **options: Any) -> hotrow.EmbeddingBagCollection:
     # Pinned rows, and batches that pass through in chunks, are read where they lie.
     unpinned = replace(hotrow.STRATEGIES["lookahead"], pinned_part=0.0)
     budget = hotrow.Budget((hotrow.Share(78, 32, False),), window_bytes=1 << 12)
-    settings: dict[str, Any] = {"strategy": unpinned, "budget": budget, **options}
+    settings: dict[str, Any] = {"strategy": unpinned, "budget": budget, "engine": gpu_rows}
+    settings |= options
     return hotrow.EmbeddingBagCollection(
         tables(), optimizer=hotrow.Adagrad(lr=0.1), device=device, seed=3, **settings
     )
@@ -59,7 +54,7 @@ def batches(count: int, device: str) -> list[torch.Tensor]:
     ]
 
 
-def train(embedding: hotrow.EmbeddingBagCollection, device: str, count: int = 14) -> None:
+def train(embedding: hotrow.EmbeddingBagCollection, device: str, count: int = 9) -> None:
     for batch in hotrow.ahead(batches(count, device), embedding):
         vectors = embedding(batch).values()
         (vectors * vectors.cos()).sum().backward()
@@ -136,7 +131,7 @@ def test_a_bit_for_each_row_is_not_worth_it_where_slots_are_few() -> None:
     assert share.with_room(10**6, 40).slots == 1
     few = hotrow.EmbeddingBagCollection(
         [hotrow.EmbeddingBagConfig("t", 200_000, 1, ["a"])],
-        optimizer=hotrow.SGD(lr=0.1), budget=40_000, device="cpu",
+        optimizer=hotrow.SGD(lr=0.1), budget=40_000, device="cpu", engine=gpu_rows,
     )  # fmt: skip
     assert few.groups[0].memory.host.unwritten is None
     assert few.memory()["which rows were written"] == 0
@@ -149,6 +144,7 @@ def group_share(group: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("count", range(1, 13))
 def test_a_row_starts_as_its_own_table_says(count: int, device: str) -> None:
     """However many tables a search has to tell apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import hotrow
 from compiling import note_compiled
 from gpu_training import ROWS, Found, Run, batches, same_bits
 from hotrow.data import ClickBatch
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.tuning import Tuning
 
 pytestmark = [
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
+# Plans are part of the budget, however small that is.
+ALL_COUNTED = {"engine": partial(gpu_rows, tuning=Tuning(plans_on_top=0))}
 RULES = {
     "sgd": hotrow.SGD(lr=0.1),
     "adagrad": hotrow.Adagrad(lr=0.1),
@@ -152,11 +156,10 @@ def _untold(run: Run, steps: int) -> Found:
     return run.found()
 
 
-def test_captured_steps_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_stay_within_the_budget() -> None:
     """Pass after pass, of which the short last batch is captured, too, in the end."""
-    monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(plans_on_top=0))
     budget = 1_300_000
-    run, reference = Run("lookahead", budget), Run()
+    run, reference = Run("lookahead", budget, **ALL_COUNTED), Run()
     before = run.embedding.num_slots
     for _ in range(6):
         run.train(batches())
@@ -171,15 +174,14 @@ def test_captured_steps_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) 
     assert same_bits(run.found(), reference.found())
 
 
-def test_slots_give_way_without_being_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotrow.engine.tuning.DEFAULT", Tuning(plans_on_top=0))
+def test_slots_give_way_without_being_there_twice() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, budget = torch.cuda.memory_reserved(), 200_000_000
     torch.cuda.reset_peak_memory_stats()
     embedding = hotrow.EmbeddingBagCollection(
         [hotrow.EmbeddingBagConfig("t", 2_000_000, 64, ["f"])],
-        hotrow.SGD(), budget, device="cuda", fill="zero-copy",
+        hotrow.SGD(), budget, device="cuda", fill="zero-copy", **ALL_COUNTED,
     )  # fmt: skip
     slots = embedding.num_slots
     embedding.reserve(200_000)
@@ -193,9 +195,7 @@ def test_a_budget_that_does_not_fit_is_told_beforehand() -> None:
         hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast", device="cuda")
 
 
-def test_without_dense_weights_rows_are_updated_where_they_were_looked_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_dense_weights_rows_are_updated_where_they_were_looked_up() -> None:
     """Whichever of torch's threads says that backward has ended: a busy machine shows both."""
     embedding = hotrow.EmbeddingBagCollection(
         [hotrow.EmbeddingBagConfig("a", 100, 8, ["a"])],
@@ -204,13 +204,14 @@ def test_without_dense_weights_rows_are_updated_where_they_were_looked_up(
         device="cuda",
     )
     seen: set[tuple[int, int]] = set()
-    update = type(embedding.groups[0]).update_planned
+    (group,) = embedding.groups
+    update = group.update_planned
 
-    def watched(group: Any, *args: Any) -> Any:
+    def watched(*args: Any) -> Any:
         seen.add((torch.cuda.current_stream().cuda_stream, threading.get_ident()))
-        return update(group, *args)
+        return update(*args)
 
-    monkeypatch.setattr(type(embedding.groups[0]), "update_planned", watched)
+    group.update_planned = watched
     ids, mine, stop = torch.arange(64).view(64, 1).cuda(), torch.cuda.Stream(), threading.Event()
 
     def burn() -> None:

@@ -10,10 +10,9 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
-import hotrow.engine.hybrid
-import hotrow.engine.static_hybrid
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,13 @@ from torch import Tensor, nn
 
 import hotrow
 import hotrow.embedding.step
+import hotrow.engine.host.hot
+import hotrow.engine.host.planning
+import hotrow.engine.host.rows
 import hotrow.training.captured
 from hotrow.data import ClickBatch
+from hotrow.engine.host.rows import host_rows_engine
+from hotrow.engine.tuning import Tuning
 from hotrow.support.streams import lanes_of
 from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
@@ -44,6 +48,7 @@ class Model(nn.Module):
             strategy=strategy,
             device=DEVICE,
             seed=3,
+            engine=partial(host_rows_engine, tuning=Tuning(learn_after=(2, 5, 10))),
         )
         torch.manual_seed(0)
         self.top = nn.Sequential(nn.Linear(14 + 3, 8), nn.ReLU(), nn.Linear(8, 1)).to(DEVICE)
@@ -82,9 +87,9 @@ class StandIn:
 
     def _run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
-            patch.setattr(hotrow.engine.hybrid, "capturing", lambda: True)
-            patch.setattr(hotrow.engine.static_hybrid, "capturing", lambda: True)
+            host = hotrow.engine.host
+            for module in (hotrow.embedding.step, host.rows, host.planning, host.hot):
+                patch.setattr(module, "capturing", lambda: True)
             self._launch()
 
     def pool(self) -> None:
@@ -169,7 +174,6 @@ def test_hot_rows_on_the_device_are_part_of_what_is_cut(
 ) -> None:
     if place != DEVICE.type:
         pytest.skip(f"this machine trains on {DEVICE.type}")
-    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (2, 5, 10))  # graphs stay
     given = {"rule": rule, "strategy": "static-hybrid"}
     losses, weights, _ = run(monkeypatch, captured=False, **given)
     found, found_weights, (replays, steps) = run(monkeypatch, captured=True, **given)

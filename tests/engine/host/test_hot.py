@@ -7,53 +7,35 @@ are, too.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
-import hotrow.engine.static_hybrid
 import pytest
 import torch
-from test_hybrid import (
-    FORMS,
-    TOLERANCE,
-    all_fast,
-    assert_like,
-    clicks,
-    cross,
-    here,
-    interleaved,
-    make_late,
-    on_a_gpu,
-    on_gpu,
-)
 from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import test_freeze
-import test_seam
 from builders import CASES, RULES, Case, Outcome, build, outcome, readout, train
+from contracts import TOLERANCE, as_on_gpu, assert_like, on_device, room_for
 from hotrow.engine.host.hot import HotRows
-from hotrow.engine.host.rows import HostRows
+from hotrow.engine.host.rows import HostRows, host_rows_engine
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.inputs.tree import to_device
+from hotrow.engine.tuning import Tuning
 from hotrow.sizing.simulator import simulate
 
 MULTI_HOT = CASES["multi-hot"]
-STEPS = 5  # Triton's interpreter is slow
+FORMS = ["rows", "bags"]
+STEPS = 4  # Triton's interpreter is slow
 Table = hotrow.EmbeddingBagConfig
+# Hot rows are learned early, and move in small chunks.
+LEARNS = {"engine": partial(host_rows_engine, tuning=Tuning(learn_after=(2, 4, 8), chunk_rows=7))}
+each_rule = pytest.mark.parametrize("rule", RULES)
 
 
-def room_for(case: Case, slots: int = 1000) -> hotrow.Budget:
-    """So many slots for each width, or all its rows."""
-    widths = {table.embedding_dim for table in case.tables}
-    rows = {
-        dim: sum(t.num_embeddings for t in case.tables if t.embedding_dim == dim) for dim in widths
-    }
-    shares = [hotrow.Share(min(slots, rows[dim]), 64, dense_map=True) for dim in sorted(widths)]
-    return hotrow.Budget(tuple(shares), window_bytes=0)
+@cache
+def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
+    return train(build(CASES[case], rule, device=device), CASES[case].batches(steps))
 
 
 def some_of(case: Case, part: float) -> dict[str, Tensor]:
@@ -71,24 +53,16 @@ def hot(
     return build(case, rule, "static-hybrid", **options)
 
 
-def one_table_hot(rule: str = "adagrad", **options: Any) -> hotrow.EmbeddingBagCollection:
-    """Of the multi-hot case; updates are as late as a GPU's."""
-    embedding = hot(MULTI_HOT, rule, profile={"b": torch.ones(30)}, **options)
-    make_late(embedding)
-    return embedding
-
-
-def by_kernels(embedding: hotrow.EmbeddingBagCollection) -> hotrow.EmbeddingBagCollection:
+def by_kernels(
+    case: Case, rule: str = "sgd", form: str = "rows", **options: Any
+) -> hotrow.EmbeddingBagCollection:
     """Hot rows are read and written by the GPU's kernels, which the interpreter runs."""
-    for group in embedding.groups:
-        assert isinstance(group.hot, HotRows)
-        group._by_kernels = True
-    return embedding
+    return as_on_gpu(hot(case, rule, **options), form, late=False, by_kernels=True)
 
 
-@pytest.fixture
-def learn_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (2, 4, 8))
+def learning(rule: str, slots: int, **options: Any) -> hotrow.EmbeddingBagCollection:
+    options = {"budget": room_for(MULTI_HOT, slots), **LEARNS, **options}
+    return build(MULTI_HOT, rule, "static-hybrid", **options)
 
 
 # -- against every row in fast memory ------------------------------------------------------
@@ -107,21 +81,16 @@ def test_it_trains_like_all_fast(case: str, rule: str) -> None:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
-def test_by_a_gpus_kernels_it_trains_like_all_fast(
-    case: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, "rows")
-    embedding = by_kernels(hot(CASES[case], rule))
-    assert_like(train(embedding, CASES[case].batches(STEPS)), all_fast(case, rule, STEPS))
+def test_by_a_gpus_kernels_it_trains_like_all_fast(case: str, rule: str) -> None:
+    found = train(by_kernels(CASES[case], rule), CASES[case].batches(STEPS))
+    assert_like(found, all_fast(case, rule, STEPS))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_whole_tables_that_are_hot_change_no_bit(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, "bags")
-    found = train(one_table_hot(rule), MULTI_HOT.batches(40))
-    assert found.same_bits(all_fast("multi-hot", rule, 40))
+@each_rule
+def test_whole_tables_that_are_hot_change_no_bit(rule: str) -> None:
+    embedding = as_on_gpu(hot(MULTI_HOT, rule, profile={"b": torch.ones(30)}), "bags")
+    found = train(embedding, MULTI_HOT.batches(20))
+    assert found.same_bits(all_fast("multi-hot", rule, 20))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -143,7 +112,7 @@ def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
     assert embedding.num_slots == 110
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     "batch",
     [
@@ -161,92 +130,17 @@ def test_where_everything_is_hot_nothing_moves(rule: str) -> None:
 )
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 @pytest.mark.parametrize("hot_rows", [[3], [9], [3, 9], []])
-def test_odd_batches_train_like_all_fast(
-    batch: Any, pooling: str, hot_rows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, "rows")
+def test_odd_batches_train_like_all_fast(batch: Any, pooling: str, hot_rows: list[int]) -> None:
     table = Table("t", 50, 4, ["f"], padding_idx=7, pooling=pooling)
     case = Case([table], lambda _: batch)
     counts = torch.tensor(hot_rows, dtype=torch.int64), torch.ones(len(hot_rows))
-    found = by_kernels(hot(case, "adam", profile={"t": counts}))
+    found = by_kernels(case, "adam", profile={"t": counts})
     assert found.num_slots == len(hot_rows)
-    results = [train(each, [batch] * 3) for each in (found, build(case, "adam"))]
+    results = [train(each, [batch] * 2) for each in (found, build(case, "adam"))]
     assert_like(*results)
 
 
-# -- loops, and whoever looks --------------------------------------------------------------
-
-
-def compare(loop: test_seam.Loop, plain_loop: Any) -> None:
-    batches = MULTI_HOT.batches(test_seam.STEPS)
-    reference = build(MULTI_HOT, "adagrad")
-    expected = outcome(reference, loop(reference, batches))
-    embedding = hot(MULTI_HOT, "adagrad")
-    make_late(embedding)
-    assert_like(outcome(embedding, loop(embedding, batches)), expected)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "losses_summed_over_several_batches_are_one_step",
-        "accumulate_joins_several_backward_passes_into_one_step",
-        "two_calls_in_one_forward_are_one_step",
-        "two_backward_passes_over_one_graph_are_two_steps",
-        "forward_without_backward_changes_nothing_and_holds_nothing",
-        "batches_pulled_together_and_trained_later_still_find_their_rows",
-    ],
-)
-@pytest.mark.parametrize("form", FORMS)
-def test_users_loops_give_what_all_fast_gives(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, form)
-    monkeypatch.setattr(test_seam, "compare", compare)
-    monkeypatch.setattr(test_seam, "STEPS", 10 if form == "rows" else 30)
-    getattr(test_seam, f"test_{name}")()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("activation_checkpointing_recomputes_the_same_vectors", {"reentrant": False}),
-        ("per_sample_weights_get_their_gradient_from_rows_before_the_update", {}),
-        ("an_exception_inside_accumulate_changes_no_row", {}),
-        ("a_grad_scaler_is_served_and_its_skipped_steps_are_skipped", {}),
-        ("leaving_a_loop_early_keeps_what_was_trained_and_starts_anew", {}),
-        ("skipped_batches_are_not_trained_and_disturb_nothing", {}),
-        ("a_backward_pass_that_fails_changes_no_row", {}),
-        ("a_bad_id_at_step_100_leaves_exactly_the_bits_of_step_99", {}),
-        ("state_dict_has_torchrecs_keys_and_the_newest_rows", {}),
-        ("loading_a_state_dict_in_mid_flight_replaces_every_weight", {}),
-        ("flush_brings_the_store_up_to_date", {}),
-        ("a_gradient_that_is_not_finite_can_be_skipped", {}),
-        ("a_gradient_that_is_not_finite_is_an_error_that_names_table_and_step", {}),
-    ],
-)
-def test_what_holds_for_slots_holds_here(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests of test_seam, to the bit."""
-
-    def with_hot_rows(*_: str, rule: str = "adagrad", **settings: Any) -> Any:
-        return one_table_hot(rule, **settings)
-
-    cross(monkeypatch, "bags")
-    monkeypatch.setattr(test_seam, "tight", with_hot_rows)
-    getattr(test_seam, f"test_{name}")(**options)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("form", FORMS)
-def test_updates_start_from_the_newest_rows(
-    rule: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, form)
-    embedding = hot(MULTI_HOT, rule)
-    make_late(embedding)
-    assert_like(interleaved(embedding), interleaved(build(MULTI_HOT, rule)))
+# -- rows are the newest for every reader -------------------------------------------------
 
 
 LOOKS: dict[str, Callable[..., Tensor]] = {
@@ -264,10 +158,9 @@ LOOKS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.1])
-def test_whoever_looks_sees_what_backward_has_done(look: str, part: float) -> None:
+def test_every_reader_sees_what_backward_has_done(look: str, part: float) -> None:
     batch, seen = MULTI_HOT.batches(1)[0], []
-    late = hot(MULTI_HOT, "adagrad", part)
-    make_late(late)
+    late = as_on_gpu(hot(MULTI_HOT, "adagrad", part))
     for embedding in (build(MULTI_HOT, "adagrad"), late):
         before = LOOKS[look](embedding, batch).clone()
         embedding.train()
@@ -290,69 +183,31 @@ def test_weights_that_are_loaded_reach_hot_rows_and_cold_ones() -> None:
     assert_like(train(embedding, second), train(twin, second))
 
 
-def test_evaluation_in_between_changes_nothing() -> None:
-    batches, others = MULTI_HOT.batches(20), MULTI_HOT.batches(20, seed=9)
-    results = []
-    for looks in (False, True):
-        embedding = hot(MULTI_HOT, "adagrad")
-        make_late(embedding)
-        losses = []
-        for batch, other in zip(hotrow.ahead(batches, embedding), others, strict=True):
-            loss = readout(embedding(batch))
-            if looks:
-                embedding.eval()
-                with torch.no_grad():
-                    embedding(other)
-                embedding.train()
-            loss.backward()
-            losses.append(loss.detach())
-        results.append(outcome(embedding, losses))
-    assert results[0].same_bits(results[1])
-
-
-def test_tables_keep_their_own_settings() -> None:
-    results = []
-    for embedding in (hot(CASES["one-hot"], "adamw"), build(CASES["one-hot"], "adamw")):
-        schedule = ExponentialLR(embedding.optimizer, 0.8)
-        embedding.optimizer.param_groups[1]["lr"] = 0.07
-        losses = []
-        for batch in hotrow.ahead(CASES["one-hot"].batches(10), embedding):
-            loss = readout(embedding(batch))
-            loss.backward()
-            losses.append(loss.detach())
-            schedule.step()
-        results.append(outcome(embedding, losses))
-    assert_like(*results)
-
-
-def test_a_gpus_kernels_keep_the_settings_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.engine.static_hybrid, "_CHUNK_ROWS", 7)
-    case = CASES["shared"]
-    results = []
-    for embedding in (by_kernels(hot(case, "adagrad")), build(case, "adagrad")):
-        embedding.optimizer.param_groups[1]["lr"] = 0.7
+@pytest.mark.parametrize("rule", ["adagrad", pytest.param("adam", marks=pytest.mark.slow)])
+def test_a_gpus_kernels_keep_settings_of_tables_and_frozen_rows(rule: str) -> None:
+    case, results = CASES["shared"], []
+    for embedding in (by_kernels(case, rule), build(case, rule), build(case, rule)):
+        if len(results) < 2:
+            embedding.optimizer.param_groups[1]["lr"] = 0.7
+            embedding.freeze_rows({"a": torch.arange(0, 60, 2), "b": torch.arange(5)})
         results.append(train(embedding, case.batches(3)))
-    assert_like(*results)
-    others = build(case, "adagrad")
+    assert_like(*results[:2])
     with pytest.raises(AssertionError):
-        assert_like(results[0], train(others, case.batches(3)))
+        assert_like(results[0], results[2])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_frozen_rows_stay_whether_hot_or_cold(rule: str) -> None:
-    case = CASES["two-widths"]
-    right = test_freeze.put_back(hot(case, rule), case)
+    case, frozen = CASES["two-widths"], {"a": torch.arange(30), "b": torch.arange(9)}
     embedding = hot(case, rule)
-    assert test_freeze.trained(embedding, case).same_bits(right)
+    before = embedding.state_dict()
+    embedding.freeze_rows(frozen)
+    train(embedding, case.batches(12))
     assert embedding.memory()["which slots are frozen"] > 0
-    assert not right.same_bits(train(hot(case, rule), case.batches(test_freeze.STEPS)))
-
-
-def test_a_gpus_kernels_leave_frozen_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cross(monkeypatch, "rows")
-    case = CASES["one-hot"]
-    right = test_freeze.put_back(by_kernels(hot(case, "adam")), case)
-    assert test_freeze.trained(by_kernels(hot(case, "adam")), case).same_bits(right)
+    for table, rows in frozen.items():
+        key = f"embedding_bags.{table}.weight"
+        assert torch.equal(embedding.state_dict()[key][rows], before[key][rows])
+        assert not torch.equal(embedding.state_dict()[key], before[key])
 
 
 # -- which rows are hot --------------------------------------------------------------------
@@ -372,9 +227,8 @@ def test_the_hottest_rows_of_a_profile_are_hot_and_padding_is_not() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
     embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 40))
-    (group,) = embedding.groups
+    (group,) = as_on_gpu(embedding, "bags").groups
     assert isinstance(group.hot, HotRows)
-    make_late(embedding)
     batches, losses = MULTI_HOT.batches(40), list[Tensor]()
     for first in range(0, 40, 10):
         rows = torch.randperm(110, generator=torch.Generator().manual_seed(first))
@@ -382,23 +236,21 @@ def test_other_rows_can_be_pinned_between_two_runs(rule: str) -> None:
         assert group.hot.ids.tolist() == sorted(rows[:40].tolist())
         losses += train(embedding, batches[first : first + 10]).losses
     assert_like(outcome(embedding, losses), all_fast("multi-hot", rule, 40))
-    assert group.hot.version == 5  # nothing was learned
+    assert group.hot._version == 5  # nothing was learned
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.usefixtures("learn_early")
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> None:
-    embedding = build(MULTI_HOT, rule, "static-hybrid", budget=room_for(MULTI_HOT, 60))
+    embedding = as_on_gpu(learning(rule, 60), "bags")
     (group,) = embedding.groups
     assert isinstance(group.hot, HotRows)
-    make_late(embedding)
     assert group.hot.ids.tolist() == list(range(80, 110))  # a small table is hot as a whole
     batches = MULTI_HOT.batches(40)
     found = train(embedding, batches)
     assert_like(found, all_fast("multi-hot", rule, 40))
     assert group.hot._seen is None
-    assert group.hot.version >= 3  # two times at least
+    assert group.hot._version >= 3  # two times at least
     firsts = [each.values()[: each.offsets()[len(each.offsets()) // 2]] for each in batches[:8]]
     uses = torch.bincount(torch.cat([ids.unique() for ids in firsts]), minlength=80)
     learned = group.hot.ids[group.hot.ids < 80]
@@ -410,12 +262,7 @@ def test_without_a_profile_it_learns_and_changes_nothing_by_it(rule: str) -> Non
     assert moved < 0.4 * lookups
 
 
-@pytest.mark.usefixtures("learn_early")
-def test_gradients_of_before_find_rows_that_became_hot_since(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hotrow.engine.static_hybrid, "_CHUNK_ROWS", 7)
-
+def test_gradients_of_before_find_rows_that_became_hot_since() -> None:
     def run(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
         first, *others = MULTI_HOT.batches(6)
         late = readout(embedding(first))
@@ -427,15 +274,13 @@ def test_gradients_of_before_find_rows_that_became_hot_since(
         late.backward()
         return outcome(embedding, losses)
 
-    embedding = build(MULTI_HOT, "adam", "static-hybrid", budget=room_for(MULTI_HOT, 80))
-    make_late(embedding)
+    embedding = as_on_gpu(learning("adam", 80))
     assert_like(run(embedding), run(build(MULTI_HOT, "adam")))
     assert len(embedding.groups[0].hot.ids) > 30
 
 
-@pytest.mark.usefixtures("learn_early")
 def test_frozen_rows_stay_when_they_become_hot() -> None:
-    embedding = build(MULTI_HOT, "adagrad", "static-hybrid", budget=room_for(MULTI_HOT, 80))
+    embedding = learning("adagrad", 80)
     embedding.freeze_rows({"a": torch.arange(20), "b": torch.arange(5)})
     before = embedding.state_dict()
     train(embedding, MULTI_HOT.batches(12))
@@ -480,7 +325,7 @@ def test_hot_rows_are_counted_and_within_the_budget(rule: str) -> None:
     )
     train(embedding, [ids] * 2)
     memory, budget = embedding.memory(), embedding.bytes_total // 5
-    sizes = [4 * group.width * (len(group.slots)) for group in embedding.groups]
+    sizes = [4 * group.width * (len(group.hot.slots)) for group in embedding.groups]
     assert memory["slots"] == sum(sizes)
     assert 0.65 * budget < memory["slots"] < sum(memory.values()) <= budget
 
@@ -499,62 +344,39 @@ def test_its_contract_is_stated_and_its_traffic_is_that_of_static() -> None:
         simulate([torch.tensor([1])], num_rows=9, choices=[(strategy, 3)])
 
 
-def test_memory_is_given_back_with_the_last_reference() -> None:
-    embedding = hot(MULTI_HOT)
-    make_late(embedding)
-    train(embedding, MULTI_HOT.batches(3))
-    readout(embedding(MULTI_HOT.batches(1)[0])).backward()  # an update is owed
-    gone = weakref.ref(embedding.groups[0])
-    gc.collect()
-    gc.disable()
-    try:
-        del embedding
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_vectors_are_as_wide_as_asked_for() -> None:
-    batch = MULTI_HOT.batches(1)[0]
-    wide, narrow = build(MULTI_HOT), hot(MULTI_HOT, output_dtype=torch.bfloat16)
-    expected, found = wide(batch), narrow(batch)
-    for name in ("f", "g"):
-        assert found[name].dtype == torch.bfloat16
-        torch.testing.assert_close(found[name].float(), expected[name], rtol=2e-2, atol=2e-2)
-
-
 # -- on a GPU ------------------------------------------------------------------------------
+
+
+def on_a_gpu(test: Callable[..., None]) -> Any:
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(missing(test))
 
 
 @on_a_gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["fewer bytes", *FORMS])
-def test_on_a_gpu_it_trains_like_all_fast(
-    case: str, rule: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if what in FORMS:
-        cross(monkeypatch, what)
-    found = train(hot(CASES[case], rule, device="cuda"), CASES[case].batches(40))
-    assert_like(here(found), here(all_fast(case, rule, 40, "cuda")))
+def test_on_a_gpu_it_trains_like_all_fast(case: str, rule: str, what: str) -> None:
+    form = what if what in FORMS else None
+    embedding = as_on_gpu(hot(CASES[case], rule, device="cuda"), form)
+    found = train(embedding, CASES[case].batches(40))
+    assert_like(found, all_fast(case, rule, 40, "cuda"))
 
 
 @on_a_gpu
-@pytest.mark.usefixtures("learn_early")
-@pytest.mark.parametrize("rule", RULES)
+@each_rule
 def test_on_a_gpu_it_learns_and_changes_nothing_by_it(rule: str) -> None:
-    options = {"budget": room_for(MULTI_HOT, 60), "device": "cuda"}
-    embedding = build(MULTI_HOT, rule, "static-hybrid", **options)
+    embedding = learning(rule, 60, device="cuda")
     found = train(embedding, MULTI_HOT.batches(40))
-    assert_like(here(found), here(all_fast("multi-hot", rule, 40, "cuda")))
-    assert embedding.groups[0].hot.version >= 3
+    assert_like(found, all_fast("multi-hot", rule, 40, "cuda"))
+    assert embedding.groups[0].hot._version >= 3
 
 
 @on_a_gpu
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_loops_of_all_kinds_give_what_all_fast_gives(rule: str) -> None:
     def run(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
-        first, second, third = on_gpu(MULTI_HOT.batches(3))
+        first, second, third = on_device(MULTI_HOT.batches(3))
         one, two = readout(embedding(first)), readout(embedding(second))
         one.backward(retain_graph=True)
         two.backward()
@@ -562,7 +384,7 @@ def test_on_a_gpu_loops_of_all_kinds_give_what_all_fast_gives(rule: str) -> None
             readout(embedding(third)).backward()
             readout(embedding(first)).backward()
         one.backward()
-        return here(outcome(embedding, [one.detach(), two.detach()]))
+        return outcome(embedding, [one.detach(), two.detach()])
 
     assert_like(
         run(hot(MULTI_HOT, rule, device="cuda")), run(build(MULTI_HOT, rule, device="cuda"))
@@ -570,22 +392,11 @@ def test_on_a_gpu_loops_of_all_kinds_give_what_all_fast_gives(rule: str) -> None
 
 
 @on_a_gpu
-@pytest.mark.parametrize("rule", ["adagrad", "adam"])
-def test_on_a_gpu_frozen_rows_stay_whether_hot_or_cold(rule: str) -> None:
-    case = CASES["two-widths"]
-    right = test_freeze.put_back(hot(case, rule, device="cuda"), case)
-    assert test_freeze.trained(hot(case, rule, device="cuda"), case).same_bits(right)
-
-
-@on_a_gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("learns", [False, True])
-def test_on_a_gpu_large_batches_keep_their_rows_apart(
-    form: str, learns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_large_batches_keep_their_rows_apart(form: str, learns: bool) -> None:
     """So large that copies are still under way when the next thing is launched."""
-    cross(monkeypatch, form)
-    monkeypatch.setattr(hotrow.engine.static_hybrid, "_LEARN_AFTER", (3, 6, 9))
+    engine = partial(host_rows_engine, tuning=Tuning(learn_after=(3, 6, 9)))
     rows, size, features = 200_000, 8192, 8
     draw = torch.Generator().manual_seed(0)
     drawn = [torch.rand(size, features, generator=draw) for _ in range(12)]
@@ -597,11 +408,13 @@ def test_on_a_gpu_large_batches_keep_their_rows_apart(
     results = []
     for options in (
         {"strategy": "all-fast"},
-        {"strategy": "static-hybrid", "budget": "5%", "profile": profile},
+        {"strategy": "static-hybrid", "budget": "5%", "profile": profile, "engine": engine},
     ):
         embedding = hotrow.EmbeddingBagCollection(
             tables, hotrow.RowWiseAdagrad(lr=0.05), device="cuda", seed=0, **options
         )
+        if "engine" in options:
+            as_on_gpu(embedding, form)
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()
             vectors.backward((vectors.detach().sin() + 0.01) / 256)
@@ -611,39 +424,11 @@ def test_on_a_gpu_large_batches_keep_their_rows_apart(
     assert embedding.traffic().hit_rate > 0.2
 
 
-@on_a_gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_on_a_gpu_the_trainer_trains_it_in_cut_steps(compiled: bool) -> None:
-    from hotrow.models import DLRM
-
-    results = []
-    for strategy in ("static-hybrid", "all-fast"):
-        tables = [Table(f"t{i}", n, 16, [f"f{i}"]) for i, n in enumerate((5000, 300, 20000, 40))]
-        embedding = hotrow.EmbeddingBagCollection(
-            tables, hotrow.RowWiseAdagrad(lr=0.05), "10%", strategy=strategy, device="cuda", seed=0
-        )
-        model = DLRM(embedding, 13, (64, 16), (64, 1), generator=torch.Generator().manual_seed(3))
-        model.to("cuda")
-        trainer: hotrow.Trainer[Any] = hotrow.Trainer(
-            model,
-            torch.nn.functional.binary_cross_entropy_with_logits,
-            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            ids=lambda batch: batch.sparse,
-            device="cuda",
-            compile=compiled,
-        )
-        losses = [record.loss for record in trainer.run(clicks())]
-        results.append((losses, {key: each.cpu() for key, each in model.state_dict().items()}))
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
-
-
 def test_a_cut_step_reads_hot_rows_too() -> None:
     """The places where a captured step is cut are filled from both."""
     embedding = hot(CASES["one-hot"])
     (group,) = embedding.groups
-    batch = to_device(CASES["one-hot"].batches(1)[0], embedding.device)
+    (batch,) = on_device(CASES["one-hot"].batches(1), embedding.device)
     arrival = embedding.pipeline.prepare(batch)
     (work,) = arrival.works
     work.berth = 0

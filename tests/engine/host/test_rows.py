@@ -6,58 +6,47 @@ it is so to the bit; there, rows "cross" by way of the GPU's kernels in Triton's
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import hotrow.engine.hybrid
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR
 
 import hotrow
-import test_seam
 from builders import CASES, RULES, Outcome, build, outcome, readout, train
+from contracts import TOLERANCE, as_on_gpu, assert_like, on_device
 from hotrow.data import ClickBatch
 from hotrow.engine.host.link import RowColumns
 from hotrow.engine.host.rows import HostRows
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.inputs.tree import to_device
 from hotrow.models import DLRM
 from hotrow.support.streams import lanes_of
 from hotrow.training.graphed import GraphedStep
 
-# Of weights of about 0.1 to 1 and losses of about 1 to 10, after up to 40 steps.
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 MULTI_HOT = CASES["multi-hot"]
 FORMS = ["rows", "bags"]
 STEPS = 5  # Triton's interpreter is slow
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    cross(monkeypatch, request.param)
-    return str(request.param)
-
-
-def cross(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    monkeypatch.setattr(HostRows, "rows_cross", lambda *_: form == "rows")
-
-
-def assert_like(found: Outcome, expected: Outcome) -> None:
-    torch.testing.assert_close(found.losses, expected.losses, **TOLERANCE)
-    torch.testing.assert_close(found.weights, expected.weights, **TOLERANCE)
-    torch.testing.assert_close(found.state, expected.state, **TOLERANCE)
+def crossing(
+    form: str | None,
+    case: Any = MULTI_HOT,
+    rule: str = "sgd",
+    *,
+    late: bool = False,
+    **options: Any,
+) -> hotrow.EmbeddingBagCollection:
+    """Rows on the host, of which rows or bags cross a link."""
+    return as_on_gpu(build(case, rule, "hybrid", **options), form, late=late)
 
 
 @cache
 def all_fast(case: str, rule: str, steps: int, device: str = "cpu") -> Outcome:
-    """Every weight of every table, all state and all losses, on the host."""
     return train(build(CASES[case], rule, device=device), CASES[case].batches(steps))
 
 
@@ -76,11 +65,8 @@ def test_on_a_cpu_every_bit_is_that_of_all_fast(case: str, rule: str, strategy: 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_that_cross_train_like_all_fast(
-    case: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, "rows")
-    found = train(build(CASES[case], rule, "hybrid"), CASES[case].batches(STEPS))
+def test_rows_that_cross_train_like_all_fast(case: str, rule: str) -> None:
+    found = train(crossing("rows", CASES[case], rule), CASES[case].batches(STEPS))
     assert_like(found, all_fast(case, rule, STEPS))
 
 
@@ -89,79 +75,6 @@ def test_another_update_is_further_away_than_the_tolerance() -> None:
     found.losses.append(torch.zeros(()))
     with pytest.raises(AssertionError):
         assert_like(found, all_fast("multi-hot", "adagrad", STEPS))
-
-
-def compare(loop: test_seam.Loop, plain_loop: Any) -> None:
-    """As test_seam's, against all-fast; and with updates as late as a GPU's."""
-    batches = MULTI_HOT.batches(test_seam.STEPS)
-    reference = build(MULTI_HOT, "adagrad")
-    expected = outcome(reference, loop(reference, batches))
-    for late in (False, True):
-        embedding = build(MULTI_HOT, "adagrad", "hybrid")
-        make_late(embedding, late)
-        assert_like(outcome(embedding, loop(embedding, batches)), expected)
-
-
-def make_late(embedding: hotrow.EmbeddingBagCollection, late: bool = True) -> None:
-    """As on a GPU: what crosses is copied, and updates wait until somebody reads rows."""
-    for group in embedding.groups:
-        assert isinstance(group, HostRows)
-        group.link.exists = late
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "losses_summed_over_several_batches_are_one_step",
-        "accumulate_joins_several_backward_passes_into_one_step",
-        "two_calls_in_one_forward_are_one_step",
-        "two_backward_passes_over_one_graph_are_two_steps",
-        "forward_without_backward_changes_nothing_and_holds_nothing",
-        "batches_pulled_together_and_trained_later_still_find_their_rows",
-    ],
-)
-def test_users_loops_give_what_all_fast_gives(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_seam, "compare", compare)
-    monkeypatch.setattr(test_seam, "STEPS", 10 if form == "rows" else 30)
-    getattr(test_seam, f"test_{name}")()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("activation_checkpointing_recomputes_the_same_vectors", {"reentrant": False}),
-        ("activation_checkpointing_recomputes_the_same_vectors", {"reentrant": True}),
-        ("per_sample_weights_get_their_gradient_from_rows_before_the_update", {}),
-        ("an_exception_inside_accumulate_changes_no_row", {}),
-        ("a_grad_scaler_is_served_and_its_skipped_steps_are_skipped", {}),
-        ("leaving_a_loop_early_keeps_what_was_trained_and_starts_anew", {}),
-        ("skipped_batches_are_not_trained_and_disturb_nothing", {}),
-        ("a_backward_pass_that_fails_changes_no_row", {}),
-        ("a_bad_id_at_step_100_leaves_exactly_the_bits_of_step_99", {}),
-        ("a_loader_that_fails_is_heard_after_its_last_good_batch", {}),
-        ("state_dict_has_torchrecs_keys_and_the_newest_rows", {}),
-        ("loading_a_state_dict_in_mid_flight_replaces_every_weight", {}),
-        ("flush_brings_the_store_up_to_date", {}),
-        ("a_gradient_that_is_not_finite_can_be_skipped", {}),
-        ("a_gradient_that_is_not_finite_is_an_error_that_names_table_and_step", {}),
-    ],
-)
-def test_what_holds_for_slots_holds_here(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests of test_seam, to the bit, in a collection without slots."""
-
-    def without_slots(*_: str, rule: str = "adagrad", **settings: Any) -> Any:
-        embedding = build(MULTI_HOT, rule, "hybrid", **settings)
-        make_late(embedding)
-        return embedding
-
-    cross(monkeypatch, "bags")  # pooled and summed by the CPU, as all-fast's are
-    monkeypatch.setattr(test_seam, "tight", without_slots)
-    getattr(test_seam, f"test_{name}")(**options)
 
 
 # -- which form ----------------------------------------------------------------------------
@@ -216,13 +129,12 @@ def jagged(ids: list[int], lengths: list[int]) -> hotrow.KeyedJaggedTensor:
     ],
     ids=["empty bags", "padding alone", "no bags", "a row 201 times", "one each", "no samples"],
 )
+@each_form
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 def test_odd_batches_train_like_all_fast(batch: Any, pooling: str, form: str) -> None:
-    results = []
-    for strategy in ("all-fast", "hybrid"):
-        embedding = one_table(strategy, pooling=pooling)
-        results.append(train(embedding, [batch] * 3))
-    assert_like(results[1], results[0])
+    embedding = as_on_gpu(one_table("hybrid", pooling=pooling), form, late=False)
+    expected = train(one_table("all-fast", pooling=pooling), [batch] * 2)
+    assert_like(train(embedding, [batch] * 2), expected)
 
 
 def test_a_bad_id_is_named_before_any_row_changes() -> None:
@@ -237,70 +149,27 @@ def test_a_bad_id_is_named_before_any_row_changes() -> None:
     assert all(torch.equal(before[key], value) for key, value in embedding.state_dict().items())
 
 
-def test_vectors_are_as_wide_as_asked_for(form: str) -> None:
-    batches = MULTI_HOT.batches(3)
-    wide, narrow = (
-        build(MULTI_HOT),
-        build(MULTI_HOT, strategy="hybrid", output_dtype=torch.bfloat16),
-    )
-    for batch in batches:
-        expected, found = wide(batch), narrow(batch)
-        names = expected.keys()
-        for name in names:
-            assert found[name].dtype == torch.bfloat16
-            torch.testing.assert_close(found[name].float(), expected[name], rtol=1e-2, atol=1e-2)
-        gradient = {name: torch.randn_like(found[name]) for name in names}
-        for out in (expected, found):
-            grads = [gradient[name].to(out[name].dtype) for name in names]
-            torch.autograd.backward([out[name] for name in names], grads)
-    torch.testing.assert_close(narrow.state_dict(), wide.state_dict(), rtol=1e-2, atol=1e-2)
-
-
 # -- rows that change between lookup and update --------------------------------------------
 
 
-def interleaved(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
-    """Lookups and updates of batches that share rows, in every order."""
-    first, second, third = MULTI_HOT.batches(3)
-    one, two = readout(embedding(first)), readout(embedding(second))
-    one.backward(retain_graph=True)  # the second's rows have been read since
-    two.backward()  # and have changed since
-    again = readout(embedding(first))
-    with torch.no_grad():
-        embedding(third)
-    again.backward()
-    late = readout(embedding(third))
-    embedding.load_weights("a", 0, torch.ones(80, 5))
-    late.backward()
-    one.backward()
-    return outcome(embedding, [each.detach() for each in (one, two, again, late)])
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("late", [False, True])
-def test_updates_start_from_the_newest_rows(rule: str, late: bool, form: str) -> None:
-    embedding = build(MULTI_HOT, rule, "hybrid")
-    make_late(embedding, late)
-    assert_like(interleaved(embedding), interleaved(build(MULTI_HOT, rule)))
-
-
-def test_rows_are_read_once_for_lookup_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    read = _Columns.read
-
-    def count(self: _Columns, ids: Tensor, out: Tensor) -> None:
-        reads.append(ids.numel())
-        read(self, ids, out)
-
-    monkeypatch.setattr(_Columns, "read", count)
-    embedding = build(CASES["one-hot"], strategy="hybrid")
+def test_rows_are_read_once_for_lookup_and_update() -> None:
+    embedding, reads = build(CASES["one-hot"], strategy="hybrid"), list[int]()
+    for columns in embedding.groups[0].table._columns:
+        columns.read = _noting(reads, columns.read)
     train(embedding, CASES["one-hot"].batches(8))
     assert sum(reads) == embedding.traffic().unique_rows > 0
 
 
-def weight_grads(strategy: str, device: str = "cpu") -> list[Tensor]:
-    embedding = build(MULTI_HOT, "sgd", strategy, device=device)
-    batch, other = (to_device(each, torch.device(device)) for each in MULTI_HOT.batches(2))
+def _noting(reads: list[int], read: Callable[..., None]) -> Callable[..., None]:
+    def noted(ids: Tensor, out: Tensor) -> None:
+        reads.append(ids.numel())
+        read(ids, out)
+
+    return noted
+
+
+def weight_grads(embedding: hotrow.EmbeddingBagCollection) -> list[Tensor]:
+    batch, other = on_device(MULTI_HOT.batches(2), embedding.device)
     weights = batch.weights_or_none().clone().requires_grad_()
     weighted = hotrow.KeyedJaggedTensor(
         batch.keys(), batch.values(), offsets=batch.offsets(), weights=weights
@@ -313,30 +182,10 @@ def weight_grads(strategy: str, device: str = "cpu") -> list[Tensor]:
     return [first, weights.grad]
 
 
+@each_form
 def test_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
-    torch.testing.assert_close(weight_grads("hybrid"), weight_grads("all-fast"), **TOLERANCE)
-
-
-def test_an_update_that_is_owed_has_the_settings_of_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cross(monkeypatch, "bags")
-
-    def run(strategy: str) -> Outcome:
-        embedding = build(MULTI_HOT, "adamw", strategy)
-        if strategy == "hybrid":
-            make_late(embedding)
-        schedule = ExponentialLR(embedding.optimizer, 0.5)
-        embedding.optimizer.param_groups[0]["lr"] = 0.07  # tables may differ
-        losses = []
-        for batch in hotrow.ahead(MULTI_HOT.batches(10), embedding):
-            loss = readout(embedding(batch))
-            loss.backward()
-            losses.append(loss.detach())
-            schedule.step()
-        return outcome(embedding, losses)
-
-    assert run("hybrid").same_bits(run("all-fast"))
+    found, expected = weight_grads(crossing(form)), weight_grads(build(MULTI_HOT))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -351,15 +200,11 @@ def test_an_update_that_is_owed_has_the_settings_of_its_step(
     ],
     ids=["weights", "rows", "state", "lookup", "store", "evaluation"],
 )
-def test_whoever_looks_sees_what_backward_has_done(
-    look: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cross(monkeypatch, "bags")
+def test_every_reader_sees_what_backward_has_done(look: Callable[..., Tensor]) -> None:
     batch = MULTI_HOT.batches(1)[0]
     seen = []
     for late in (False, True):
-        embedding = build(MULTI_HOT, "adagrad", "hybrid")
-        make_late(embedding, late)
+        embedding = crossing("bags", rule="adagrad", late=late)
         before = look(embedding, batch).clone()
         embedding.train()
         readout(embedding(batch)).backward()
@@ -441,23 +286,9 @@ def test_strategies_that_move_rows_do_not_mix_with_it() -> None:
         hotrow.ahead(batches, model)
 
 
-def test_memory_is_given_back_with_the_last_reference() -> None:
-    embedding = build(MULTI_HOT, strategy="hybrid")
-    make_late(embedding)
-    train(embedding, MULTI_HOT.batches(3))
-    readout(embedding(MULTI_HOT.batches(1)[0])).backward()  # an update is owed
-    gone = weakref.ref(embedding.groups[0])
-    gc.collect()
-    gc.disable()  # page-locked rows shall not wait for it
-    try:
-        del embedding
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
+@each_form
 def test_evaluation_in_inference_mode_leaves_room_for_training(form: str) -> None:
-    embedding = build(MULTI_HOT, strategy="hybrid")
+    embedding = crossing(form)
     few, many = MULTI_HOT.batches(2)[1], MULTI_HOT.batches(1)[0]
     embedding.eval()
     with torch.inference_mode():
@@ -467,26 +298,24 @@ def test_evaluation_in_inference_mode_leaves_room_for_training(form: str) -> Non
     embedding.check()
 
 
-def test_a_lookup_that_fails_midway_leaves_no_rows_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lookup_that_fails_midway_leaves_no_rows_behind() -> None:
+    def read_and_fail(ids: Any, out: Any) -> None:
+        out.fill_(7)
+        raise MemoryError
+
     found, expected = (build(MULTI_HOT, strategy="hybrid") for _ in range(2))
     batch, other = MULTI_HOT.batches(2)
     for embedding in (found, expected):
-        vectors = readout(embedding(batch))
+        loss = readout(embedding(batch))
         if embedding is found:
+            columns = embedding.groups[0].table._columns[0]
             embedding.eval()
-            with monkeypatch.context() as patch:
-
-                def read_and_fail(self: _Columns, ids: Any, out: Any) -> None:
-                    out.fill_(7)
-                    raise MemoryError
-
-                patch.setattr(_Columns, "read", read_and_fail)
-                with pytest.raises(MemoryError):
-                    embedding(other)
+            read, columns.read = columns.read, read_and_fail
+            with pytest.raises(MemoryError):
+                embedding(other)
+            columns.read = read
             embedding.train()
-        vectors.backward()
+        loss.backward()
     assert outcome(found, []).same_bits(outcome(expected, []))
 
 
@@ -522,33 +351,22 @@ def on_a_gpu(test: Callable[..., None]) -> Any:
     return pytest.mark.gpu(missing(test))
 
 
-def on_gpu(batches: list[Any]) -> list[Any]:
-    return [to_device(batch, torch.device("cuda")) for batch in batches]
-
-
-def here(found: Outcome) -> Outcome:
-    return Outcome([each.cpu() for each in found.losses], found.weights, found.state)
-
-
 @on_a_gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("what", ["fewer bytes", *FORMS])
-def test_on_a_gpu_both_forms_train_like_all_fast(
-    case: str, rule: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if what in FORMS:
-        cross(monkeypatch, what)
-    found = train(build(CASES[case], rule, "hybrid", device="cuda"), CASES[case].batches(40))
-    assert_like(here(found), here(all_fast(case, rule, 40, "cuda")))
+def test_on_a_gpu_both_forms_train_like_all_fast(case: str, rule: str, what: str) -> None:
+    form = what if what in FORMS else None
+    found = crossing(form, CASES[case], rule, late=True, device="cuda")
+    assert_like(train(found, CASES[case].batches(40)), all_fast(case, rule, 40, "cuda"))
 
 
 @on_a_gpu
+@each_form
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str) -> None:
-    def run(strategy: str) -> Outcome:
-        embedding = build(MULTI_HOT, rule, strategy, device="cuda")
-        first, second, third = on_gpu(MULTI_HOT.batches(3))
+    def run(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
+        first, second, third = on_device(MULTI_HOT.batches(3))
         one, two = readout(embedding(first)), readout(embedding(second))
         one.backward(retain_graph=True)
         two.backward()
@@ -556,18 +374,22 @@ def test_on_a_gpu_updates_start_from_the_newest_rows(rule: str, form: str) -> No
             readout(embedding(third)).backward()
             readout(embedding(first)).backward()
         one.backward()
-        return here(outcome(embedding, [one.detach(), two.detach()]))
+        return outcome(embedding, [one.detach(), two.detach()])
 
-    assert_like(run("hybrid"), run("all-fast"))
+    found = crossing(form, rule=rule, late=True, device="cuda")
+    assert_like(run(found), run(build(MULTI_HOT, rule, device="cuda")))
 
 
 @on_a_gpu
+@each_form
 def test_on_a_gpu_the_gradient_of_weights_is_that_of_the_newest_rows(form: str) -> None:
-    found = [weight_grads(strategy, "cuda") for strategy in ("hybrid", "all-fast")]
+    both = (crossing(form, late=True, device="cuda"), build(MULTI_HOT, device="cuda"))
+    found = [weight_grads(embedding) for embedding in both]
     torch.testing.assert_close(*found, **TOLERANCE)
 
 
 @on_a_gpu
+@each_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> None:
     """So large that copies are still under way when the next thing is launched."""
@@ -586,6 +408,8 @@ def test_large_batches_keep_their_rows_apart(dtype: torch.dtype, form: str) -> N
             output_dtype=dtype,
             seed=0,
         )
+        if strategy == "hybrid":
+            as_on_gpu(embedding, form)
         for ids in hotrow.ahead(batches, embedding):
             vectors = embedding(ids).values()
             vectors.backward((vectors.detach().sin() + 0.01) / 256)
@@ -607,10 +431,11 @@ def test_on_a_gpu_a_bad_id_is_named_when_its_turn_comes() -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("strategy", ["hybrid", "static-hybrid"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_on_a_gpu_the_trainer_trains_it(compiled: bool) -> None:
-    found, expected = (trained(each, compile=compiled) for each in ("hybrid", "all-fast"))
+def test_on_a_gpu_the_trainer_trains_it(compiled: bool, strategy: str) -> None:
+    found, expected = (trained(each, compile=compiled) for each in (strategy, "all-fast"))
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
 
@@ -641,6 +466,7 @@ def trained(strategy: str, *, compile: bool = False, device: str = "cuda") -> Fo
     embedding = hotrow.EmbeddingBagCollection(
         [hotrow.EmbeddingBagConfig(f"t{i}", n, 16, [f"f{i}"]) for i, n in enumerate(ROWS)],
         hotrow.RowWiseAdagrad(lr=0.05),
+        "10%",
         strategy=strategy,
         device=device,
         seed=0,

@@ -29,7 +29,7 @@ from hotrow.systems.slipstream.slipstream import Slipstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, ROWS = 16, (400, 60)
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # as in tests/test_hybrid.py
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # as in tests/contracts.py
 
 
 class Model(nn.Module):
