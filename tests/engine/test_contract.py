@@ -59,13 +59,14 @@ def learn(loss: Tensor) -> Tensor:
 def losses_are_summed(embedding: Collection, batches: list[Any]) -> list[Tensor]:
     stream = hotrow.ahead(batches, embedding)
     return [
-        learn(look_up(embedding, first) + look_up(embedding, next(stream), 0.5)) for first in stream
+        learn(look_up(embedding, first) + look_up(embedding, next(stream, first), 0.5))
+        for first in stream
     ]
 
 
 def batches_are_pulled_together(embedding: Collection, batches: list[Any]) -> list[Tensor]:
     stream = hotrow.ahead(batches, embedding)
-    pulled = iter(lambda: list(itertools.islice(stream, 3)), [])
+    pulled = ([first, *itertools.islice(stream, 2)] for first in stream)
     return [learn(look_up(embedding, batch)) for some in pulled for batch in reversed(some)]
 
 
