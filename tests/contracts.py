@@ -144,7 +144,7 @@ class HostEngine(Engine):
         super().__init__(STRATEGIES[name])
         self.form, self.hot, self.exact = form, hot, form == "bags"
         self.interpreted = not self.exact
-        self.steps = 12 if self.exact else 5
+        self.steps = 12 if self.exact else 6
 
     def tight(
         self,
