@@ -2,7 +2,7 @@
 #   make train                          the built-in job, on generated data
 #   make train ARGS="run.toml --json"   your own
 #   make test ARGS="-k planner"         some of the tests
-#   make test ARGS="-m slow"            those that are left out for their time
+#   make test-all                       what `make test` leaves out: exhaustive cases, fuzzers, pages
 #   make test ARGS="-m gpu -n 6 -p no:benchmark"    those that need a CUDA device
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test check
+.PHONY: train test test-all check
 .DELETE_ON_ERROR:
 
 train: $(STAMP)
@@ -18,6 +18,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 -m "not gpu and not slow" $(ARGS)
+
+test-all: $(STAMP)
+	$(VENV)/bin/python -m pytest -n 2 -m "slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
