@@ -258,7 +258,7 @@ class Experiment:
 def pin_hottest(embedding: Any, setting: Setting) -> None:
     """What a perfect profile would say; one width, so ids are tables one after the other."""
     (group,) = embedding.groups
-    room = min(len(group.slots) - 1, int(setting.budget * sum(setting.rows)))
+    room = min(group.num_slots, int(setting.budget * sum(setting.rows)))
     found = hottest_rows(setting.rows, setting.skew, room)
     bases = group.layout.bases
     parts = [torch.from_numpy(ids) + base for ids, base in zip(found, bases, strict=True)]

@@ -142,9 +142,8 @@ class Hotrow:
             fill=bench.fill,
             **given,
         )
-        for group in self.embedding.groups:
-            if written and getattr(group, "unwritten", None) is not None:
-                group.unwritten.written.fill_(-1)
+        for group in self.embedding.groups if written else ():
+            group.expect_changes()  # so that every row has to be read
         optimizer: torch.optim.Optimizer | None = None
         if setting.has_dense:
             dense = DenseModule(
