@@ -210,7 +210,10 @@ def rows_are_frozen(embedding: Collection, batches: list[Any]) -> list[Tensor]:
     losses = []
     for place, batch in enumerate(hotrow.ahead(batches, embedding)):
         if place in frozen:
+            weights = embedding.state_dict()["embedding_bags.a.weight"][:20].clone()
+            assert place != 3 or torch.equal(weights, losses.pop(1))
             embedding.freeze_rows(frozen[place])
+            losses += [weights] if place == 1 else []
         losses.append(learn(look_up(embedding, batch)))
     return losses
 

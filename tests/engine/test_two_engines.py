@@ -53,6 +53,7 @@ def _rows_of(embedding: Any) -> dict[str, Tensor]:
     return {table.name: torch.arange(0, table.num_embeddings, 3) for table in embedding.tables}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rule", RULES)
 def test_engines_in_turn_give_the_bits_of_all_fast(rule: str, name: str) -> None:
