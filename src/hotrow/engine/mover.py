@@ -20,10 +20,9 @@ from hotrow.support.interrupts import uninterrupted
 class NoMoves:
     """The mover of rows that never move."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the device's memory."""
-        return 0
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes of the device's memory by part."""
+        return {}
 
     @property
     def is_settled(self) -> bool:

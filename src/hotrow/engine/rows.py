@@ -306,10 +306,7 @@ class RowGroup:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
-        parts = {**self.memory.num_bytes(), **self.planning.num_bytes()}
-        if self.mover.num_bytes:
-            parts["rows on their way"] = self.mover.num_bytes
-        return parts
+        return self.memory.num_bytes() | self.planning.num_bytes() | self.mover.num_bytes()
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""

@@ -65,6 +65,9 @@ class ZeroCopy(NoMoves):
     def insert(self, work: Work) -> None:
         self.fill(work)
 
+    def num_bytes(self) -> dict[str, int]:
+        return {"rows on their way": 0}
+
     def level_for(self, work: Work) -> Level:
         """Return what a fill may take of the device: all, if training waits for it."""
         return self.effort.level if work.announced else LEVELS[FULL]
@@ -111,9 +114,8 @@ class Bulk(ZeroCopy):
         super().__init__(*parts)
         self.back = back
 
-    @property
-    def num_bytes(self) -> int:
-        return self.back.num_bytes
+    def num_bytes(self) -> dict[str, int]:
+        return {"rows on their way": self.back.num_bytes}
 
     def fill(self, work: Work) -> None:
         plan, back, level = work.plan, self.back, self.level_for(work)
@@ -173,9 +175,8 @@ class StagedMover(ZeroCopy):
         super().__init__(*parts)
         self.staged, self._moves_of = staged, moves_of
 
-    @property
-    def num_bytes(self) -> int:
-        return self.staged.num_bytes
+    def num_bytes(self) -> dict[str, int]:
+        return {"rows on their way": self.staged.num_bytes}
 
     def fill(self, work: Work) -> None:
         self.staged.wait()  # a row on its way back may be fetched again
