@@ -306,7 +306,9 @@ class RowGroup:
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of fast memory by part."""
-        return self.memory.num_bytes() | self.planning.num_bytes() | self.mover.num_bytes()
+        return {
+            **self.memory.num_bytes(), **self.planning.num_bytes(), **self.mover.num_bytes(),
+        }  # fmt: skip
 
     def check(self) -> None:
         """Prove the maps consistent; for tests and long runs."""
