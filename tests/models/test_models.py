@@ -275,6 +275,7 @@ def test_a_captured_step_gives_the_bits_of_eager_ones(
             torch.optim.SGD(model.parameters(), lr=0.1),
             labels=lambda batch: batch.label,
             lanes=lanes_of(torch.device("cpu")) if captured else None,
+            graphs=seen.settings() if captured else None,
         )
         stream = hotrow.ahead(batches, model, ids=lambda batch: batch.sparse, step=step)
         losses = [float(step(batch)) for batch in stream]

@@ -208,7 +208,7 @@ def test_counted_sequences_keep_users_for_all_steps(taobao: Path) -> None:
     assert len(list(job.train())) == 4
     trace = OfRun(config.data, steps=5)
     assert trace.num_rows == sum(rows.values())
-    (ids,) = trace.batches(1)
+    ids = next(trace.batches(1)).rows
     lengths = next(job.samples.batches(1)).lengths
     assert len(ids) == 3 * int((lengths + 1).sum())
     assert int(ids.max()) < trace.num_rows
@@ -242,7 +242,7 @@ def test_a_profile_is_what_the_shards_count(folder: Path) -> None:
 def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
     given = (*CLICKS, "embedding.profile=true", "model.embedding_dim=4")
     (group,) = build(load(overrides=given)).embedding.groups
-    assert group.profile.keys() == Prepared(folder).table_rows.keys()
+    assert group.settings.profile.keys() == Prepared(folder).table_rows.keys()
     assert train(*given, CHECKED).summary.equal_to_all_fast is True
 
 
@@ -273,11 +273,11 @@ def test_a_run_pins_by_the_counts_of_its_folder(folder: Path) -> None:
         (["embedding.profile=true"], "generated data have no counts"),
         (
             ["data.kind=prepared", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
         (
             ["data.kind=counted", "data.folder=out", "data.dense=['age']"],
-            "the data has no number 'age'; it has price",
+            "the data has no column of numbers 'age'; it has price",
         ),
     ],
 )

@@ -8,7 +8,6 @@ many (`test_the_tolerance_would_show_two_updates`).
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,10 +29,12 @@ from compiling import note_compiled
 from hotrow.engine.mover import CopyMover
 from hotrow.engine.split_batch import Split
 from hotrow.inputs import samples
+from hotrow.kernels import reference
 from hotrow.support.streams import Lanes, lanes_of
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.hotline.popularity import SrripLog
 from hotrow.systems.slipstream.skip import KeepAll, SkipRecord
+from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
 from hotrow.training.trainer import Trainer
 
@@ -364,14 +365,9 @@ class LateRows:
                 late.arrive(mark.jobs)
 
         def fill(self: CopyMover, work: Any) -> None:
-            moves = work.plan.moves
-
-            def job() -> None:
-                self.kernels.fill(self.slots, self.store.rows, moves)
-
-            late.queue.append(job)
-            self._mark_collected(work)
-            work.inserted = True
+            moves, memory = work.plan.moves, self._memory
+            late.queue.append(lambda: reference.fill(memory.slots, memory.store.rows, moves))
+            self._flight.collect(work, inserted=True)
 
         monkeypatch.setattr(Lanes, "mark", mark)
         monkeypatch.setattr(Lanes, "after", after)
@@ -412,7 +408,7 @@ def test_the_rest_waits_for_its_rows_and_popular_samples_do_not(
 def test_without_the_wait_the_results_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = plain(batches_of())
     late = LateRows(monkeypatch)
-    monkeypatch.setattr(sys.modules["hotrow.embedding.ahead"], "Split", NoWait)
+    monkeypatch.setattr("hotrow.embedding.reader.Split", NoWait)
     model = late_model(late)
     list(trainer_of(model, hotline()).run(batches_of()))
     with pytest.raises(AssertionError):
@@ -708,14 +704,14 @@ class StandIn:
 
     def __init__(self, captured: Any, berth: Any, split: Split) -> None:
         self._captured, self._berth = captured, berth
-        ((embedding, arrival),) = berth.arrivals
+        ((embedding, arrival),) = berth.planned
         works = [copy.copy(work) for work in arrival.works]
         for work in works:
             work.plan = replace(work.plan)
         known = replace(arrival, works=tuple(works))
 
         def arrivals(part: Item, first: int) -> list[Any]:
-            return [(embedding, embedding.part(known, part["ids"], first))]
+            return [(embedding, embedding.pipeline.part(known, part["ids"], first))]
 
         self._split = replace(split, arrivals=arrivals)
         self.updated = [(embedding, None)]
@@ -770,8 +766,6 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
         return StandIn(self, berth, split)
 
     monkeypatch.setattr(hotrow.training.captured.CapturedStep, "_capture", capture)
-    monkeypatch.setattr(hotrow.training.captured, "_BERTHS", 2)
-    monkeypatch.setattr(hotrow.training.captured, "_EAGER_FIRST", 1)
     batches, results = batches_of(16), []
     for is_captured in (False, True):
         model = Model("static", "two-widths", "adam", budget=ROOMY)
@@ -785,6 +779,7 @@ def test_a_captured_step_in_two_phases_gives_the_bits_of_an_eager_one(
                 trainer.dense_optimizer,
                 labels=old.labels,
                 lanes=lanes_of(torch.device("cpu")),
+                graphs=GraphSettings(eager_first=1, inputs=2),
             )
         losses = [record.loss for record in trainer.run(batches)]
         results.append([torch.tensor(losses), *model.numbers(), system.record.split_batches])

@@ -74,7 +74,7 @@ def parts_of(embedding: Any, batch: Any, split: Split) -> Iterator[Any]:
     for low, high in ((0, split.first), (split.first, split.size)):
         part = split.cut(batch, low, high)
         ((_, arrival),) = split.arrivals(part, low)
-        embedding.arrive(arrival)
+        embedding.pipeline.arrive(arrival)
         yield part
         embedding.done_with(arrival)
 

@@ -69,7 +69,7 @@ def test_a_snapshot_sees_the_newest_rows_and_changes_nothing(engine: str) -> Non
 
 
 def test_rows_are_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrow.embedding.collection, "_chunk_of", lambda group: 7)
+    monkeypatch.setattr("hotrow.embedding.row_access._chunk_of", lambda group: 7)
     embedding = build(CASES["one-hot"])
     pieces = list(embedding.weights_at("b", ROWS["b"]))
     assert [len(each) for _, each in pieces] == [7, 7, 7, 7, 2]
