@@ -216,7 +216,7 @@ def facts_of(
         "hotrow": hotrow.__version__,
         "slots": embedding.num_slots,
         "fills": {dim: str(choice) for dim, choice in embedding.fills().items()},
-        "efforts": [x.effort.number for x in embedding.groups if hasattr(x, "effort")],
+        "efforts": [g.mover.effort.number for g in embedding.groups if hasattr(g.mover, "effort")],
         "memory": memory,
         "bytes_per_slot": per_slot / max(1, embedding.num_slots),
         "hit_rate": 1 - fetched / lookups if lookups else 1.0,
