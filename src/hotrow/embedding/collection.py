@@ -1,9 +1,7 @@
 """Collections: embedding tables that look like torch modules.
 
 A collection faces users. What `hotrow.ahead` and captured steps need stands in `pipeline`, what
-checkpoints need in `row_access`, and what published systems need in `pins`. Members of a group
-that this module uses: `layout`, `dim`, `slots`, `fill_choice`, `chunk_time`, `needed_slots`,
-`pad.num_slots`; `remedy`, `check`.
+checkpoints need in `row_access`, and what published systems need in `pins`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """One step per `backward()`: how gradients reach the rows.
 
 Knows when gradients arrive and which rows they are for; where rows are is the groups' business.
-Members of a group that this module uses: `layout`, `device`, `aside`; `timed`, `lookup`,
-`weight_grads`, `grads_by_row`, `update_at_once`, `update`, `trained`. Of a work: `group`,
-`lookups`, `whole`, `place`.
 """
 
 from __future__ import annotations

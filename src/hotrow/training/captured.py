@@ -1,10 +1,7 @@
 """A training step as CUDA graphs: the host launches it at once, instead of kernel by kernel.
 
 A graph reads its batch from a static input. What a graph cannot do (another shape, a batch that
-goes the direct way) runs eagerly, with the same kernels and the same bits. Members of a group that
-this module uses: `berths`, `room`, `can_be_captured`, `is_pooled`, `scalars_alike`, `frozen`,
-`changed`; `columns`, `free_berth`, `push_scalars`, `cut`, `bring`, `take_home`. Of a work: `group`,
-`batch`, `berth`, `plan.buffers`, `size`, `num_lookups`.
+goes the direct way) runs eagerly, with the same kernels and the same bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Static inputs of CUDA graphs: memory at fixed addresses that batches are copied to.
 
 Each shape of batches has a few static inputs, used in turn; each has graphs of its own. A jagged
-batch leaves a part of its memory unused, which only the graph sees. Members of a group that this
-module uses: `can_be_captured`, `can_be_cut`, `is_pooled`, `aside`; `slots_hold`. Of a work:
-`group`, `batch`, `size`, `spans`, `is_fixed`; `arrive`.
+batch leaves a part of its memory unused, which only the graph sees.
 """
 
 from __future__ import annotations
