@@ -331,8 +331,10 @@ class Rows(Model):
             options["profile"] = {name: torch.arange(n, 0, -1) for name, n in rows.items()}
         budget = _budget_of(program, strategy)
         embedding = kind(program.tables, program.rule, budget, strategy=strategy, **options)
+        # Behind a link, ids are compared later, and a change that torch does not see raises.
+        has_link = program.late and "untracked ids" not in program.ingredients
         for group in embedding.groups if strategy.on_host and self.device.type == "cpu" else ():
-            group.link.exists = program.late
+            group.link.exists = has_link
         embedding.grad_scale = program.grad_scale
         return embedding
 

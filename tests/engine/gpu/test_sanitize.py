@@ -14,7 +14,6 @@ PROGRAM = Path(__file__).with_name("sanitize.py")
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_program_for_sanitizers_launches_every_kernel() -> None:
     environment = dict(os.environ)
     if not torch.cuda.is_available():

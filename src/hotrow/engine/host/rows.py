@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class HostRows:
         if not plan.rows_cross:
             return self._pool_here(plan, x)
         there = self._collect(plan, cross=True)
-        vectors: Tensor = self._triton[0].pool(
+        vectors: Tensor = _kernels()[0].pool(
             there, plan.inverse, x.offsets, x.weights, x.divisor, self.dim, self.output_dtype
         )
         return vectors
@@ -162,13 +162,6 @@ class HostRows:
         order = 8 * plan.num_lookups
         rows = 2 * 4 * self.dim * plan.num_rows
         return rows <= 2 * self.output_dtype.itemsize * self.dim * num_bags + order
-
-    @cached_property
-    def _triton(self) -> tuple[Any, Any]:
-        """Kernels of the device. Not at import: a CPU has no need of Triton."""
-        from hotrow.kernels.triton import lookup, update
-
-        return lookup, update
 
     def _collect(self, plan: HostPlan, *, cross: bool) -> Tensor:
         rows = self.table.collect(plan, cross=cross)
@@ -214,7 +207,7 @@ class HostRows:
             there = plan.there
             if there is None or plan.there_since != self.table.updates:
                 there = self._collect(plan, cross=True)
-            weight_grads: Tensor = self._triton[0].weight_grads(
+            weight_grads: Tensor = _kernels()[0].weight_grads(
                 there, plan.inverse, work.bag_of, grads, self.dim
             )
             return weight_grads
@@ -273,7 +266,7 @@ class HostRows:
             if self.planning.sorter.has_padding or plan.hot is not None
             else None
         )
-        sums = self._triton[1].sum_by_row(*terms, plan.segments, padding=padding)
+        sums = _kernels()[1].sum_by_row(*terms, plan.segments, padding=padding)
         self._peak.note("gradients of a batch", sums)
         summed: Tensor = sums[: plan.num_rows]
         return summed
@@ -369,8 +362,12 @@ class HostRows:
 
     def replaced(self) -> None:
         """Rows were replaced in the store, while nothing was in flight."""
-        self.table.expect_changes()
+        self.expect_changes()
         self.hot.load()
+
+    def expect_changes(self) -> None:
+        """Another engine will change rows in the store."""
+        self.table.expect_changes()
 
     def pin_rows(self, ids: Tensor) -> None:
         """Let these rows be hot, the first ones if slots are fewer; learn no more."""
@@ -395,6 +392,14 @@ def host_rows_engine(layout: WidthGroup, **options: Any) -> HostRows:
     """Build the engine of rows on the host; `options` are those of `Settings`."""
     settings = Settings(layout, **options)
     return HostRows(settings, _new_store(settings))
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """Return the device's kernels. Not at import: a CPU has no need of Triton."""
+    from hotrow.kernels.triton import lookup, update
+
+    return lookup, update
 
 
 def _sum_here(side: HostSide, grads: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,7 +1,9 @@
 """Every Triton kernel, and a few training steps, on small odd shapes: for compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py --only kernels
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python tests/engine/gpu/sanitize.py
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
+    compute-sanitizer --tool racecheck python tests/engine/gpu/sanitize.py --only kernels
 
 A plain program, because a sanitizer slows everything down: no test runner, few launches. Without
 torch's caching allocator each tensor is an allocation of its own, and memcheck sees the first byte
