@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -103,17 +103,23 @@ class Timing:
     p80: float
     mean: float
     steps: int
+    p99: float
+    longest: float
     medians: tuple[float, ...] = ()  # of all windows, of which this is one
+    whole: Timing | None = None  # all steps of all windows: the figure to report
 
     @classmethod
-    def of(cls, milliseconds: list[float]) -> Timing:
-        p20, p50, p80 = (float(each) for each in np.percentile(milliseconds, (20, 50, 80)))
-        return cls(p20, p50, p80, float(np.mean(milliseconds)), len(milliseconds))
+    def of(cls, milliseconds: Sequence[float]) -> Timing:
+        p20, p50, p80, p99 = np.percentile(milliseconds, (20, 50, 80, 99)).tolist()
+        mean, longest = float(np.mean(milliseconds)), max(milliseconds)
+        return cls(p20, p50, p80, mean, len(milliseconds), p99, longest)
 
     @classmethod
-    def best_of(cls, windows: list[Timing]) -> Timing:
-        best = min(windows, key=lambda each: each.p50)
-        return replace(best, medians=tuple(each.p50 for each in windows))
+    def best_of(cls, windows: Sequence[Sequence[float]]) -> Timing:
+        timings = [cls.of(window) for window in windows]
+        best = min(timings, key=lambda timing: timing.p50)
+        whole = cls.of([ms for window in windows for ms in window])
+        return replace(best, medians=tuple(timing.p50 for timing in timings), whole=whole)
 
 
 def time_steps(
@@ -121,7 +127,7 @@ def time_steps(
 ) -> Timing:
     """Take `warmup` steps, then time `timed`; an early deadline leaves as many as there were.
 
-    In windows, of which the fastest counts, each on cores that are fast at its start: see cores.py.
+    In windows, each on cores that are fast at its start: see cores.py.
     """
     said = time.monotonic()
     for done in range(warmup):
@@ -131,7 +137,7 @@ def time_steps(
             said = time.monotonic()
             say(f"    warm-up {done + 1:,} of {warmup:,} steps")
     size = timed // WINDOWS if timed >= WINDOWS * LEAST_STEPS else timed
-    windows: list[Timing] = []
+    windows: list[list[float]] = []
     for _ in range(timed // size):
         if windows:
             if deadline.minutes_left <= 0:
@@ -144,7 +150,7 @@ def time_steps(
 
 def _time_window(
     steps: Iterator[object], size: int, device: torch.device, deadline: Deadline
-) -> Timing:
+) -> list[float]:
     marks = Marks(device, size + 1)
     marks.set()
     taken = 0
@@ -152,7 +158,7 @@ def _time_window(
         next(steps)
         marks.set()
         taken += 1
-    return Timing.of(marks.milliseconds())
+    return marks.milliseconds()
 
 
 def hbm(device: torch.device) -> dict[str, int]:

@@ -99,7 +99,7 @@ def measure(
     return {
         "rows": num_rows,
         "step_ms": asdict(timing),
-        "samples_per_second": BATCH / timing.mean * 1000,
+        "samples_per_second": BATCH / timing.whole.mean * 1000,
         "hbm_bytes": {
             "tables": sum(parts.values()),
             "slots": slots,

@@ -207,7 +207,7 @@ class Experiment:
             "setting": bench.setting.facts(),
             "options": {**asdict(bench.options), "fill": bench.fill},
             "step_ms": asdict(timing),
-            "samples_per_second": bench.setting.batch / timing.mean * 1000,
+            "samples_per_second": bench.setting.batch / timing.whole.mean * 1000,
             "warmup_steps": warmup,
             "hbm_bytes": {"tables": system.table_bytes(), **hbm(bench.device)},
             "facts": {

@@ -223,7 +223,7 @@ def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
             "setting": bench.setting.facts(),
             "options": {**asdict(bench.options), "fill": bench.fill},
             "step_ms": asdict(timing),
-            "samples_per_second": bench.setting.batch / timing.mean * 1000,
+            "samples_per_second": bench.setting.batch / timing.whole.mean * 1000,
             "warmup_steps": warmup,
             "hbm_bytes": {"tables": system.table_bytes(), **hbm(bench.device)},
             "startup_seconds": startup,
@@ -235,11 +235,13 @@ def measure(bench: Bench, name: str, deadline: Deadline) -> dict[str, Any]:
 
 def one_line(measured: dict[str, Any], rates: dict[int, float]) -> str:
     ms, tables = measured["step_ms"], measured["hbm_bytes"]["tables"]
+    whole = ms["whole"]
     floor = link_floor_ms(measured, rates)
     beside = "" if not floor else f"; random rows {floor:.3f} ms, {ms['p50'] / floor:.2f} times"
     return (
-        f"{ms['p50']:8.3f} ms ({ms['p20']:.3f}-{ms['p80']:.3f}, mean "
-        f"{ms['mean']:.3f}) {measured['samples_per_second'] / 1e6:6.2f} M samples/s "
+        f"{whole['mean']:8.3f} ms on the mean of {whole['steps']:,} steps (p50 {whole['p50']:.3f}, "
+        f"p99 {whole['p99']:.3f}, longest {whole['longest']:.1f}; fastest window {ms['mean']:.3f}) "
+        f"{measured['samples_per_second'] / 1e6:6.2f} M samples/s "
         f"{tables / GIB:6.2f} GiB{beside}"
     )
 

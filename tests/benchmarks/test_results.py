@@ -130,8 +130,9 @@ def test_a_pause_is_spread_over_an_epoch(load: Load) -> None:
 
 def test_the_fastest_window_counts(load: Load) -> None:
     timing = load("harness").Timing
-    best = timing.best_of([timing.of([ms] * 10) for ms in (3.0, 1.0, 2.0)])
+    best = timing.best_of([[ms] * 10 for ms in (3.0, 1.0, 2.0)])
     assert (best.p50, best.medians, best.steps) == (1.0, (3.0, 1.0, 2.0), 10)
+    assert (best.whole.mean, best.whole.longest, best.whole.steps) == (2.0, 3.0, 30)
 
 
 def test_differences_are_paired_by_seed(load: Load) -> None:
