@@ -23,9 +23,9 @@ def members(node: Any) -> Mapping[Any, Any] | None:
         return dict(enumerate(node))
     if isinstance(node, Mapping):
         return node
-    if is_dataclass(node) and not isinstance(node, type):
-        return {name: getattr(node, name) for name in _init_fields(type(node))}
-    return None
+    kind: Any = type(node)
+    names = _field_names(kind)
+    return None if names is None else {name: getattr(node, name) for name in names[0]}
 
 
 def rebuilt(node: Any, parts: Mapping[Any, Any]) -> Any:
@@ -88,12 +88,17 @@ def _collect(node: Any, tensors: list[Tensor]) -> bool:
     if parts is None:
         return False
     are_tensors = [_collect(part, tensors) for part in parts.values()]  # all, also after a False
-    if is_dataclass(node):  # fields that the class computes itself
-        computed = (field.name for field in fields(node) if not field.init)
-        return all(are_tensors) and all(_collect(getattr(node, name), []) for name in computed)
-    return all(are_tensors)
+    if not all(are_tensors):
+        return False
+    kind: Any = type(node)
+    names = _field_names(kind)
+    return names is None or all(_collect(getattr(node, name), []) for name in names[1])
 
 
-@cache
-def _init_fields(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.init)
+@cache  # several times a step: `dataclasses` would go through all fields each time
+def _field_names(kind: Any) -> tuple[list[str], list[str]] | None:
+    """Return the fields that a dataclass is given and those it computes; None: it is none."""
+    if not is_dataclass(kind):
+        return None
+    every = fields(kind)
+    return [x.name for x in every if x.init], [x.name for x in every if not x.init]

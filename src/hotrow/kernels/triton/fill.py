@@ -207,12 +207,12 @@ def _fill(
             comes = comes & (new != old)
         if written is not None:
             comes = is_written(written, new, comes)
+            if leaving is not None:
+                set_written(written, old, old >= 0)
         enters = comes[:, None] & inside
         # Both loads are under way before the first store waits for either.
         incoming = tl.load(store + new[:, None] * WIDTH + column, mask=enters)
         if leaving is not None:
-            if written is not None:
-                set_written(written, old, old >= 0)
             leaves = (old >= 0)[:, None] & inside
             outgoing = tl.load(in_slots, mask=leaves)
             tl.store(store + old[:, None] * WIDTH + column, outgoing, mask=leaves)
