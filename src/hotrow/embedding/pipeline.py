@@ -180,7 +180,7 @@ class Pipeline:
         try:
             tensors = compared(features)
             wanted = identity(features, tensors, versions_of(tensors))
-        except (AttributeError, TypeError):
+        except (AttributeError, IndexError, TypeError):
             return None  # not ids at all; parsing raises an error with the reason
         # The newest first: a loader may return the same tensors again.
         planned = next((x for x in reversed(self.planned) if x.identity == wanted), None)
