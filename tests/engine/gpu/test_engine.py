@@ -23,6 +23,7 @@ from builders import (
     budget_with_pins,
     build,
     drifting_batches,
+    outcome,
     pairwise,
     readout,
     tight_budget,
@@ -30,6 +31,7 @@ from builders import (
     variant,
 )
 from contracts import DEVICE, ENGINES, GpuEngine, assert_like, by_gpu, on_device
+from hotrow.engine.gpu import planner
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
 from hotrow.engine.tuning import Tuning
@@ -200,6 +202,26 @@ def test_ids_of_a_batch_in_chunks_that_are_changed_are_looked_up_anew() -> None:
     assert embedding.traffic().chunked_batches
     for name, weight in twin.state_dict().items():
         assert torch.equal(embedding.state_dict()[name], weight)
+
+
+# -- tables of more than 2**31 rows --------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
+def test_ids_of_64_bits_give_the_same_bits(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is also brought up to date while batches are in flight, as a checkpoint does."""
+    expected = all_fast("one-hot", "adagrad")
+    monkeypatch.setattr(planner, "id_type_of", lambda num_rows: torch.int64)
+    batches, hold = ONE_HOT.batches(STEPS), variant("lookahead", victims="random").hold
+    options = {"budget": tight_budget(ONE_HOT, batches, hold), "fill": fill, **by_gpu()}
+    embedding = build(ONE_HOT, "adagrad", variant("lookahead", victims="random"), **options)
+    losses = []
+    for batch in hotrow.ahead(batches, embedding, depth=3):
+        embedding.row_access.flush()
+        embedding.check()
+        losses.append(readout(embedding(batch)))
+        losses[-1].backward()
+    assert outcome(embedding, losses).same_bits(expected)
 
 
 # -- jagged ids --------------------------------------------------------------------------
