@@ -957,6 +957,16 @@ def test_a_collection_that_is_all_fast_does_not_shorten_the_others_view() -> Non
     stream.close()
 
 
+def test_a_budget_without_bytes_for_ids_knows_no_batch_ahead() -> None:
+    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=0)
+    table = hotrow.EmbeddingBagConfig("t", 200, 2, ["f"])
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget)
+    assert embedding.pipeline.useful_depth() == 0
+    for batch in hotrow.ahead([torch.arange(4)[:, None]] * 5, embedding):
+        embedding(batch).values().sum().backward()
+        assert embedding.pipeline.useful_depth() == 0
+
+
 def test_a_bag_larger_than_the_buffer_is_read_as_long_as_it_fits_the_slots() -> None:
     table = hotrow.EmbeddingBagConfig("t", 200, 2, ["f"])
     budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)

@@ -175,6 +175,18 @@ def test_victims_are_ranked_anew_when_the_window_has_grown() -> None:
     assert results[1].same_bits(results[0])
 
 
+def test_the_width_that_gains_least_says_how_far_to_look_ahead() -> None:
+    """A width whose rows are all in slots would have hundreds of batches read for nothing."""
+    embedding = build(
+        TWO_WIDTHS, budget=hotrow.Budget((hotrow.Share(64, 8, True),) * 2, window_bytes=1 << 20),
+        strategy="lookahead", **by_gpu(),
+    )  # fmt: skip
+    embedding.reserve(8)
+    for group, missing in zip(embedding.groups, (1, 16), strict=True):
+        group.planner.note_missing(10 * missing)
+    assert embedding.pipeline.useful_depth() == 2 + 64 // 16
+
+
 def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
     table = hotrow.EmbeddingBagConfig("a", 5000, 4, ["a"])
     embedding = hotrow.EmbeddingBagCollection(
