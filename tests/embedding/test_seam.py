@@ -5,8 +5,10 @@ Each case is compared with plain PyTorch on whole tables, and to the bit with al
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from builders import (
     train,
     variant,
 )
+from hotrow.embedding.step import PendingStep
 
 CASE = CASES["multi-hot"]
 STEPS = 30
@@ -875,6 +878,27 @@ def test_an_inner_accumulate_that_fails_drops_its_own_gradients_only() -> None:
         with pytest.raises(KeyError):
             fail()
     assert [row(embedding, 1), row(embedding, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_ctrl_c_before_the_update_leaves_no_gradient_to_the_next_step(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding, finish = ones(), PendingStep.finish
+
+    def interrupted(step: PendingStep) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            with embedding.accumulate() if joined else contextlib.nullcontext():
+                look_up(embedding, 3).backward()
+    steps = embedding.optimizer.steps[0]
+    assert row(embedding, 3) == 1 - steps  # the step is made as a whole, or not at all
+    look_up(embedding, 4).backward()
+    assert [row(embedding, 3), row(embedding, 4)] == [1 - steps, 0]
 
 
 def test_asking_for_the_gradient_of_weights_alone_updates_no_row() -> None:
