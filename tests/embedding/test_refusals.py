@@ -131,7 +131,7 @@ def test_ids_are_whole_numbers(ids: Tensor) -> None:
 def test_ids_in_a_list_are_refused_beside_planned_batches_as_well(strategy: str, wrap: Any) -> None:
     embedding = collection(strategy)
     for ids in hotrow.ahead([torch.zeros(2, 3, dtype=torch.int64)] * 3, embedding):
-        with pytest.raises(TypeError, match="ids must be an int64 tensor|offsets must be a tensor"):
+        with pytest.raises(TypeError, match=r"^(ids|offsets) must be an? (int64 )?tensor"):
             embedding(wrap([ids]))
 
 

@@ -892,9 +892,9 @@ def test_ctrl_c_before_the_update_leaves_no_gradient_to_the_next_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(PendingStep, "finish", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            with embedding.accumulate() if joined else contextlib.nullcontext():
-                look_up(embedding, 3).backward()
+        whole = embedding.accumulate() if joined else contextlib.nullcontext()
+        with pytest.raises(KeyboardInterrupt), whole:
+            look_up(embedding, 3).backward()
     steps = embedding.optimizer.steps[0]
     assert row(embedding, 3) == 1 - steps  # the step is made as a whole, or not at all
     look_up(embedding, 4).backward()
