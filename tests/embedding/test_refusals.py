@@ -126,6 +126,15 @@ def test_ids_are_whole_numbers(ids: Tensor) -> None:
         collection()(ids)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrap", [list, tuple, lambda ids: (*ids, None), lambda _: ()])
+def test_ids_in_a_list_are_refused_beside_planned_batches_as_well(strategy: str, wrap: Any) -> None:
+    embedding = collection(strategy)
+    for ids in hotrow.ahead([torch.zeros(2, 3, dtype=torch.int64)] * 3, embedding):
+        with pytest.raises(TypeError, match=r"^(ids|offsets) must be an? (int64 )?tensor"):
+            embedding(wrap([ids]))
+
+
 def test_momentum_is_refused_with_a_reason() -> None:
     rule: Any = hotrow.SGD
     message = (

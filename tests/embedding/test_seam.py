@@ -5,8 +5,10 @@ Each case is compared with plain PyTorch on whole tables, and to the bit with al
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from builders import (
     train,
     variant,
 )
+from hotrow.embedding.step import PendingStep
 
 CASE = CASES["multi-hot"]
 STEPS = 30
@@ -877,6 +880,27 @@ def test_an_inner_accumulate_that_fails_drops_its_own_gradients_only() -> None:
     assert [row(embedding, 1), row(embedding, 2)] == [0, 1]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_ctrl_c_before_the_update_leaves_no_gradient_to_the_next_step(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding, finish = ones(), PendingStep.finish
+
+    def interrupted(step: PendingStep) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingStep, "finish", interrupted)
+        whole = embedding.accumulate() if joined else contextlib.nullcontext()
+        with pytest.raises(KeyboardInterrupt), whole:
+            look_up(embedding, 3).backward()
+    steps = embedding.optimizer.steps[0]
+    assert row(embedding, 3) == 1 - steps  # the step is made as a whole, or not at all
+    look_up(embedding, 4).backward()
+    assert [row(embedding, 3), row(embedding, 4)] == [1 - steps, 0]
+
+
 def test_asking_for_the_gradient_of_weights_alone_updates_no_row() -> None:
     embedding = ones()
     weights = torch.ones(2, requires_grad=True)
@@ -955,6 +979,16 @@ def test_a_collection_that_is_all_fast_does_not_shorten_the_others_view() -> Non
         next(stream)
     assert len(model["slow"].groups[0].planner.window) > 0
     stream.close()
+
+
+def test_a_budget_without_bytes_for_ids_knows_no_batch_ahead() -> None:
+    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=0)
+    table = hotrow.EmbeddingBagConfig("t", 200, 2, ["f"])
+    embedding = hotrow.EmbeddingBagCollection([table], hotrow.SGD(), budget)
+    assert embedding.pipeline.useful_depth() == 0
+    for batch in hotrow.ahead([torch.arange(4)[:, None]] * 5, embedding):
+        embedding(batch).values().sum().backward()
+        assert embedding.pipeline.useful_depth() == 0
 
 
 def test_a_bag_larger_than_the_buffer_is_read_as_long_as_it_fits_the_slots() -> None:

@@ -136,6 +136,22 @@ def test_batches_that_do_not_look_alike_are_not_joined(others: Any, message: str
         join([jagged(weighted=False), others])
 
 
+@pytest.mark.parametrize("one", [{"a": torch.ones(2)}, (torch.ones(2),), [torch.ones(2)]])
+@pytest.mark.parametrize("other", [None, 3])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_part_that_only_some_batches_have_is_not_joined(
+    one: Any, other: Any, turned: bool
+) -> None:
+    batches = [{"x": torch.ones(2), "part": part} for part in (one, other)]
+    with pytest.raises(ValueError, match=r"in the same place; .* join="):
+        join(batches[::-1] if turned else batches)
+
+
+def test_a_tensor_that_the_first_batch_lacks_is_not_dropped() -> None:
+    with pytest.raises(ValueError, match=r"hold NoneType and Tensor in the same place"):
+        join([{"x": torch.ones(2), "weight": part} for part in (None, torch.ones(2))])
+
+
 def test_nothing_cannot_be_joined() -> None:
     with pytest.raises(ValueError, match="no batch"):
         join([])

@@ -180,7 +180,7 @@ class Pipeline:
         try:
             tensors = compared(features)
             wanted = identity(features, tensors, versions_of(tensors))
-        except (AttributeError, TypeError):
+        except (AttributeError, IndexError, TypeError):
             return None  # not ids at all; parsing raises an error with the reason
         # The newest first: a loader may return the same tensors again.
         planned = next((x for x in reversed(self.planned) if x.identity == wanted), None)
@@ -424,7 +424,8 @@ class Pipeline:
             depth for group in self._rows.groups if (depth := group.planning.depth()) is not None
         ]
         limits = [depth.limit for depth in depths if depth.limit is not None]
+        if limits:  # planners of a device, which keep ids themselves and look through all of them
+            return int(max(0, min(*limits, *(depth.useful for depth in depths))))
         bytes_per_batch = sum(depth.bytes_per_batch for depth in depths)
-        if bytes_per_batch:
-            limits.append(self._rows.window_bytes // bytes_per_batch)
-        return int(max(0, min([max((depth.useful for depth in depths), default=0), *limits])))
+        affordable = self._rows.window_bytes // max(1, bytes_per_batch)
+        return int(min(affordable, max((depth.useful for depth in depths), default=0)))

@@ -249,16 +249,17 @@ class PendingStep:
             self._open = {n: promise for n, promise in self._open.items() if n not in failed}
 
     def end_of_pass(self, number: int) -> None:
-        del self._open[number]
-        for row_grads in self._waiting:
-            if row_grads.open_pass == number:
-                row_grads.open_pass = None
-        self._forget_failed()
-        if not self._accumulating and not self._open:  # a pass inside a pass is part of it
-            # If a model has no dense weights on the device, torch calls back from its last thread,
-            # on the stream of that thread: a graph would lack the update.
-            with torch.cuda.stream(self._stream):
-                self.finish()
+        with uninterrupted():  # or gradients of this pass would be left to the next one
+            del self._open[number]
+            for row_grads in self._waiting:
+                if row_grads.open_pass == number:
+                    row_grads.open_pass = None
+            self._forget_failed()
+            if not self._accumulating and not self._open:  # a pass inside a pass is part of it
+                # If a model has no dense weights on the device, torch calls back from its last
+                # thread, on the stream of that thread: a graph would lack the update.
+                with torch.cuda.stream(self._stream):
+                    self.finish()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -267,14 +268,15 @@ class PendingStep:
         self._accumulating += 1
         try:
             yield
+            with uninterrupted():
+                self._forget_failed()
+                if self._accumulating == 1:
+                    self.finish()
         except BaseException:
             del self._waiting[before:]
             raise
         finally:
             self._accumulating -= 1
-        self._forget_failed()
-        if not self._accumulating:
-            self.finish()
 
     def writing(self) -> AbstractContextManager[object]:
         """Inside, no other thread reads or changes rows. The thread that captures a step has the

@@ -530,7 +530,7 @@ def count_ids(features: Any) -> int:
 def compared(features: Any) -> tuple[Tensor, ...]:
     """Return the tensors that distinguish one batch of ids from another."""
     values, offsets, _ = parts_of(features)
-    return (values,) if offsets is None else (values, offsets)
+    return (values,) if isinstance(features, Tensor) else (values, offsets)
 
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -145,6 +145,14 @@ def _map(
         return of_tensors(batches)
     if is_jagged(first):
         return of_jagged([_ours(batch) for batch in batches])
+    parts = [part for batch in batches if (part := members(batch)) is not None]
+    has_tensors = any(isinstance(batch, Tensor) for batch in batches)
+    if 0 < len(parts) < len(batches) or has_tensors:
+        kinds = dict.fromkeys(type(batch).__name__ for batch in batches)
+        raise ValueError(
+            f"batches to join hold {' and '.join(kinds)} in the same place; leave it out where "
+            f"batches are made, or {_GIVE_BOTH}"
+        )
     if isinstance(first, list | tuple):
         _check_texts(first, size)
         if len({len(batch) for batch in batches}) > 1:
@@ -153,12 +161,9 @@ def _map(
                 f"{', '.join(str(len(batch)) for batch in batches)}; leave them out where batches "
                 f"are made, or {_GIVE_BOTH}"
             )
-    parts = [members(batch) for batch in batches]
-    if parts[0] is not None:
+    if parts:
         joined = {
-            name: _map(
-                [part[name] for part in parts if part is not None], of_tensors, of_jagged, size
-            )
+            name: _map([part[name] for part in parts], of_tensors, of_jagged, size)
             for name in parts[0]
         }
         return rebuilt(first, joined)

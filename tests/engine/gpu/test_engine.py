@@ -23,6 +23,7 @@ from builders import (
     budget_with_pins,
     build,
     drifting_batches,
+    outcome,
     pairwise,
     readout,
     tight_budget,
@@ -30,6 +31,7 @@ from builders import (
     variant,
 )
 from contracts import DEVICE, ENGINES, GpuEngine, assert_like, by_gpu, on_device
+from hotrow.engine.gpu import planner
 from hotrow.engine.rules import PINNED
 from hotrow.engine.stages import FUSED
 from hotrow.engine.tuning import Tuning
@@ -173,6 +175,18 @@ def test_victims_are_ranked_anew_when_the_window_has_grown() -> None:
     assert results[1].same_bits(results[0])
 
 
+def test_the_width_that_gains_least_says_how_far_to_look_ahead() -> None:
+    """A width whose rows are all in slots would have hundreds of batches read for nothing."""
+    embedding = build(
+        TWO_WIDTHS, budget=hotrow.Budget((hotrow.Share(64, 8, True),) * 2, window_bytes=1 << 20),
+        strategy="lookahead", **by_gpu(),
+    )  # fmt: skip
+    embedding.reserve(8)
+    for group, missing in zip(embedding.groups, (1, 16), strict=True):
+        group.planner.note_missing(10 * missing)
+    assert embedding.pipeline.useful_depth() == 2 + 64 // 16
+
+
 def test_a_larger_batch_makes_the_window_shorter_and_training_goes_on() -> None:
     table = hotrow.EmbeddingBagConfig("a", 5000, 4, ["a"])
     embedding = hotrow.EmbeddingBagCollection(
@@ -200,6 +214,26 @@ def test_ids_of_a_batch_in_chunks_that_are_changed_are_looked_up_anew() -> None:
     assert embedding.traffic().chunked_batches
     for name, weight in twin.state_dict().items():
         assert torch.equal(embedding.state_dict()[name], weight)
+
+
+# -- tables of more than 2**31 rows --------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", ["zero-copy", "bulk", "staged"])
+def test_ids_of_64_bits_give_the_same_bits(fill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is also brought up to date while batches are in flight, as a checkpoint does."""
+    expected = all_fast("one-hot", "adagrad")
+    monkeypatch.setattr(planner, "id_type_of", lambda num_rows: torch.int64)
+    batches, hold = ONE_HOT.batches(STEPS), variant("lookahead", victims="random").hold
+    options = {"budget": tight_budget(ONE_HOT, batches, hold), "fill": fill, **by_gpu()}
+    embedding = build(ONE_HOT, "adagrad", variant("lookahead", victims="random"), **options)
+    losses = []
+    for batch in hotrow.ahead(batches, embedding, depth=3):
+        embedding.row_access.flush()
+        embedding.check()
+        losses.append(readout(embedding(batch)))
+        losses[-1].backward()
+    assert outcome(embedding, losses).same_bits(expected)
 
 
 # -- jagged ids --------------------------------------------------------------------------

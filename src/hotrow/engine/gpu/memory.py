@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from hotrow.engine.gpu.all_rows import AllSlots
@@ -143,7 +144,8 @@ class DeviceMemory:
         return locate(ids, self.pad.map.lookup(ids.to(self.pad.id_type)).long(), moves)
 
     def resident(self) -> Tensor:
-        return self.pad.row_of_slot.long()
+        # A copy, also where ids have 64 bits: callers undo moves in it.
+        return self.pad.row_of_slot.to(torch.int64, copy=True)
 
     def read_slots(self, slots: Tensor, out: Tensor) -> None:
         fill.gather(self.slots, slots, out)
