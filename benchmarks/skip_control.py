@@ -55,7 +55,7 @@ from hotrow.inputs.batch import Batch, parse
 from hotrow.inputs.hotset import HotSet, popular
 from hotrow.kernels.reference import in_bits
 from hotrow.models import DLRM
-from hotrow.systems.estimate import student_t
+from hotrow.systems.calibrate import student_t
 from hotrow.systems.slipstream.skip import SkipRandom, SkipRecord, rows_of
 from hotrow.systems.slipstream.staleness import Rows
 

@@ -22,7 +22,7 @@ from hotrow.data import ClickBatch, Loader
 from hotrow.data.sources import Samples
 from hotrow.engine.host.rows import HostRows
 from hotrow.inputs.hotset import popular
-from hotrow.systems.estimate import RandEmBox
+from hotrow.systems.calibrate import RandEmBox
 from hotrow.systems.fae.fae import FAE
 from hotrow.systems.slipstream.skip import KeepAll
 from hotrow.systems.slipstream.slipstream import Slipstream

@@ -76,10 +76,10 @@ class Numbered:
         self._kind, self._all = kind, epochs * count if given is None else given
         self.opened = 0
 
-    def batches(self, start: int = 0) -> Iterator[tuple[str, int, int]]:
+    def batches(self) -> Iterator[tuple[str, int, int]]:
         self.opened += 1
         try:
-            for number in range(start, self._all):
+            for number in range(self._all):
                 yield self._kind, *divmod(number, self.batches_per_epoch)
         finally:
             self.opened -= 1
@@ -87,7 +87,7 @@ class Numbered:
 
 def sets(hot: int, cold: int, *, epochs: int = 1) -> Separated:
     return Separated(
-        Numbered("hot", hot, epochs=epochs), Numbered("cold", cold, epochs=epochs), 1, epochs
+        Numbered("hot", hot, epochs=epochs), Numbered("cold", cold, epochs=epochs), epochs
     )
 
 
@@ -122,14 +122,14 @@ def test_the_rate_changes_what_follows() -> None:
         found.append((segment.kind, len(list(segment))))
         assert segment.ends_pair == (segment.kind == "hot")
         if segment.ends_pair and sum(each for _, each in found) < 200:
-            order.note(next(losses, 0.7))
+            order.rate.note(next(losses, 0.7))
     # 50; then 50 again, as there is nothing to compare with: the epoch is over.
     assert found == [("cold", 50), ("hot", 50)] * 2
     order, found = HotColdOrder(sets(hot=100, cold=100), rate=ShuffleRate(25)), []
     for segment in order:
         found.append(len(list(segment)))
         if segment.ends_pair:
-            order.note([0.5, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7][len(found) // 2 - 1])
+            order.rate.note([0.5, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7][len(found) // 2 - 1])
     # 25 25 | 12.5 6.25, 6.25, 6.25, 6.25 | 12.5: sums 25 50 62.5 68.75 75 81.25 87.5 100
     assert found[::2] == found[1::2] == [25, 25, 13, 6, 6, 7, 6, 12]
 
@@ -152,7 +152,7 @@ def test_with_one_kind_alone_the_loss_is_asked_for_where_somebody_evaluates(
     for segment in order:
         assert segment.ends_pair
         found.append((segment.kind, [batch[1:] for batch in segment]))
-        order.note(float(len(found)))  # ever worse: 50 %, 50 %, 25 %, 12.5 %, ...
+        order.rate.note(float(len(found)))  # ever worse: 50 %, 50 %, 25 %, 12.5 %, ...
     assert {each for each, _ in found} == {kind}
     assert [len(batches) for _, batches in found] == [4, 3, 2, 1, 1, 1, 1, 1]
     every = [batch for _, batches in found for batch in batches]
@@ -193,7 +193,7 @@ def test_every_batch_comes_once_an_epoch(
     for segment in order:
         found += list(segment)
         if segment.ends_pair:
-            order.note(next(noted, 0.5))
+            order.rate.note(next(noted, 0.5))
     size = hot + cold
     for epoch in range(2):
         wanted = {("hot", epoch, i) for i in range(hot)} | {("cold", epoch, i) for i in range(cold)}
@@ -236,6 +236,6 @@ def test_readers_end_with_the_loop() -> None:
 
 
 def test_a_set_that_ends_early_is_named() -> None:
-    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1, 1)
+    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1)
     with pytest.raises(ValueError, match="the hot samples ended after 3 batches of epoch 0"):
         lengths(HotColdOrder(short))

@@ -10,16 +10,16 @@ This module does not know rows, nor why a sample is hot.
 
 from __future__ import annotations
 
-import os
 import reprlib
-import tempfile
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -31,12 +31,10 @@ from hotrow.inputs.samples import Join, Take
 from hotrow.inputs.shuffle import Order, Stretch
 from hotrow.support.files import Disk
 from hotrow.support.progress import no_progress
-from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
+from hotrow.systems.fae.hot_cold_schedule import NoBatches, Separated
 
 Advance = Callable[[int], None]  # so many more samples are done
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Stored = tuple[int, torch.Size, torch.dtype]  # a tensor's offset in a file, shape and dtype
 
 MOST_BYTES = 1 << 30  # of samples in memory
 _MIXED_BYTES = 64 << 20  # of samples that are shuffled together
@@ -47,7 +45,6 @@ _ALIGNED = 64
 class SetOptions:
     """How samples are put into batches."""
 
-    batch_size: int | None = None  # None: as in the first batch
     epochs: int = 1
     seed: int | None = 0  # None: the loader's order
     pin_memory: bool = False
@@ -58,75 +55,61 @@ class SetOptions:
     # read, up to four times as many bytes are in memory: two stretches, as stored and in batches.
     mixed: int = 1 << 18
 
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
     def taken(self, batch: Any, places: Tensor, size: int) -> Any:
         return samples.take(batch, places, size=size, by=self.take)
-
-    @property
-    def knows_batches(self) -> bool:
-        """Return whether the caller's functions handle batches of any structure."""
-        return self.take is not None and self.join is not None
 
     def joined(self, batches: Sequence[Any]) -> Any:
         return samples.join(batches, by=self.join)
 
 
-class Copies:
-    """Copies the samples of a loader in one pass."""
-
-    def __init__(
-        self, options: SetOptions, *, folder: str | Path | None, most_bytes: int = MOST_BYTES
-    ) -> None:
-        self._options, self._memory = options, _MemoryLimit(most_bytes, folder)
-        self._outline: Any = None
-        self._hot, self._cold = _Blocks(options), _Blocks(options)
-
-    def of(
-        self,
-        batches: Iterable[Any],
-        popular: Callable[[Any], Tensor],
-        advance: Advance = no_progress,
-    ) -> Separated:
-        size = self._options.batch_size or 0
-        for number, batch in enumerate(batches):
-            self._check(batch, number)
-            mask = samples.mask_of(popular(batch))
-            size = size or len(mask)
-            self._hot.add(batch, mask)
-            self._cold.add(batch, ~mask)
-            advance(len(mask))
-        sets: list[BatchSet] = []
-        for blocks in (self._hot, self._cold):
-            blocks.finish()
-            sets.append(CopiedSet(blocks, self._options, size) if blocks.sizes else NoBatches())
-        if not any(part.samples for part in sets):
-            raise ValueError(_why_nothing(batches))
-        hot, cold = sets
-        return Separated(hot, cold, size, self._options.epochs)
-
-    def _check(self, batch: Any, number: int) -> None:
-        knows = self._options.knows_batches
-        try:
-            seen = samples.outline(batch, values=not knows)  # `join` decides about values
-        except ValueError:
-            if not knows:
-                raise
-            seen = None
+def copied(
+    batches: Iterable[Any],
+    popular: Callable[[Any], Tensor],
+    options: SetOptions,
+    folder: Path | None = None,
+    *,
+    most_bytes: int = MOST_BYTES,
+    advance: Advance = no_progress,
+) -> Separated:
+    """Copy the samples of a loader in one pass. Both sets have batches of the first one's size."""
+    memory, first, size = _Memory(most_bytes, folder), None, 0
+    hot, cold = _Blocks(options, memory), _Blocks(options, memory)
+    for number, batch in enumerate(batches):
+        outline = _outline(batch, options)
+        mask = samples.mask_of(popular(batch))
         if number == 0:
-            self._outline = seen
-            self._hot.memory = self._cold.memory = None if seen is None else self._memory
-        if seen != self._outline:
-            here, there = _first_difference(seen, self._outline)
+            first, size = outline, len(mask)
+            hot.has_tensors = cold.has_tensors = outline is not None
+        if outline != first:
+            here, there = _first_difference(outline, first)
             raise ValueError(
                 f"batch {number} has another structure than the first one, so their samples cannot "
                 f"be mixed: {reprlib.repr(here)} instead of {reprlib.repr(there)}; leave out what "
                 "differs between batches, or give functions of your own: take= and join="
             )
+        hot.add(batch, mask)
+        cold.add(batch, ~mask)
+        advance(len(mask))
+    hot.end_block()
+    cold.end_block()
+    memory.finish()
+    if not hot.sizes and not cold.sizes:
+        raise ValueError("the loader gave no sample to train with")
+    hot_set, cold_set = (
+        CopiedSet(blocks, options, size) if blocks.sizes else NoBatches() for blocks in (hot, cold)
+    )
+    return Separated(hot_set, cold_set, options.epochs)
+
+
+def _outline(batch: Any, options: SetOptions) -> Any:
+    """Return the structure of a batch; None: unknown, and left to the caller's functions."""
+    is_ours = options.take is None or options.join is None
+    try:
+        return samples.outline(batch, values=is_ours)  # `join` decides about values
+    except ValueError:
+        if is_ours:
+            raise
+        return None
 
 
 def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
@@ -137,95 +120,71 @@ def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
     return one, other
 
 
-def _why_nothing(batches: Iterable[Any]) -> str:
-    said = "the loader gave no sample to train with"
-    if iter(batches) is batches:
-        said += (
-            f": a {type(batches).__name__} can be read only once, and this one was; give a "
-            "DataLoader, a list or anything else that starts from the beginning with each `for`"
-        )
-    return said
+class _Memory:
+    """A limit for blocks in memory, and a file for those above it. The file has no name, so that it
+    disappears with the process."""
 
+    def __init__(self, most_bytes: int, folder: Path | None) -> None:
+        self._most, self._used, self._folder = most_bytes, 0, folder
+        self._file: IO[bytes] | None = None
+        self._mapped: Any = None  # all bytes of the file, once finished
 
-class _MemoryLimit:
-    """Counts bytes in memory; above the limit, samples go to files in a folder."""
-
-    def __init__(self, most_bytes: int, folder: str | Path | None) -> None:
-        self._most, self._used = most_bytes, 0
-        self._disk = None if folder is None else Disk(Path(folder))
-        self.is_full = False
-
-    def take(self, count: int) -> None:
-        self._used += count
-        if self._used <= self._most or self.is_full:
-            return
-        if self._disk is None:
+    def take(self, tensors: Sequence[Tensor]) -> list[Stored] | None:
+        """Write tensors to the file; None: there is room for them in memory."""
+        self._used += sum(tensor.nbytes for tensor in tensors)
+        if self._used <= self._most:
+            return None
+        if self._folder is None:
             raise ValueError(
                 f"hot and cold samples take more than {self._most:,} bytes of memory: give "
                 "folder=, where they are kept while training runs, or a larger most_bytes"
             )
-        self.is_full = True
-
-    def file(self) -> _File:
-        assert self._disk is not None
-        return _File(self._disk)
-
-
-class _File:
-    """A file without a name, so that it disappears with the process."""
-
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-        disk.folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=disk.folder, prefix="samples-")
-        os.close(handle)
-        self._path = Path(name)
-        try:
-            self._writing = disk.open(self._path)
-            self._reading = self._path.open("rb")
-        finally:
-            self._path.unlink()
-        weakref.finalize(self, _close, self._writing, self._reading)
-        self.size = 0
-        self.mapped: Any = None  # all bytes, once finished
-
-    def write(self, part: memoryview) -> None:
-        try:
-            self._writing.write(part)
-        except OSError as error:
-            raise self._disk.in_plain_words(error, self._path) from None
-        self.size += len(part)
+        with self._errors(self._folder):
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = TemporaryFile(dir=self._folder)  # noqa: SIM115
+            return [_write(self._file, tensor) for tensor in tensors]
 
     def finish(self) -> None:
+        if self._file is not None and self._folder is not None:
+            with self._errors(self._folder), self._file as file:
+                file.flush()
+                # Copy-on-write, because torch wants memory that could be written.
+                self._mapped = np.memmap(file, np.uint8, "c")
+
+    @contextmanager
+    def _errors(self, folder: Path) -> Iterator[None]:
         try:
-            self._writing.close()  # writes what is still buffered
+            yield
         except OSError as error:
-            raise self._disk.in_plain_words(error, self._path) from None
-        if self.size:  # an empty file cannot be mapped
-            # Copy-on-write, because torch wants memory that could be written.
-            self.mapped = np.memmap(self._reading, np.uint8, "c")
-        self._reading.close()
+            raise Disk(folder).in_plain_words(error, folder / "samples") from None
+
+    def read(self, stored: Stored) -> Tensor:
+        offset, shape, dtype = stored
+        if not shape.numel():
+            return torch.zeros(shape, dtype=dtype)
+        count = shape.numel()
+        return torch.frombuffer(self._mapped, dtype=dtype, offset=offset, count=count).view(shape)
 
 
-def _close(*files: IO[bytes]) -> None:
-    for file in files:
-        with suppress(OSError):  # a full disk was reported before
-            file.close()
+def _write(file: IO[bytes], tensor: Tensor) -> Stored:
+    file.write(bytes(-file.tell() % _ALIGNED))
+    stored = file.tell(), tensor.shape, tensor.dtype
+    if tensor.numel():
+        file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+    return stored
 
 
 class _Blocks:
-    """Blocks of samples of one kind, in memory or in a file."""
+    """Blocks of samples of one kind."""
 
-    def __init__(self, options: SetOptions) -> None:
-        self._options = options
-        self.memory: _MemoryLimit | None = None  # None: batches of unknown structure, in memory
+    def __init__(self, options: SetOptions, memory: _Memory) -> None:
+        self._options, self._memory = options, memory
+        self.has_tensors = True  # else batches are of unknown structure, and stay in memory
         self._waiting: list[Any] = []  # samples of the next block
         self._count = 0  # of those samples
         self._like: Any = None  # the first block
-        self._kept: list[Any] = []  # blocks in memory, behind those in the file
-        self._file: _File | None = None
-        # Of each tensor of each block in the file.
-        self._stored: list[list[tuple[int, torch.Size, torch.dtype]]] = []
+        self._blocks: list[tuple[Any, list[Stored] | None]] = []  # in memory, or in the file
         self.sizes: list[int] = []
         self.bytes = 0
 
@@ -239,56 +198,29 @@ class _Blocks:
         self._waiting.append(taken)
         self._count += len(places)
         if self._count >= self._options.block:
-            self._end_block()
+            self.end_block()
 
-    def _end_block(self) -> None:
+    def end_block(self) -> None:
         if not self._count:
             return
-        block = self._options.joined(self._waiting)
-        if self.memory is not None:
+        block, stored = self._options.joined(self._waiting), None
+        if self.has_tensors:
             block = samples.map_tensors(block, lambda x: x.detach().cpu().contiguous())
             tensors = samples.tensors_of(block)
             if any(not tensor.ndim for tensor in tensors):
                 raise ValueError("samples hold a tensor without dimensions; give it one per sample")
-            size = sum(tensor.nbytes for tensor in tensors)
-            self.memory.take(size)
-            self.bytes += size
+            stored = self._memory.take(tensors)
+            self.bytes += sum(tensor.nbytes for tensor in tensors)
         self._like = block if self._like is None else self._like
+        self._blocks.append((block if stored is None else None, stored))
         self.sizes.append(self._count)
-        self._kept.append(block)
         self._waiting, self._count = [], 0
-        if self.memory is not None and self.memory.is_full:
-            self._write(self.memory)
 
-    def _write(self, memory: _MemoryLimit) -> None:
-        """Move the blocks in memory to the file."""
-        self._file = self._file or memory.file()
-        for block in self._kept:
-            stored = []
-            for tensor in samples.tensors_of(block):
-                self._file.write(memoryview(bytes(-self._file.size % _ALIGNED)))
-                stored.append((self._file.size, tensor.shape, tensor.dtype))
-                if tensor.numel():
-                    self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            self._stored.append(stored)
-        self._kept = []
-
-    def finish(self) -> None:
-        self._end_block()
-        if self._file is not None:
-            self._file.finish()
-
-    def read(self, block: int) -> Any:
-        if block >= len(self._stored):
-            return self._kept[block - len(self._stored)]
-        return samples.with_tensors(self._like, (self._tensor(*x) for x in self._stored[block]))
-
-    def _tensor(self, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if not shape.numel():
-            return torch.zeros(shape, dtype=dtype)
-        assert self._file is not None
-        mapped, count = self._file.mapped, shape.numel()
-        return torch.frombuffer(mapped, dtype=dtype, offset=offset, count=count).view(shape)
+    def read(self, number: int) -> Any:
+        block, stored = self._blocks[number]
+        if stored is None:
+            return block
+        return samples.with_tensors(self._like, map(self._memory.read, stored))
 
 
 class CopiedSet:
@@ -300,40 +232,34 @@ class CopiedSet:
         self.samples = int(sizes.sum())
         fitting = _MIXED_BYTES * self.samples // max(1, blocks.bytes)
         self._order = Order(sizes, mixed=max(1, min(options.mixed, fitting)), seed=options.seed)
-        self._pins = options.pin_memory and blocks.memory is not None
+        self._pins = options.pin_memory and blocks.has_tensors
 
     @property
     def batches_per_epoch(self) -> int:
         return -(-self.samples // self._size)
 
-    def batches(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches from number `start` of all epochs on."""
-        stretches = self._stretches(*divmod(start, self.batches_per_epoch))
-        waiting: list[Any] = []
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of all epochs."""
+        epochs = range(self._options.epochs)
+        stretches = (x for epoch in epochs for x in self._order.stretches(epoch))
+        waiting: list[Any] = []  # parts of a batch
         with ThreadPoolExecutor(1, thread_name_prefix="samples") as pool:
-            for parts in _one_ahead(pool, self._made, stretches):
-                for part, is_last in parts:
+            made = deque(pool.submit(self._made, x) for x in islice(stretches, 1))
+            while made:
+                made.extend(pool.submit(self._made, x) for x in islice(stretches, 1))
+                for part, is_last in made.popleft().result():
                     waiting.append(part)
                     if is_last:
                         whole = len(waiting) == 1
                         yield waiting[0] if whole else self._pinned(self._options.joined(waiting))
                         waiting = []
 
-    def _stretches(self, epoch: int, batch: int) -> Iterator[tuple[Stretch, int]]:
-        """Yield stretches, each with the place of the first wanted sample in its epoch."""
-        begin = batch * self._size
-        for number in range(epoch, self._options.epochs):
-            for stretch in self._order.stretches(number, begin):
-                yield stretch, begin
-            begin = 0
-
-    def _made(self, item: tuple[Stretch, int]) -> list[tuple[Any, bool]]:
+    def _made(self, stretch: Stretch) -> list[tuple[Any, bool]]:
         """Return a stretch's batches, or parts of them, and whether a batch ends with each."""
-        stretch, begin = item
         joined = self._options.joined([self._blocks.read(int(block)) for block in stretch.blocks])
         order = stretch.order()
         places = torch.arange(stretch.samples) if order is None else torch.from_numpy(order)
-        at, high = max(begin, stretch.first), stretch.first + stretch.samples
+        at, high = stretch.first, stretch.first + stretch.samples
         made = []
         while at < high:
             edge = min(self.samples, (at // self._size + 1) * self._size)
@@ -346,17 +272,3 @@ class CopiedSet:
 
     def _pinned(self, batch: Any) -> Any:
         return samples.pinned(batch) if self._pins else batch
-
-
-def _one_ahead(
-    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
-) -> Iterator[Result]:
-    """Yield results in order while the next one is computed."""
-    last: Future[Result] | None = None
-    for item in items:
-        following = pool.submit(work, item)
-        if last is not None:
-            yield last.result()
-        last = following
-    if last is not None:
-        yield last.result()

@@ -30,7 +30,7 @@ from hotrow.support.manifests import check_files, converted, read_json
 from hotrow.support.messages import warn
 from hotrow.support.progress import no_progress
 from hotrow.systems.fae.hot_cold_schedule import BatchSet, NoBatches, Separated
-from hotrow.systems.fae.sample_copies import MOST_BYTES, Advance, Copies, SetOptions
+from hotrow.systems.fae.sample_copies import MOST_BYTES, Advance, SetOptions, copied
 
 FORMAT = 1
 MANIFEST = "sets.json"
@@ -58,14 +58,16 @@ def separate(
     not fill a batch, the sets leave out as many together.
 
     `options` are for other loaders. Their samples are kept as long as the process lives: in memory
-    up to `most_bytes`, else in the folder. Batches that are not made of tensors alone stay in
+    up to `most_bytes`, the others in the folder. Batches that are not made of tensors alone stay in
     memory. `advance` is called with numbers of samples done.
     """
+    path = None if folder is None else Path(folder)
     if isinstance(batches, NumberedSamples):
-        sets = _by_number(batches, popular, folder=folder, key=key, advance=advance)
+        sets = _by_number(batches, popular, path, key, advance)
     else:
-        options = options or SetOptions()
-        sets = Copies(options, folder=folder, most_bytes=most_bytes).of(batches, popular, advance)
+        sets = copied(
+            batches, popular, options or SetOptions(), path, most_bytes=most_bytes, advance=advance
+        )
     if not sets.hot.samples:
         warn(
             f"none of the {sets.samples:,} samples is hot: each reads a row that is not, so all "
@@ -99,7 +101,6 @@ def check_read_again(batches: Iterable[Any]) -> None:
 class NumberedSamples(Protocol):
     """A loader that reads samples by their numbers, as hotrow.data.Loader does."""
 
-    batch_size: int
     epochs: int
     samples: int
 
@@ -116,8 +117,7 @@ class NumberedSamples(Protocol):
 def _by_number(
     loader: NumberedSamples,
     popular: Popular,
-    *,
-    folder: str | Path | None,
+    folder: Path | None,
     key: str | None,
     advance: Advance,
 ) -> Separated:
@@ -126,15 +126,41 @@ def _by_number(
             yield first + np.flatnonzero(mask_of(said, count).numpy())
             advance(count)
 
-    numbers = SampleSets(loader.identity(), folder, key).of(hot, loader.samples)
-    hot_set, cold_set = loader.among(numbers.hot), loader.among(numbers.cold)
-    return Separated(
-        NoBatches() if hot_set is None else hot_set,
-        NoBatches() if cold_set is None else cold_set,
-        loader.batch_size,
-        loader.epochs,
-        reused=numbers.reused,
-    )
+    identity, sets = loader.identity(), None
+    # Sets on disk are used again if identity and key are known and equal.
+    names = None if identity is None or key is None else {"data": identity, "hot": key}
+    if folder is not None and names is not None:
+        try:
+            sets = _read(folder, names, loader.samples)
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            warn(f"{error}; samples are told apart again")
+    reused = sets is not None
+    if sets is None:
+        sets = _find(hot(), loader.samples, folder, names)
+    hot_set, cold_set = (NoBatches() if x is None else x for x in map(loader.among, sets))
+    return Separated(hot_set, cold_set, loader.epochs, reused=reused)
+
+
+def _find(
+    hot: Iterable[Numbers], samples: int, folder: Path | None, names: dict[str, str] | None
+) -> tuple[Numbers, Numbers]:
+    """Return the `hot` samples and all others; in a folder, with the names they are found by."""
+    if folder is None:
+        found = np.concatenate([np.empty(0, np.int64), *hot])
+        return found, np.concatenate([np.empty(0, np.int64), *_others(found, samples)])
+    disk = Disk(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # first, since it describes what follows
+    first = disk.write("hot.numbers", map(_as_bytes, hot))
+    found = _mapped(folder, first)
+    second = disk.write("cold.numbers", map(_as_bytes, _others(found, samples)))
+    if names is not None:
+        files = {"hot": asdict(first), "cold": asdict(second)}
+        manifest = {"format": FORMAT, "samples": samples, **names, "files": files}
+        disk.write(MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    return found, _mapped(folder, second)
 
 
 @dataclass(frozen=True)
@@ -154,67 +180,22 @@ class _Manifest:
     files: _Files
 
 
-@dataclass(frozen=True)
-class Sets:
-    hot: Numbers
-    cold: Numbers
-    reused: bool
-
-
-class SampleSets:
-    """Numbers of hot and cold samples, in memory or in a folder."""
-
-    def __init__(self, identity: str | None, folder: str | Path | None, key: str | None) -> None:
-        """Sets on disk are used again if identity and key are known and equal."""
-        self._folder = None if folder is None else Path(folder)
-        self._names = None if identity is None or key is None else {"data": identity, "hot": key}
-
-    def of(self, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
-        """Return the sets on disk, or new ones: the `hot` samples and all others."""
-        if self._folder is None:
-            found = np.concatenate([np.empty(0, np.int64), *hot()])
-            rest = np.concatenate([np.empty(0, np.int64), *_others(found, samples)])
-            return Sets(found, rest, reused=False)
-        if self._names is not None:
-            try:
-                return self._read(self._folder, self._names, samples)
-            except FileNotFoundError:
-                pass
-            except ValueError as error:
-                warn(f"{error}; samples are told apart again")
-        return self._write(self._folder, hot, samples)
-
-    def _write(self, folder: Path, hot: Callable[[], Iterable[Numbers]], samples: int) -> Sets:
-        disk = Disk(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)  # first, since it describes what follows
-        first = disk.write("hot.numbers", map(_as_bytes, hot()))
-        found = _mapped(folder, first)
-        second = disk.write("cold.numbers", map(_as_bytes, _others(found, samples)))
-        if self._names is not None:
-            files = {"hot": asdict(first), "cold": asdict(second)}
-            manifest = {"format": FORMAT, "samples": samples, **self._names, "files": files}
-            disk.write(MANIFEST, [json.dumps(manifest, indent=1).encode()])
-        return Sets(found, _mapped(folder, second), reused=False)
-
-    def _read(self, folder: Path, names: dict[str, str], samples: int) -> Sets:
-        """Return the sets on disk; a ValueError says why they cannot be used."""
-        path = folder / MANIFEST
-        manifest = converted(_Manifest, read_json(path), where=str(path), remedy="it is not used")
-        if manifest.format != FORMAT:
-            raise ValueError(f"{path} is of format {manifest.format}, not {FORMAT}")
-        if manifest.data != names["data"] or manifest.hot != names["hot"]:
-            what = "samples" if manifest.data != names["data"] else "hot rows"
-            raise ValueError(f"{folder} has the sets of other {what}")
-        hot, cold = manifest.files.hot, manifest.files.cold
-        if hot.bytes + cold.bytes != 8 * samples or hot.bytes % 8:
-            raise ValueError(
-                f"{path}: {hot.bytes} and {cold.bytes} bytes are not {samples} numbers"
-            )
-        for record in (hot, cold):
-            if wrong := why_wrong(folder, record, contents=True):
-                raise ValueError(wrong)
-        return Sets(_mapped(folder, hot), _mapped(folder, cold), reused=True)
+def _read(folder: Path, names: dict[str, str], samples: int) -> tuple[Numbers, Numbers]:
+    """Return the sets on disk; a ValueError says why they cannot be used."""
+    path = folder / MANIFEST
+    manifest = converted(_Manifest, read_json(path), where=str(path), remedy="it is not used")
+    if manifest.format != FORMAT:
+        raise ValueError(f"{path} is of format {manifest.format}, not {FORMAT}")
+    if manifest.data != names["data"] or manifest.hot != names["hot"]:
+        what = "samples" if manifest.data != names["data"] else "hot rows"
+        raise ValueError(f"{folder} has the sets of other {what}")
+    hot, cold = manifest.files.hot, manifest.files.cold
+    if hot.bytes + cold.bytes != 8 * samples or hot.bytes % 8:
+        raise ValueError(f"{path}: {hot.bytes} and {cold.bytes} bytes are not {samples} numbers")
+    for record in (hot, cold):
+        if wrong := why_wrong(folder, record, contents=True):
+            raise ValueError(wrong)
+    return _mapped(folder, hot), _mapped(folder, cold)
 
 
 def _others(hot: Numbers, samples: int) -> Iterator[Numbers]:
@@ -222,9 +203,7 @@ def _others(hot: Numbers, samples: int) -> Iterator[Numbers]:
     for first in range(0, samples, _PART):
         last = min(first + _PART, samples)
         low, high = np.searchsorted(hot, [first, last])
-        is_other = np.ones(last - first, bool)
-        is_other[hot[low:high] - first] = False
-        yield first + np.flatnonzero(is_other)
+        yield np.delete(np.arange(first, last), hot[low:high] - first)
 
 
 def _as_bytes(numbers: Numbers) -> memoryview:

@@ -45,7 +45,7 @@ from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.inputs.tree import tensors_in
 from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
-from hotrow.systems.calibrate import AccessCounts, HotReport, row_bytes, top_k
+from hotrow.systems.calibrate import AccessCounts, row_bytes, top_k
 from hotrow.systems.fae.separate import check_evaluated_again
 from hotrow.systems.slipstream.sifting import Ids
 from hotrow.systems.slipstream.skip import (
@@ -167,7 +167,6 @@ class Slipstream(_StreamingSkip):
         self._given, self._counted = hot, counted
         self.test, self._validate_every = test, validate_every
         self._has_warned = False
-        self.hot_report: HotReport | None = None  # of rows that were chosen by counts
 
     @classmethod
     def as_published(cls, **options: Any) -> Self:
@@ -236,9 +235,7 @@ class Slipstream(_StreamingSkip):
 
     def _chosen(self, counts: AccessCounts) -> Rows:
         budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
-        chosen = top_k(counts, row_bytes(self._embedding), budget)
-        self.hot_report = chosen.report
-        return rows_of(chosen.hot)
+        return rows_of(top_k(counts, row_bytes(self._embedding), budget).hot)
 
     # -- validation --------------------------------------------------------------------
 
