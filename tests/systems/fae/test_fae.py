@@ -24,7 +24,7 @@ from hotrow.engine.host.rows import HostRows
 from hotrow.inputs.hotset import popular
 from hotrow.systems.calibrate import RandEmBox
 from hotrow.systems.fae.fae import FAE
-from hotrow.systems.slipstream.skip import KeepAll
+from hotrow.systems.slipstream.skip import Skip
 from hotrow.systems.slipstream.slipstream import Slipstream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -497,7 +497,7 @@ def test_an_error_in_the_loop_is_the_one_that_is_told() -> None:
     model.embedding.check()
 
 
-class HalfOf(KeepAll):
+class HalfOf(Skip):
     """A skip that leaves out every other hot batch, and is bound like Slipstream."""
 
     def __init__(self) -> None:
@@ -543,13 +543,6 @@ def test_a_skip_sees_hot_batches_alone_and_every_evaluation() -> None:
     ]  # type: ignore[arg-type]
     assert cold.count(True) == 2 * fae.record.cold_batches
     assert hot // 2 <= cold.count(False) / 2 < hot
-
-
-def test_a_skip_that_keeps_all_changes_nothing() -> None:
-    models = Model(), Model()
-    train(models[0], fae_of())
-    train(models[1], fae_of(skip=KeepAll()))
-    assert same_bits(*models)
 
 
 def test_what_was_done_is_described() -> None:

@@ -33,7 +33,7 @@ from hotrow.kernels import reference
 from hotrow.support.streams import Lanes, lanes_of
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.hotline.popularity import SrripLog
-from hotrow.systems.slipstream.skip import KeepAll, SkipRecord
+from hotrow.systems.slipstream.skip import Skip, SkipRecord
 from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
 from hotrow.training.trainer import Trainer
@@ -548,7 +548,7 @@ def test_where_nothing_can_be_pinned_that_is_said() -> None:
     assert_alike(model.numbers(), plain(batches)[0])
 
 
-class DropSome(KeepAll):
+class DropSome(Skip):
     """A skip that leaves out the last samples of each batch, once it knows hot rows."""
 
     closed, given = False, None
@@ -612,7 +612,7 @@ def test_popular_samples_that_are_left_out_are_no_drift() -> None:
 
 
 def test_what_a_skip_has_left_out_before_is_no_popularity() -> None:
-    class Used(KeepAll):
+    class Used(DropSome):
         record = SkipRecord("samples", offered=9000, dropped=5000)
 
     system = hotline(skip=Used(), window=1 << 20)

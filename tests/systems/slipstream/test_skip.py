@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hotrow
 from hotrow.systems.slipstream.sifting import Sifter
-from hotrow.systems.slipstream.skip import KeepAll, Skip, SkipRandom, SkipRecord, SkipSettings
+from hotrow.systems.slipstream.skip import Skip, SkipRecord, SkipSettings
 from hotrow.systems.slipstream.stale import LossGuard, SkipStale, noise_of
 from hotrow.systems.sorting import Sorter
 
@@ -286,7 +286,7 @@ def test_jagged_samples(weighted: bool) -> None:
 
 def test_a_target_of_zero_hands_out_what_it_was_given() -> None:
     moving = Moving(STEPS)
-    for skip in (moving.slipstream(target=0), KeepAll(), random_drop(0, 10)):
+    for skip in (moving.slipstream(target=0), random_drop(0.0)):
         batches = moving.batches()
         (segment,) = skip.segments(batches)
         assert segment is batches
@@ -586,8 +586,8 @@ def test_batches_that_cannot_be_cut_are_refused_and_a_function_helps() -> None:
 # -- at random -------------------------------------------------------------------------------
 
 
-def random_drop(dropped: int, offered: int, **options: Any) -> SkipRandom:
-    return SkipRandom(dropped, offered, ids=ids_of, features=("f", "g"), **options)
+def random_drop(share: float | None = None, **options: Any) -> hotrow.RandomDrop:
+    return hotrow.RandomDrop(share, **options).bound(Moving(STEPS).embedding, {}, 0, ids=ids_of)
 
 
 def test_as_many_are_dropped_at_random_as_by_a_filter() -> None:
@@ -596,7 +596,7 @@ def test_as_many_are_dropped_at_random_as_by_a_filter() -> None:
     moving.run(skip, batches)
     runs = []
     for seed in (1, 1, 2):
-        control = SkipRandom.like(skip.record, ids=ids_of, features=("f", "g"), seed=seed)
+        control = random_drop(like=skip.record, seed=seed)
         trained = moving.run(control, batches)
         assert control.record.dropped == skip.record.dropped
         assert control.record.offered == skip.record.offered
@@ -610,8 +610,7 @@ def test_as_many_are_dropped_at_random_as_by_a_filter() -> None:
 
 
 def test_what_is_dropped_at_random_is_spread_evenly() -> None:
-    drop, batches = random_drop(1, 4), Moving(STEPS).batches(400)
-    (segment,) = drop.segments(batches)
+    (segment,) = random_drop(0.25).segments(Moving(STEPS).batches(400))
     kept = samples_in(segment)
     by_place = Counter(sample % SIZE for sample in kept)
     assert sum(kept.values()) == 400 * SIZE * 3 // 4
@@ -624,7 +623,7 @@ def test_samples_that_wait_in_a_run_that_was_left_are_not_trained_in_the_next(
     kind: str, is_new_epoch: bool
 ) -> None:
     moving = Moving(STEPS)
-    skip: Skip = moving.slipstream() if kind == "stale" else random_drop(3, 10)
+    skip: Skip = moving.slipstream() if kind == "stale" else random_drop(0.3)
     old, trained = moving.batches(), 0
     for segment in skip.segments(old):
         for batch in segment:
@@ -687,8 +686,6 @@ def test_of_too_few_batches_all_are_trained() -> None:
         skip = SkipStale(moving.embedding, moving.hot, 9, settings, ids=ids_of)
     assert all(a is b for a, b in zip(moving.run(skip, batches), batches, strict=True))
     assert (skip.record.offered, skip.record.dropped) == (0, 0)
-    with pytest.raises(ValueError, match="dropped must be a number of samples from 0 to the 4"):
-        random_drop(5, 4)
 
 
 def test_a_record_of_nothing() -> None:

@@ -60,7 +60,7 @@ from hotrow.systems.fae.separate import (
     check_read_again,
     separate,
 )
-from hotrow.systems.slipstream.skip import Bindable, KeepAll, Skip, begun, check_skip
+from hotrow.systems.slipstream.skip import Bindable, Skip, check_skip
 from hotrow.training.trainer import Trainer
 
 Choice = Literal["top-k", "threshold"]
@@ -152,7 +152,7 @@ class FAE:
         seed: int = 0,
         take: Take | None = None,
         join: Join | None = None,
-        skip: Bindable | Skip | None = None,
+        skip: Bindable | None = None,
         most_samples: int | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -226,12 +226,15 @@ class FAE:
             with closing(iter(order)) as segments:
                 for segment in segments:
                     if segment.epoch != epoch:
-                        epoch, skip = segment.epoch, self._skip_of_epoch(sets.hot.batches_per_epoch)
-                        self._ended = epoch
+                        epoch = self._ended = segment.epoch
+                        self._begin_to_skip(sets.hot.batches_per_epoch)
                     self._switch(before, segment.kind)
                     before = segment.kind
                     batches = self._up_to_most(segment)
-                    yield from skip.segments(batches) if segment.kind == "hot" else [batches]
+                    if self._skip is not None and segment.kind == "hot":
+                        yield from self._skip.segments(batches)
+                    else:
+                        yield batches
                     if self._is_enough:
                         break
                     if segment.ends_pair:
@@ -290,16 +293,15 @@ class FAE:
     def _sync(self, moved: int) -> None:
         self._note(synchronised_bytes=self.record.synchronised_bytes + moved)
 
-    def _skip_of_epoch(self, hot_batches: int) -> Skip:
-        """Return the skip for the hot segments of the epoch that begins."""
+    def _begin_to_skip(self, hot_batches: int) -> None:
+        """Begin an epoch of hot segments for the skip, if there is one."""
         if self.skip is None or not hot_batches:
-            return KeepAll()
+            return
         if self._skip is None:
             assert self.hot is not None
-            self._skip = begun(self.skip, self._embedding, self.hot, hot_batches, self._ids)
+            self._skip = self.skip.bound(self._embedding, self.hot, hot_batches, ids=self._ids)
         else:
             self._skip.begin(hot_batches)
-        return self._skip
 
     def _evaluated(self) -> float | None:
         """Return the mean test loss; None without test batches."""

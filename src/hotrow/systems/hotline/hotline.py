@@ -51,7 +51,6 @@ from hotrow.systems.slipstream.skip import (
     SkipRecord,
     Validating,
     batches_per_epoch,
-    begun,
     check_count,
     check_skip,
 )
@@ -160,7 +159,7 @@ class Hotline:
         relearn: int | None = None,
         batches_per_epoch: int | None = None,
         grain: int = GRAIN,
-        skip: Bindable | Skip | None = None,
+        skip: Bindable | None = None,
         take: Take | None = None,
     ) -> None:
         """`grain`: the number of sizes of first parts."""
@@ -334,14 +333,14 @@ class Hotline:
             self._left -= 1
             yield batch
 
-    def _bind(self, skip: Bindable | Skip) -> Skip:
+    def _bind(self, skip: Bindable) -> Skip:
         (member,) = self._members
         assert member.hot is not None
 
         def ids(batch: Any) -> Any:
             return self._features(batch, member.name)
 
-        return begun(skip, member.embedding, member.hot, max(1, self._left), ids)
+        return skip.bound(member.embedding, member.hot, max(1, self._left), ids=ids)
 
     def _segment(
         self, batches: Iterator[Any], *, until_pinned: bool = False

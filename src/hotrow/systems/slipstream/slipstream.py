@@ -35,6 +35,7 @@ from itertools import chain, islice
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile
@@ -47,10 +48,9 @@ from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
 from hotrow.systems.calibrate import AccessCounts, row_bytes, top_k
 from hotrow.systems.fae.separate import check_evaluated_again
-from hotrow.systems.slipstream.sifting import Ids
+from hotrow.systems.slipstream.sifting import Ids, Refill
 from hotrow.systems.slipstream.skip import (
     Skip,
-    SkipRandom,
     SkipRecord,
     SkipSettings,
     batches_per_epoch,
@@ -324,14 +324,18 @@ class RandomDrop(_StreamingSkip):
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
-    ) -> SkipRandom:
-        """Return a skip for epochs of so many batches. From now on `record` is the skip's."""
-        skip = SkipRandom.like(
-            self._like, ids=ids, features=embedding.features, seed=self._seed, take=self._take,
-            join=self._join,
-        )  # fmt: skip
-        self._skip = skip
-        return skip
+    ) -> Self:
+        """Begin anew, as a skip for epochs of any length."""
+        self._refill = Refill(ids, embedding.features, self._take, self._join)
+        self._draw = torch.Generator().manual_seed(self._seed)
+        self._random = SkipRecord(self._mode, first_batch=self._like.first_batch)
+        self._position, self._skip = 0, self
+        return self
+
+    @property
+    def record(self) -> SkipRecord:
+        """How many samples were skipped."""
+        return SkipRecord(self._mode) if self._skip is None else self._random
 
     @property
     def _skips(self) -> bool:
@@ -340,10 +344,42 @@ class RandomDrop(_StreamingSkip):
     def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]:
         if self._skip is None:
             self.bound(self._embedding, {}, count or 0, ids=self._ids)
-        else:
-            self._skip.begin(count or 0)
-        assert self._skip is not None
-        yield from self._skip.segments(batches)
+        self.begin(count or 0)
+        yield from self.segments(batches)
+
+    def begin(self, num_batches: int) -> None:
+        """Begin an epoch."""
+        self._position = 0
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """Yield what to train of the epoch's next batches."""
+        yield self._thinned(batches) if self._skips else batches
+
+    def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._refill.clear()
+        for batch in batches:
+            self._position += 1
+            if self._position <= self._like.first_batch:
+                yield from self._refill.whole(batch)
+            else:
+                yield from self._refill.keep(batch, self._keep(batch))
+        yield from self._refill.flush()
+
+    def _keep(self, batch: Any) -> Tensor:
+        """Return which samples are trained, [B]."""
+        r, like, size = self._random, self._like, self._refill.count(batch)
+        # In whole numbers, so that exactly `dropped` are gone after `offered`.
+        due = (r.offered + size) * like.dropped // like.offered - r.dropped
+        self._random = replace(r, offered=r.offered + size, dropped=r.dropped + due)
+        keep = torch.ones(size, dtype=torch.bool)
+        keep[torch.randperm(size, generator=self._draw)[:due]] = False
+        return keep
+
+    def note(self, validation_loss: float) -> None: ...
+
+    def renew(self, hot: Rows | HotSet) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:

@@ -139,8 +139,15 @@ class RowNumbers(Places):
 class StaleSamples:
     """Finds samples of stale rows: all rows of a sample, or `least` of them if all are hot."""
 
-    def __init__(self, numbers: RowNumbers, least: int | str, *, each_table: bool) -> None:
-        self._numbers, self._least, self._each_table = numbers, least, each_table
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        least: int | str,
+        *,
+        each_table: bool,
+        device: torch.device,
+    ) -> None:
+        self.numbers, self._least, self._each_table = RowNumbers(tables, device), least, each_table
         self._stale: Tensor | None = None
         self._hot: Tensor | None = None
 
@@ -151,26 +158,26 @@ class StaleSamples:
 
     def set_stale(self, numbers: Tensor) -> None:
         """Set which rows are stale."""
-        self._stale = _written(self._stale, self._numbers.bits(numbers))
+        self._stale = _written(self._stale, self.numbers.bits(numbers))
 
     def set_hot(self, numbers: Tensor) -> None:
         """Set which rows are hot."""
-        self._hot = _written(self._hot, self._numbers.bits(numbers))
+        self._hot = _written(self._hot, self.numbers.bits(numbers))
 
     def are_hot(self, looked: Looked) -> Tensor:
         """Return samples that read hot rows alone, and at least one, [B] bool."""
         assert self._hot is not None
-        return self._numbers.samples_with(looked, in_bits(self._hot, looked.numbers), "all")
+        return self.numbers.samples_with(looked, in_bits(self._hot, looked.numbers), "all")
 
     def have_stale(self, looked: Looked, is_stale: Tensor) -> Tensor:
         """Return samples with enough stale lookups, [B] bool."""
         least, each_table = self._least, self._each_table
-        return self._numbers.samples_with(looked, is_stale, least, each_table=each_table)
+        return self.numbers.samples_with(looked, is_stale, least, each_table=each_table)
 
     def kept(self, features: Any) -> Tensor:
         """Return which samples of a batch are not stale, [B] bool."""
         assert self._stale is not None
-        looked = self._numbers.look(features)
+        looked = self.numbers.look(features)
         stale = self.have_stale(looked, in_bits(self._stale, looked.numbers))
         return ~(stale & self.are_hot(looked)) if self.needs_hot else ~stale
 
