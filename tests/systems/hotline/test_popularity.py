@@ -290,13 +290,6 @@ def test_every_epoch_begins_with_learning() -> None:
     assert [(each.batch, each.rows_in) for each in learning.history] == [(1, 1), (21, 1)]
 
 
-def test_an_epoch_without_batches_and_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="an epoch of 0 batches"):
-        Learning(Given([])).begin_epoch(0)
-    with pytest.raises(ValueError, match="part must be above 0"):
-        Learning(Given([]), part=0)
-
-
 def drifting(batches: int, size: int) -> list[Tensor]:
     """Ids of which 95 of 100 are among 50 rows; halfway these are 50 others."""
     found = []

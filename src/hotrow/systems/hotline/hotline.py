@@ -180,9 +180,7 @@ class Hotline:
         self._grain, self.skip, self._take = grain, skip, take
         self._bound: Skip | None = None
         self._members: list[_Member] = []
-        self._has_warned = False
-        self._classified = self._popular = 0  # samples since rows were pinned
-        self._gained = 0  # split batches since, and popular samples that were skipped
+        self._needs_warning = True  # unless a batch was split, or a popular sample skipped
         self._skipped = 0  # popular samples that were skipped, as far as learning knows
         self._enough = 0  # classified samples after which a warning says that none is popular
         self._left = 0  # batches left of the current epoch
@@ -266,8 +264,7 @@ class Hotline:
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
                 self.epochs += 1
-            if self._classified and not self._record.split_batches:
-                self._warn_if_none(self._classified)
+            self._warn_if_none(1)
         finally:
             if self._bound is not None:
                 self._bound.close()
@@ -371,7 +368,6 @@ class Hotline:
                 self._try(self._unchecked)
                 self._unchecked = None
             self._splitter.pin(hot)
-            self._classified = self._popular = self._gained = 0
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
 
     def _try(self, batch: Any) -> None:
@@ -426,9 +422,7 @@ class Hotline:
             samples=r.samples + result.samples,
             popular=r.popular + result.popular,
         )
-        self._classified += result.samples + more
-        self._popular += result.popular + more
-        self._gained += (first > 0) + more
+        self._needs_warning = self._needs_warning and not first and not more
         self._warn_if_none(self._enough)
         return result.parted
 
@@ -440,20 +434,21 @@ class Hotline:
 
     def _warn_if_none(self, enough: int) -> None:
         """Warn once if `enough` samples were classified and no batch had enough popular ones."""
-        if self._gained or self._has_warned or self._classified < enough:
+        r = self._record
+        if not self._needs_warning or r.samples < enough:
             return
-        self._has_warned = True
+        self._needs_warning = False
         rows = sum(member.hot.num_rows for member in self._members if member.hot is not None)
         why = (
-            f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
+            f"{'each of the others' if r.popular else 'each'} looks up some row that is not "
             f"among the {rows:,} pinned ones, as samples with many lookups do, and "
             "where popularity drifts"
             if rows
             else "no row is pinned, since the budget has no room for any beside a batch"
         )
-        popular = f"no more than {self._popular:,}" if self._popular else "none"
+        popular = f"no more than {r.popular:,}" if r.popular else "none"
         warn(
-            f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
+            f"{popular} of {r.samples:,} samples is popular: {why}. Batches are trained "
             "whole, which is right but gains nothing; a larger budget may, or "
             f"{setting('strategy', 'lookahead')} instead of Hotline"
         )
