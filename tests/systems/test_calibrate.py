@@ -13,6 +13,7 @@ from torch import Tensor
 import hotrow
 from builders import no_synchronisation
 from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.tables import feature_order
 from hotrow.systems.calibrate import (
     GRID,
@@ -20,6 +21,7 @@ from hotrow.systems.calibrate import (
     RandEmBox,
     by_threshold,
     exact_rows,
+    most_used_first,
     sampled,
     student_t,
     top_k,
@@ -284,6 +286,20 @@ def test_the_most_used_rows_of_all_tables_are_hot() -> None:
 def test_top_k_by_hand(counts: Any, row_bytes: Any, budget: int, small: int, rows: Any) -> None:
     sizes = dict(zip(("t0", "t1"), row_bytes, strict=True))
     assert rows_of(top_k(counted(*counts), sizes, budget, small_table_bytes=small)) == rows
+
+
+def test_rows_of_one_width_are_cut_by_their_use_whatever_their_table() -> None:
+    """Both tables of a width have room for five rows together, and the third for two."""
+    tables = [Table("t0", 6, 4, ["f0"]), Table("t1", 6, 4, ["f1"]), Table("t2", 6, 8, ["f2"])]
+    embedding = hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast")
+    uses = {"t0": [1, 9, 8, 0, 0, 2], "t1": [7, 3, 6, 4, 5, 0], "t2": [1, 2, 3, 4, 5, 6]}
+    hot = HotSet.of(tables, {name: torch.arange(6) for name in uses})
+    found = most_used_first(embedding, hot, lambda name: torch.tensor(uses[name]), {4: 5, 8: 2})
+    assert {name: rows.tolist() for name, rows in found.items()} == {
+        "t0": [1, 2], "t1": [0, 2, 4], "t2": [5, 4],
+    }  # fmt: skip
+    found = most_used_first(embedding, hot, None, {4: 7, 8: 0})  # in any order
+    assert [len(rows) for rows in found.values()] == [6, 1, 0]
 
 
 # -- by threshold ------------------------------------------------------------------------
