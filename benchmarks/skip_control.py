@@ -53,11 +53,10 @@ from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfi
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import HotSet, popular
-from hotrow.kernels.reference import in_bits
 from hotrow.models import DLRM
 from hotrow.systems.calibrate import student_t
 from hotrow.systems.slipstream.skip import SkipRecord, rows_of
-from hotrow.systems.slipstream.staleness import Rows
+from hotrow.systems.slipstream.staleness import Rows, StaleSamples
 
 SUITE = "skip_control"
 BASES = ("fae", "hotline", "lookahead")
@@ -353,9 +352,9 @@ def stale_samples(slipstream: NotedSlipstream, batches: Iterable[ClickBatch]) ->
     """Which samples look up none but the rows that are stale at the end, [B] bool."""
     skip: Any = slipstream._skip  # what is stale is not public
     rows = torch.empty(0, dtype=torch.int64) if skip._stale is None else skip._stale
-    numbers, bits = skip._numbers, skip._numbers.bits(rows)
-    looked = [numbers.look(batch.sparse) for batch in batches]
-    return torch.cat([numbers.samples_with(x, in_bits(bits, x.numbers), "all") for x in looked])
+    rule = StaleSamples(skip._embedding.tables, torch.device("cpu"))
+    rule.set_stale(rows)
+    return ~torch.cat([rule.kept(batch.sparse) for batch in batches])
 
 
 def measured(

@@ -297,7 +297,7 @@ def rechecked(
 def stale_in(skip: SkipStale) -> list[int]:
     """The stale rows of table "a"."""
     assert skip._stale is not None
-    return skip._numbers.by_table(skip._stale).get("a", torch.empty(0)).tolist()
+    return skip._rule.by_table(skip._stale).get("a", torch.empty(0)).tolist()
 
 
 @pytest.mark.parametrize(

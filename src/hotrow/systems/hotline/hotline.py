@@ -17,6 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -109,7 +110,7 @@ class _Member:
             return False
         return self.version != self.learning.version or self.pins != self.embedding.pins_version
 
-    def pin(self) -> None:
+    def pin(self) -> HotSet:
         """Pin the learned rows, as many as there is room for. Nothing may be in flight."""
         room, gave_way = self.embedding.room_for_pins(), self.embedding.pins.gave_way
         if self.hot is not None and self.gave_way != gave_way:
@@ -122,6 +123,7 @@ class _Member:
         self.hot = self.embedding.pin_rows(rows)
         self.version, self.pins = self.learning.version, self.embedding.pins_version
         self.gave_way = gave_way
+        return self.hot
 
 
 class Hotline:
@@ -255,8 +257,13 @@ class Hotline:
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Yield passes. Rows are pinned between two of them, when nothing is in flight."""
-        count, self.epochs = self._count(batches), 0
-        stream = Kept(batches)
+        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
+        if count is None:
+            raise ValueError(
+                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
+                "epoch has is not known: these have no len(); give batches_per_epoch="
+            )
+        stream, self.epochs = Kept(batches), 0
         try:
             for first in stream:
                 if not self._left or self._per_epoch is None:
@@ -268,16 +275,6 @@ class Hotline:
         finally:
             if self._bound is not None:
                 self._bound.close()
-
-    def _count(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of an epoch."""
-        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
-        if count is None:
-            raise ValueError(
-                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
-                "epoch has is not known: these have no len(); give batches_per_epoch="
-            )
-        return count
 
     def _begin(self, first: Any, count: int) -> None:
         """Begin an epoch with its first batch."""
@@ -333,10 +330,7 @@ class Hotline:
     def _bind(self, skip: Bindable) -> Skip:
         (member,) = self._members
         assert member.hot is not None
-
-        def ids(batch: Any) -> Any:
-            return self._features(batch, member.name)
-
+        ids = partial(self._features, name=member.name)
         return skip.bound(member.embedding, member.hot, max(1, self._left), ids=ids)
 
     def _segment(
@@ -357,17 +351,16 @@ class Hotline:
     def _pin(self) -> None:
         due = [member for member in self._members if member.is_due]
         for member in due:
-            before = member.hot
-            member.pin()
-            if self._bound is not None and not _same(before, member.hot):
-                assert member.hot is not None
-                self._bound.renew(member.hot)
+            before, hot = member.hot, member.pin()
+            is_same = before is not None and torch.equal(before.is_hot, hot.is_hot)
+            if self._bound is not None and not is_same:
+                self._bound.renew(hot)
         if due and self._is_pinned:
-            hot = {member.name: member.hot for member in self._members if member.hot is not None}
             if self._unchecked is not None:
                 self._try(self._unchecked)
                 self._unchecked = None
-            self._splitter.pin(hot)
+            pinned = {member.name: member.hot for member in self._members}
+            self._splitter.pin({name: hot for name, hot in pinned.items() if hot is not None})
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
 
     def _try(self, batch: Any) -> None:
@@ -468,10 +461,6 @@ class Hotline:
 
     def _parsed(self, batch: Any, name: str) -> Batch:
         return parse(self._features(batch, name), self._pinned[name].features, None)
-
-
-def _same(one: HotSet | None, other: HotSet | None) -> bool:
-    return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
 
 
 def _first_of(batch: Batch) -> Batch:

@@ -91,8 +91,8 @@ class _StreamingSkip(ABC):
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
-        count, self.epochs = self._count(batches), 0
-        stream = Kept(batches)
+        count = self.batches_per_epoch or batches_per_epoch(batches) or None  # None: unknown
+        stream, self.epochs = Kept(batches), 0
         try:
             for first in stream:
                 devices = [tensor.device for tensor in tensors_in(self._ids(first))]
@@ -112,10 +112,6 @@ class _StreamingSkip(ABC):
 
     @abstractmethod
     def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]: ...
-
-    def _count(self, batches: Iterable[Any]) -> int | None:
-        """Return the number of batches of an epoch; None: unknown."""
-        return self.batches_per_epoch or batches_per_epoch(batches) or None
 
 
 class Slipstream(_StreamingSkip):
@@ -213,19 +209,18 @@ class Slipstream(_StreamingSkip):
 
     def _bind(self, batches: Iterator[Any], count: int) -> Iterator[Iterable[Any]]:
         """Find hot rows, if necessary by counting some batches while they are trained."""
-        done, hot, profile = 0, self._given, self._profile
-        if hot is None and profile is None:
+        tables, hot, done = self._embedding.tables, self._given, 0
+        if self._profile is not None:
+            hot = self._chosen(AccessCounts.of_profile(tables, self._profile))
+        elif hot is None:
             done = max(1, round(self._counted * count))
         starting = max(done, self.settings.starting_batch)
         # Raises before training if there are too few batches.
         replace(self.settings, starting_batch=starting).snapshots(count)
-        if done:
-            counts = AccessCounts(self._embedding.tables, self._device)
+        if hot is None:
+            counts = AccessCounts(tables, self._device)
             yield self._counting(islice(batches, done), counts)
             hot = self._chosen(counts)
-        elif hot is None and profile is not None:
-            hot = self._chosen(AccessCounts.of_profile(self._embedding.tables, profile))
-        assert hot is not None
         self.bound(self._embedding, hot, count, ids=self._ids, device=self._device, done=done)
 
     def _counting(self, batches: Iterable[Any], counts: AccessCounts) -> Iterator[Any]:

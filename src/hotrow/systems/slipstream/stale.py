@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,14 +68,13 @@ class SkipStale:
         self.settings = s = SkipSettings() if settings is None else settings
         self._embedding, self._ids = embedding, ids
         self._refill = Refill(ids, embedding.features, take, join)
-        rule = partial(StaleSamples, embedding.tables, s.stale_lookups, each_table=s.each_table)
-        self._rule = rule(device=torch.device(device))
-        self._numbers = self._rule.numbers
+        rule: dict[str, Any] = {"least": s.stale_lookups, "each_table": s.each_table}
+        self._rule = StaleSamples(embedding.tables, torch.device(device), **rule)
         if sifted_bytes is None:
             sifted_bytes = SIFTED_BYTES if embedding.device.type == "cuda" else 0
         self._sifter, self._sifter_rule = None, self._rule
         if sifted_bytes and take is None and join is None and s.mode == "samples":
-            self._sifter_rule = rule(device=embedding.device)
+            self._sifter_rule = StaleSamples(embedding.tables, embedding.device, **rule)
             self._sifter = Sifter(
                 embedding.lanes, ids, self._sifter_rule.kept, most_bytes=sifted_bytes
             )
@@ -103,8 +101,8 @@ class SkipStale:
         self._begin_decision()
 
     def _take_hot(self, hot: Rows) -> None:
-        self._hot = self._numbers.number(hot)
-        self._hot_there = self._hot.to(self._numbers.device)
+        self._hot = self._rule.number(hot)
+        self._hot_there = self._hot.to(self._rule.device)
         self._rule.set_hot(self._hot)
         self.record = replace(self.record, hot_rows=self._counts(self._hot), stale_rows={})
 
@@ -210,7 +208,7 @@ class SkipStale:
         return keep
 
     def _look(self, batch: Any) -> Looked:
-        return self._numbers.look(self._ids(batch))
+        return self._rule.look(self._ids(batch))
 
     def _count_visits(self, looked: Looked) -> None:
         assert self._visits is not None
@@ -235,11 +233,11 @@ class SkipStale:
         self._until, self._then = position, then
 
     def _watch(self, stream: BatchStream) -> None:
-        self._snapshot = Snapshot(self._embedding, self._numbers.by_table(self._hot))
+        self._snapshot = Snapshot(self._embedding, self._rule.by_table(self._hot))
         most = max(self.record.snapshot_bytes, self._snapshot.num_bytes)
         self.record = replace(self.record, snapshot_bytes=most)
         size = len(self._hot) + 1
-        self._visits = torch.zeros(size, dtype=torch.int32, device=self._numbers.device)
+        self._visits = torch.zeros(size, dtype=torch.int32, device=self._rule.device)
         self._due(self._position + self._between, self._decide)
 
     def _decide(self, stream: BatchStream) -> None:
@@ -336,7 +334,7 @@ class SkipStale:
 
     def _freeze(self) -> None:
         assert self._stale is not None
-        self._embedding.freeze_rows(self._numbers.by_table(self._stale))
+        self._embedding.freeze_rows(self._rule.by_table(self._stale))
         self._freezes = True
 
     def _pause(self) -> None:
@@ -346,7 +344,7 @@ class SkipStale:
             self._embedding.freeze_rows({})
 
     def _counts(self, numbers: Tensor) -> dict[str, int]:
-        return {name: len(rows) for name, rows in self._numbers.by_table(numbers).items()}
+        return {name: len(rows) for name, rows in self._rule.by_table(numbers).items()}
 
     def note(self, validation_loss: float) -> None:
         """End skipping for good if the loss has risen, from the next batch that is read."""
