@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import hotrow
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.held_batches import Kept
-from hotrow.systems.fae.sample_copies import SetOptions, copied
+from hotrow.systems.fae.separate import SetOptions, separate
 
 ROWS, SIZE, STEPS = 60, 8, 24
 TABLES = [
@@ -785,7 +785,7 @@ def test_samples_that_a_function_takes_may_be_views() -> None:
     found, everything = [], torch.ones(SIZE, dtype=torch.bool)
     for kind in (None, "one-array"):
         options = SetOptions(take=take, join=join)
-        sets = copied(Again(kind, clicks(10)), lambda batch: everything, options)
+        sets = separate(Again(kind, clicks(10)), lambda batch: everything, options)
         found.append([each["label"] for each in sets.hot.batches()])
     assert all(map(torch.equal, *found))
 

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hotrow
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
-from hotrow.systems.fae.sample_copies import MOST_BYTES, SetOptions
-from hotrow.systems.fae.separate import check_read_again, separate
+from hotrow.systems.fae.separate import MOST_BYTES, SetOptions, check_read_again, separate
 
 
 class Clicks(NamedTuple):
@@ -257,7 +256,7 @@ def test_a_full_disk_is_said_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path:
         def write(self, part: object) -> int:
             raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("hotrow.systems.fae.sample_copies.TemporaryFile", lambda dir: Full())
+    monkeypatch.setattr("hotrow.systems.fae.separate.TemporaryFile", lambda dir: Full())
     with pytest.raises(OSError, match=r"the disk is full: .*samples was not written"):
         separate(loader(20, 6), is_third, folder=tmp_path, most_bytes=0)
 

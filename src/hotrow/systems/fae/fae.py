@@ -53,9 +53,9 @@ from hotrow.systems.calibrate import (
     top_k,
 )
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Kind, Separated, ShuffleRate
-from hotrow.systems.fae.sample_copies import SetOptions
 from hotrow.systems.fae.separate import (
     NumberedSamples,
+    SetOptions,
     check_evaluated_again,
     check_read_again,
     separate,
