@@ -98,12 +98,6 @@ def test_drawn_bags_keep_their_ids() -> None:
     assert places == sorted(set(places))
 
 
-def test_batches_of_which_nothing_is_drawn_do_not_come() -> None:
-    found = list(sampled(dense_batches(100, 1), 0.05))
-    assert 0 < len(found) < 20
-    assert all(batch.num_samples == 1 for batch in found)
-
-
 class ManyThreads(AccessCounts):
     _LARGE, _ALONE = 1, 600
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hotrow
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Separated, ShuffleRate
-from hotrow.systems.fae.separate import MOST_BYTES, SetOptions, check_read_again, separate
+from hotrow.systems.fae.separate import MOST_BYTES, SetOptions, separate
 
 
 class Clicks(NamedTuple):
@@ -226,24 +226,9 @@ def test_threads_end_with_the_loop() -> None:
 # -- Bad input ---------------------------------------------------------------------------
 
 
-def test_no_hot_sample_is_said() -> None:
-    with pytest.warns(
-        UserWarning, match="none of the 20 samples is hot.*all are trained as cold ones"
-    ):
-        found = separate(loader(20, 6), lambda batch: torch.zeros(len(batch.number)).bool())
-    ((kind, numbers), *_) = epochs_of(found)[0]
-    assert (kind, len(numbers), found.hot.batches_per_epoch) == ("cold", 6, 0)
-
-
 def test_no_sample_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no sample to train with$"):
         separate([], is_third)
-
-
-def test_what_can_be_read_once_is_refused_where_it_is_read_twice() -> None:
-    check_read_again(loader(20, 6))
-    with pytest.raises(ValueError, match="are a generator, which can be read only once"):
-        check_read_again(batch for batch in loader(20, 6))
 
 
 def test_more_than_fits_into_memory_needs_a_folder() -> None:
