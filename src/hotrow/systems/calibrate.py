@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -267,7 +268,6 @@ def by_threshold(
     *,
     estimate: Estimate = exact_rows,
     small_table_bytes: int = SMALL_TABLE_BYTES,
-    grid: Sequence[float] = GRID,
 ) -> Chosen:
     """Make a row hot by its share of its table's accesses; choose the smallest share that fits.
 
@@ -276,23 +276,20 @@ def by_threshold(
     choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
     if choice.is_settled:
         return choice.done()
-    shares = sorted(grid, reverse=True)
-    fitting, over = -1, len(shares)  # positions on the grid: bytes grow as the share falls
-    while over - fitting > 1:
-        middle = (fitting + over) // 2
-        fits = choice.estimated_bytes(shares[middle], estimate) <= choice.left_bytes
-        fitting, over = (middle, over) if fits else (fitting, middle)
+    # Bytes grow along the grid, as the share falls.
+    sizes = partial(choice.estimated_bytes, estimate=estimate)
+    fitting = bisect_right(GRID, float(choice.left_bytes), key=sizes) - 1
     # An estimate may be too small, so the result is counted exactly.
-    while fitting >= 0 and choice.estimated_bytes(shares[fitting], exact_rows) > choice.left_bytes:
+    while fitting >= 0 and choice.estimated_bytes(GRID[fitting], exact_rows) > choice.left_bytes:
         fitting -= 1
     if fitting < 0:
         choice.note(
-            f"no share of a table's accesses up to {shares[0]:g} leaves few enough rows for "
+            f"no share of a table's accesses up to {GRID[0]:g} leaves few enough rows for "
             f"{choice.left_bytes:,} bytes: no row is hot by its count; the most used ones within "
             "a budget are top_k's"
         )
         return choice.done()
-    threshold = shares[fitting]
+    threshold = GRID[fitting]
     if threshold > PUBLISHED_GRID_ENDS:
         choice.note(
             f"the budget is small for these tables: a row must have {threshold:.2g} of its table's "

@@ -206,12 +206,15 @@ def test_kinds_alternate_cold_first(hot: int, cold: int, percent: float) -> None
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_segment_that_was_not_read_to_its_end_is_refused(count: int) -> None:
-    def run() -> None:
-        for segment in HotColdOrder(sets(hot=4, cold=8)):
+    def run(given: Separated, count: int | None) -> None:
+        for segment in HotColdOrder(given):
             list(islice(segment, count))
 
     with pytest.raises(ValueError, match=f"{count} batches were read of a segment of 4 cold ones"):
-        run()
+        run(sets(hot=4, cold=8), count)
+    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1)
+    with pytest.raises(ValueError, match="1 batches were read of a segment of 2 hot ones in epoch"):
+        run(short, None)
 
 
 def test_readers_end_with_the_loop() -> None:
@@ -221,9 +224,3 @@ def test_readers_end_with_the_loop() -> None:
         break
     assert isinstance(given.cold, Numbered)
     assert given.cold.opened == 0
-
-
-def test_a_set_that_ends_early_is_named() -> None:
-    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1)
-    with pytest.raises(ValueError, match="the hot samples ended after 3 batches of epoch 0"):
-        lengths(HotColdOrder(short))

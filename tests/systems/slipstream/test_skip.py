@@ -163,10 +163,8 @@ def test_as_many_batches_are_sifted_together_as_fit(together: int) -> None:
     moving = Moving(STEPS)
     batches, lanes = moving.batches(15), moving.embedding.lanes
     num_bytes = batches[0].sparse.nbytes + batches[0].label.nbytes
-    sorter = CountingSorter(lanes)
-    sifter = Sifter(
-        lanes, ids_of, lambda ids: ids[:, 0] > 2, most_bytes=together * num_bytes, sorter=sorter
-    )
+    sifter = Sifter(lanes, ids_of, lambda ids: ids[:, 0] > 2, most_bytes=together * num_bytes)
+    sifter._sorter = sorter = CountingSorter(lanes)
     for batch in batches:
         sifter.add(batch)
     kept = [sifter.next().kept for _ in batches]

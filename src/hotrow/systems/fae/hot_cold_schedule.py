@@ -17,6 +17,7 @@ import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from hotrow.support.messages import warn
@@ -128,14 +129,7 @@ class Segment:
         return self.last - self.first
 
     def __iter__(self) -> Iterator[Any]:
-        while self.read < len(self):
-            try:
-                batch = next(self._reader)
-            except StopIteration:
-                raise ValueError(
-                    f"the {self.kind} samples ended after {self.first + self.read:,} batches of "
-                    f"epoch {self.epoch}, before a segment that ends at {self.last:,}"
-                ) from None
+        for batch in islice(self._reader, len(self) - self.read):
             self.read += 1
             yield batch
 
@@ -190,7 +184,7 @@ class HotColdOrder:
                 if segment.read < len(segment):
                     raise ValueError(
                         f"{segment.read:,} batches were read of a segment of {len(segment):,} "
-                        f"{kind} ones; read all of them before the next segment"
+                        f"{kind} ones in epoch {epoch}: all of them come before the next segment"
                     )
             done = until
 

@@ -50,11 +50,11 @@ from hotrow.systems.slipstream.skip import (
     Bindable,
     Skip,
     SkipRecord,
-    Validating,
     batches_per_epoch,
     check_count,
     check_skip,
 )
+from hotrow.systems.slipstream.slipstream import Slipstream
 from hotrow.training.trainer import Trainer
 
 LOGS = ("exact", "srrip")
@@ -286,7 +286,7 @@ class Hotline:
             member.learning.begin_epoch(count)
         if self._bound is not None:
             self._bound.begin(count)
-        if isinstance(self.skip, Validating):
+        if isinstance(self.skip, Slipstream):
             self.skip.begin_to_validate(self._trainer, count)
 
     def _make_member(self, name: str, first: Any, count: int) -> _Member:
@@ -319,7 +319,7 @@ class Hotline:
             self._skipped = self._skipped_by_now  # in earlier use
         for segment in self._bound.segments(counted):
             skip = self.skip
-            for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
+            for part in skip.validated(segment) if isinstance(skip, Slipstream) else [segment]:
                 yield from self._segment(iter(part))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -158,12 +158,11 @@ class Sifter:
         keep: Callable[[Any], Tensor],
         *,
         most_bytes: int = SIFTED_BYTES,
-        sorter: Sorter | None = None,
     ) -> None:
         """`keep` says which samples of some ids are kept, [B] bool. It is captured, so what it
         reads must stay where it is."""
         self._lanes, self._ids, self._keep, self._most_bytes = lanes, ids, keep, most_bytes
-        self._sorter = sorter or Sorter(lanes, numbers=_TOGETHER)
+        self._sorter = Sorter(lanes, numbers=_TOGETHER)
         self.clear()
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.inputs.hotset import HotSet
@@ -163,17 +163,6 @@ class Bindable(Protocol):
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
     ) -> Skip:
         """Return a skip for a first epoch of so many batches, whose `ids` the collection reads."""
-
-
-@runtime_checkable
-class Validating(Protocol):
-    """A `Bindable` with test batches of its own, for a system without."""
-
-    def begin_to_validate(self, trainer: Any, num_batches: int) -> None:
-        """Begin an epoch of so many batches."""
-
-    def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
-        """Yield a segment of the bound skip in parts; evaluate the model between them."""
 
 
 def batches_per_epoch(batches: Iterable[Any]) -> int | None:

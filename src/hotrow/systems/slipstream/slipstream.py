@@ -7,21 +7,10 @@
     print(slipstream.record.share)          # share of the samples that were skipped
 
 Used so, they take batches in the loader's order, with any strategy. A system that orders or splits
-samples has them as its `skip`, and binds them when it knows its hot rows:
-
-    skip = slipstream.bound(embedding, hot, num_batches, ids=trainer.ids)   # a skip.Skip
-    try:
-        for segment in skip.segments(batches):      # the epoch's next batches, in one call or more
-            ...                                     # train it before asking for the next
-        skip.note(test_loss)                        # after each evaluation
-        skip.renew(hot)                             # when hot rows change
-        skip.begin(num_batches)                     # another epoch
-    finally:
-        skip.close()                                # unfreezes all rows
-
-Hotline evaluates on `test` every `validate_every` steps; FAE when it switches, on its own test
-samples if it has any. Settings that find hot rows, such as `counted`, are then unused. stale.py
-decides what is skipped.
+samples has them as its `skip`, and calls `bound` when it knows its hot rows (skip.py says what
+follows). Hotline evaluates on `test` every `validate_every` steps; FAE when it switches, on its own
+test samples if it has any. Settings that find hot rows, such as `counted`, are then unused.
+stale.py decides what is skipped.
 """
 
 from __future__ import annotations
