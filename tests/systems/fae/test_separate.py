@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -171,47 +170,6 @@ def test_what_a_loader_writes_over_is_kept() -> None:
 
     found = separate(reusing(), lambda batch: batch % 2 == 0, SetOptions(seed=None))
     assert torch.cat(list(found.hot.batches())).tolist() == [0, 2, 4, 6, 8, 10]
-
-
-class Bags(NamedTuple):
-    """As nn.EmbeddingBag takes them: not by samples."""
-
-    indices: Tensor
-    offsets: Tensor
-
-
-def test_batches_that_are_not_by_samples_bring_their_own_functions(tmp_path: Path) -> None:
-    def bags(lists: Sequence[Sequence[int]]) -> Bags:
-        lengths = torch.tensor([0, *map(len, lists)])
-        return Bags(
-            torch.tensor([i for each in lists for i in each]).long(), lengths.cumsum(0)[:-1]
-        )
-
-    def lists(batch: Bags) -> list[list[int]]:
-        return [each.tolist() for each in batch.indices.tensor_split(batch.offsets[1:])]
-
-    def take(batch: Bags, places: Tensor) -> Bags:
-        return bags([lists(batch)[place] for place in places])
-
-    def join(batches: Sequence[Bags]) -> Bags:
-        return bags([each for batch in batches for each in lists(batch)])
-
-    every = [list(range(i, i + i % 4)) for i in range(30)]
-    given = [bags(every[low : low + 10]) for low in range(0, 30, 10)]
-
-    def popular(batch: Bags) -> Tensor:
-        return torch.tensor([len(each) < 2 for each in lists(batch)])
-
-    found = separate(
-        given, popular, SetOptions(take=take, join=join), folder=tmp_path, most_bytes=0
-    )
-    hot = [tuple(each) for batch in found.hot.batches() for each in lists(batch)]
-    cold = [tuple(each) for batch in found.cold.batches() for each in lists(batch)]
-    assert Counter(hot + cold) == Counter(map(tuple, every))
-    assert max(map(len, hot)) == 1
-    assert min(map(len, cold)) == 2
-    with pytest.raises(ValueError, match="give take="):
-        separate([Bags(torch.arange(5), torch.tensor([0, 2]))], lambda batch: torch.ones(2).bool())
 
 
 def test_threads_end_with_the_loop() -> None:

@@ -458,23 +458,6 @@ def test_rows_are_watched_longer_where_too_few_were_visited() -> None:
     assert published.record.first_batch == 2 + 3
 
 
-def test_of_inputs_that_cannot_be_told_no_share_is_skipped() -> None:
-    """Half of them read row 9, which was not visited: the target is taken of the others."""
-    moving = Moving(torch.linspace(0.01, 0.1, 10))
-    batches = moving.batches()
-    for batch in batches[:13]:
-        batch.sparse[:, 0] = torch.arange(SIZE) % 9
-    for batch in batches[13:]:
-        batch.sparse[:5, 0], batch.sparse[5:, 0] = torch.arange(0, 9, 2), 9
-    skip = moving.slipstream(target=0.6, tolerance=0.05, watched=0.4, sample_rate=0.5)
-    with pytest.warns(UserWarning, match=r"60.0% ± 5.0% were asked for, but 50.0% are of rows"):
-        moving.run(skip, batches)
-    assert skip.record.threshold is not None
-    assert not skip.record.threshold.converged
-    assert skip.record.threshold.share == 0.3
-    assert skip.record.share == pytest.approx(0.3)
-
-
 def test_an_epoch_that_ends_before_the_second_snapshot_trains_everything() -> None:
     moving = Moving(STEPS)
     skip, batches = moving.slipstream(), moving.batches()[:5]
