@@ -33,7 +33,7 @@ import time
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, partial
@@ -51,13 +51,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import HotSet, popular
-from hotrow.kernels.reference import in_bits
 from hotrow.models import DLRM
-from hotrow.systems.estimate import student_t
-from hotrow.systems.slipstream.skip import SkipRandom, SkipRecord, rows_of
-from hotrow.systems.slipstream.staleness import Rows
+from hotrow.systems.calibrate import student_t
+from hotrow.systems.slipstream.skip import SkipRecord, rows_of
+from hotrow.systems.slipstream.staleness import Rows, StaleSamples
 
 SUITE = "skip_control"
 BASES = ("fae", "hotline", "lookahead")
@@ -265,36 +264,26 @@ class _RandomHot(hotrow.RandomDrop):
         super().__init__(**options)
         self._known = known
 
-    def bound(
-        self, embedding: EmbeddingBagCollection, hot: Any, num_batches: int, *, ids: Any
-    ) -> SkipRandom:
-        skip = _SkipRandomHot.like(
-            self._like, ids=ids, features=embedding.features, seed=self._seed
-        )
-        skip.hot = HotSet.of(embedding.tables, rows_of(hot) or self._known)
-        skip.parsed = lambda batch: parse(ids(batch), embedding.features, None)
-        self._skip = skip
-        return skip
+    def bound(self, embedding: EmbeddingBagCollection, hot: Any, *rest: Any, **options: Any) -> Any:
+        self._tables, self._features = embedding.tables, embedding.features
+        self._read = options["ids"]
+        self.renew(rows_of(hot) or self._known)
+        return super().bound(embedding, hot, *rest, **options)
 
-
-class _SkipRandomHot(SkipRandom):
-    hot: HotSet
-    parsed: Callable[[Any], Batch]
+    def renew(self, hot: Any) -> None:
+        self._drawn_from = HotSet.of(self._tables, rows_of(hot))
 
     def _keep(self, batch: Any) -> Tensor:
-        parsed, r = self.parsed(batch), self.record
-        size, places = parsed.num_samples, popular(parsed, self.hot).nonzero().squeeze(1)
-        due = (r.offered + size) * self._dropped // self._offered - r.dropped
+        parsed, r = parse(self._read(batch), self._features, None), self._random
+        size, places = parsed.num_samples, popular(parsed, self._drawn_from).nonzero().squeeze(1)
+        due = (r.offered + size) * self._like.dropped // self._like.offered - r.dropped
         chosen = places[torch.randperm(len(places), generator=self._draw)[:due]]
-        self.record = dataclasses.replace(
+        self._random = dataclasses.replace(
             r, offered=r.offered + size, dropped=r.dropped + len(chosen)
         )
         keep = torch.ones(size, dtype=torch.bool)
         keep[chosen] = False
         return keep
-
-    def renew(self, hot: Any) -> None:
-        self.hot = HotSet.of(self.hot.places.tables, rows_of(hot))
 
 
 class NotedRandomHot(_CountsClicks, _RandomHot):
@@ -363,9 +352,9 @@ def stale_samples(slipstream: NotedSlipstream, batches: Iterable[ClickBatch]) ->
     """Which samples look up none but the rows that are stale at the end, [B] bool."""
     skip: Any = slipstream._skip  # what is stale is not public
     rows = torch.empty(0, dtype=torch.int64) if skip._stale is None else skip._stale
-    numbers, bits = skip._numbers, skip._numbers.bits(rows)
-    looked = [numbers.look(batch.sparse) for batch in batches]
-    return torch.cat([numbers.samples_with(x, in_bits(bits, x.numbers), "all") for x in looked])
+    rule = StaleSamples(skip._embedding.tables, torch.device("cpu"))
+    rule.set_stale(rows)
+    return ~torch.cat([rule.kept(batch.sparse) for batch in batches])
 
 
 def measured(

@@ -37,7 +37,7 @@ from torchmetrics.functional.classification import binary_auroc
 import hotrow
 from hotrow.data import KAGGLE_ROWS, ClickBatch, SyntheticClicks, SyntheticConfig
 from hotrow.models import DLRM
-from hotrow.systems.estimate import student_t
+from hotrow.systems.calibrate import student_t
 from hotrow.systems.slipstream.skip import SkipRecord
 
 PARTS = 16  # of the test samples, whose spread tells how much is their chance

@@ -20,7 +20,6 @@ LARGE = {
     "DevicePlanner": "the same",
     "CapturedStep": "captures, replays and eager steps share the inputs of graphs",
     "EmbeddingBagCollection": "the public module: one method for each thing that users do",
-    "FAE": "one pass of the published system, in its order",
 }
 BANNED = ("whoever", "nobody", "somebody", "no number", " is told")
 

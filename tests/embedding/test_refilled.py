@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import hotrow
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.held_batches import Kept
-from hotrow.systems.fae.sample_copies import Copies, SetOptions
+from hotrow.systems.fae.separate import SetOptions, separate
 
 ROWS, SIZE, STEPS = 60, 8, 24
 TABLES = [
@@ -782,13 +782,11 @@ def test_samples_that_a_function_takes_may_be_views() -> None:
             for name in ("ids", "dense", "label")
         }  # fmt: skip
 
-    found = []
+    found, everything = [], torch.ones(SIZE, dtype=torch.bool)
     for kind in (None, "one-array"):
-        options = SetOptions(SIZE, take=take, join=join)
-        copied = Copies(options, folder=None).of(
-            Again(kind, clicks(10)), lambda batch: torch.ones(SIZE, dtype=torch.bool)
-        )
-        found.append([each["label"] for each in copied.hot.batches()])
+        options = SetOptions(take=take, join=join)
+        sets = separate(Again(kind, clicks(10)), lambda batch: everything, options)
+        found.append([each["label"] for each in sets.hot.batches()])
     assert all(map(torch.equal, *found))
 
 

@@ -13,9 +13,19 @@ from torch import Tensor
 import hotrow
 from builders import no_synchronisation
 from hotrow.inputs.batch import Batch, parse
+from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.tables import feature_order
-from hotrow.systems.calibrate import GRID, AccessCounts, by_threshold, sampled, top_k
-from hotrow.systems.estimate import RandEmBox
+from hotrow.systems.calibrate import (
+    GRID,
+    AccessCounts,
+    RandEmBox,
+    by_threshold,
+    exact_rows,
+    most_used_first,
+    sampled,
+    student_t,
+    top_k,
+)
 
 Table = hotrow.EmbeddingBagConfig
 
@@ -42,7 +52,7 @@ def bytes_of(counts: AccessCounts, each: int = 10) -> dict[str, int]:
 
 
 def rows_of(chosen: Any) -> list[list[int]]:
-    return [chosen.hot.rows(name).tolist() for name in chosen.report.rows]
+    return [chosen.hot.rows(name).tolist() for name in chosen.rows]
 
 
 # -- the sampler -------------------------------------------------------------------------
@@ -86,12 +96,6 @@ def test_drawn_bags_keep_their_ids() -> None:
     size = drawn.num_samples
     places = [whole.index((found[i].tolist(), found[size + i].tolist())) for i in range(size)]
     assert places == sorted(set(places))
-
-
-def test_batches_of_which_nothing_is_drawn_do_not_come() -> None:
-    found = list(sampled(dense_batches(100, 1), 0.05))
-    assert 0 < len(found) < 20
-    assert all(batch.num_samples == 1 for batch in found)
 
 
 class ManyThreads(AccessCounts):
@@ -191,6 +195,67 @@ def test_a_gpu_counts_without_being_waited_for_and_tells_bad_ids_later() -> None
         _ = there.flat
 
 
+# -- Rand-Em Box -------------------------------------------------------------------------
+
+
+# From published tables of Student's t distribution; with many degrees of freedom it is normal.
+@pytest.mark.parametrize(
+    ("probability", "freedom", "quantile"),
+    [
+        (0.975, 1, 12.7062047), (0.975, 2, 4.3026527), (0.95, 3, 2.3533634),
+        (0.975, 10, 2.2281389), (0.9995, 10, 4.5868939), (0.99, 30, 2.4572615),
+        (0.9995, 34, 3.6007), (0.9995, 40, 3.5509658), (0.5, 7, 0.0), (0.025, 10, -2.2281389),
+        (0.975, 1000, 1.9623391),
+    ],
+)  # fmt: skip
+def test_quantiles_are_those_of_the_tables(
+    probability: float, freedom: int, quantile: float
+) -> None:
+    assert student_t(probability, freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+@pytest.mark.parametrize(("probability", "freedom"), [(0.0, 3), (1.0, 3), (0.9, 0)])
+def test_there_is_no_such_quantile(probability: float, freedom: int) -> None:
+    with pytest.raises(ValueError, match="no quantile"):
+        student_t(probability, freedom)
+
+
+def scattered(part: float, num_rows: int = 200_000) -> Tensor:
+    """Counts of which a part is 1, anywhere."""
+    return (torch.rand(num_rows) < part).long()
+
+
+# The rarest are 20 rows of 200,000, of which fewer than four are drawn on average.
+@pytest.mark.parametrize("part", [1e-4, 0.01, 0.5])
+def test_the_estimate_is_at_least_the_exact_count_in_99_of_100_trials(part: float) -> None:
+    counts = scattered(part)
+    exact = exact_rows(counts, 1)
+    estimates = [RandEmBox(seed=seed)(counts, 1) for seed in range(400)]
+    assert sum(exact <= high for high in estimates) >= 396
+    # And it tells something: not all rows.
+    assert sum(estimates) / 400 < exact + 5 * math.sqrt(exact * 200_000 / 35_840) + 60
+
+
+def test_none_found_is_not_none_there() -> None:
+    counts = torch.zeros(10_000_000, dtype=torch.int64)
+    counts[:20] = 5  # of 35,840 counters drawn, hardly ever one of these
+    assert not (counts[RandEmBox()._drawn(len(counts))] == 5).any()
+    assert RandEmBox()(counts, 5) > 20
+
+
+def test_a_small_table_is_counted() -> None:
+    counts = scattered(0.3, num_rows=35 * 1024)
+    assert RandEmBox()(counts, 1) == exact_rows(counts, 1)
+
+
+def test_stretches_go_around_the_end() -> None:
+    drawn = RandEmBox(chunks=4000, chunk_rows=8)._drawn(40)
+    assert (drawn.min(), drawn.max()) == (0, 39)
+    assert torch.bincount(drawn.flatten()).float().std() < 80  # each row 800 times, or nearly
+    steps = drawn.diff(dim=1)
+    assert bool(((steps == 1) | (steps == -39)).all())
+
+
 # -- top-K -------------------------------------------------------------------------------
 
 
@@ -198,11 +263,9 @@ def test_the_most_used_rows_of_all_tables_are_hot() -> None:
     counts = counted([5, 0, 9], [7, 1])
     chosen = top_k(counts, bytes_of(counts), 30)
     assert rows_of(chosen) == [[0, 2], [0]]
-    report = chosen.report
-    assert (report.num_rows, report.hot_bytes, report.budget_bytes) == (3, 30, 30)
-    assert report.rows == {"t0": 2, "t1": 1}
-    assert report.covered == pytest.approx(21 / 22)
-    assert (report.threshold, report.notes) == (None, ())
+    assert (chosen.rows, chosen.hot_bytes) == ({"t0": 2, "t1": 1}, 30)
+    assert chosen.covered == pytest.approx(21 / 22)
+    assert (chosen.threshold, chosen.notes) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -219,6 +282,20 @@ def test_top_k_by_hand(counts: Any, row_bytes: Any, budget: int, small: int, row
     assert rows_of(top_k(counted(*counts), sizes, budget, small_table_bytes=small)) == rows
 
 
+def test_rows_of_one_width_are_cut_by_their_use_whatever_their_table() -> None:
+    """Both tables of a width have room for five rows together, and the third for two."""
+    tables = [Table("t0", 6, 4, ["f0"]), Table("t1", 6, 4, ["f1"]), Table("t2", 6, 8, ["f2"])]
+    embedding = hotrow.EmbeddingBagCollection(tables, hotrow.SGD(), strategy="all-fast")
+    uses = {"t0": [1, 9, 8, 0, 0, 2], "t1": [7, 3, 6, 4, 5, 0], "t2": [1, 2, 3, 4, 5, 6]}
+    hot = HotSet.of(tables, {name: torch.arange(6) for name in uses})
+    found = most_used_first(embedding, hot, lambda name: torch.tensor(uses[name]), {4: 5, 8: 2})
+    assert {name: rows.tolist() for name, rows in found.items()} == {
+        "t0": [1, 2], "t1": [0, 2, 4], "t2": [5, 4],
+    }  # fmt: skip
+    found = most_used_first(embedding, hot, None, {4: 7, 8: 0})  # in any order
+    assert [len(rows) for rows in found.values()] == [6, 1, 0]
+
+
 # -- by threshold ------------------------------------------------------------------------
 
 
@@ -227,13 +304,13 @@ def test_the_smallest_share_that_fits_is_found() -> None:
     counts = counted([50, 30, 10] + [1] * 10)
     for budget, rows in ((10, 1), (20, 2), (30, 3), (120, 3), (129, 3)):
         chosen = by_threshold(counts, bytes_of(counts), budget, small_table_bytes=0)
-        assert chosen.report.num_rows == rows
-        threshold = chosen.report.threshold
+        assert chosen.hot.num_rows == rows
+        threshold = chosen.threshold
         assert threshold is not None
         smaller = [each for each in GRID if each < threshold]
         # One step further on the grid would not have fitted.
         assert (counts.of("t0") >= 100 * smaller[0]).sum() * 10 > budget
-    assert chosen.report.covered == pytest.approx(0.9)
+    assert chosen.covered == pytest.approx(0.9)
 
 
 def test_shares_are_of_each_table_alone() -> None:
@@ -247,24 +324,20 @@ def test_the_grid_reaches_the_budget_on_a_skewed_table() -> None:
     uses = (1e5 / torch.arange(1, 100_001) ** 1.05).long()[torch.randperm(100_000)]
     counts = counted(uses)
     for budget_rows in (300, 1000, 5000):
-        report = by_threshold(
-            counts, bytes_of(counts), budget_rows * 10, small_table_bytes=0
-        ).report
+        chosen = by_threshold(counts, bytes_of(counts), budget_rows * 10, small_table_bytes=0)
         # A step of the grid is a factor of 1.26 in counts, and nearly that in rows.
-        assert budget_rows / 1.3 < report.num_rows <= budget_rows
-        best = top_k(counts, bytes_of(counts), report.hot_bytes).report
-        assert report.covered == pytest.approx(best.covered, abs=1e-3)
+        assert budget_rows / 1.3 < chosen.hot.num_rows <= budget_rows
+        best = top_k(counts, bytes_of(counts), chosen.hot_bytes)
+        assert chosen.covered == pytest.approx(best.covered, abs=1e-3)
 
 
 def test_rand_em_box_finds_nearly_the_same_and_keeps_the_budget() -> None:
     uses = (1e5 / torch.arange(1, 200_001) ** 1.05).long()[torch.randperm(200_000)]
     counts = counted(uses)
-    exact = by_threshold(counts, bytes_of(counts), 100_000).report
+    exact = by_threshold(counts, bytes_of(counts), 100_000)
     for seed in range(10):
-        report = by_threshold(
-            counts, bytes_of(counts), 100_000, estimate=RandEmBox(seed=seed)
-        ).report
-        assert 0.5 * exact.hot_bytes < report.hot_bytes <= 100_000
+        chosen = by_threshold(counts, bytes_of(counts), 100_000, estimate=RandEmBox(seed=seed))
+        assert 0.5 * exact.hot_bytes < chosen.hot_bytes <= 100_000
 
 
 def test_an_estimate_that_misses_hot_rows_does_not_break_the_budget() -> None:
@@ -277,7 +350,7 @@ def test_an_estimate_that_misses_hot_rows_does_not_break_the_budget() -> None:
         box = RandEmBox(seed=seed)
         too_few += box(counts.of("t0"), 1) * 10 <= budget
         chosen = by_threshold(counts, bytes_of(counts), budget, estimate=box, small_table_bytes=0)
-        assert chosen.report.hot_bytes <= budget
+        assert chosen.hot_bytes <= budget
     assert too_few
 
 
@@ -285,7 +358,7 @@ def test_small_tables_are_hot_as_published_and_cost_their_bytes() -> None:
     counts = counted([50, 30, 10] + [1] * 200, [0, 0, 0])
     chosen = by_threshold(counts, bytes_of(counts), 50, small_table_bytes=30)
     assert rows_of(chosen) == [[0, 1], [0, 1, 2]]
-    assert chosen.report.hot_bytes == 50
+    assert chosen.hot_bytes == 50
 
 
 def test_padding_is_never_hot_and_takes_no_bytes() -> None:
@@ -304,11 +377,11 @@ CHOICES = [by_threshold, top_k]
 def test_a_budget_for_every_row_or_none(choose: Any, budget: int) -> None:
     counts = counted([5, 0, 9], [0, 0])
     chosen = choose(counts, bytes_of(counts), budget)
-    (note,) = chosen.report.notes
+    (note,) = chosen.notes
     if budget < 10:
         assert rows_of(chosen) == [[], []]
         assert f"of {budget} bytes holds no row (the smallest takes 10)" in note
-        assert chosen.report.covered == 0
+        assert chosen.covered == 0
     else:
         assert rows_of(chosen) == [[0, 1, 2], [0, 1]]
         assert "holds every row (50 bytes): all rows are hot, and no sample is cold" in note
@@ -319,10 +392,10 @@ def test_where_nothing_was_read_nothing_is_hot_by_count(choose: Any) -> None:
     counts = AccessCounts(tables_of(100, 5))
     chosen = choose(counts, bytes_of(counts), 200, small_table_bytes=50)
     assert rows_of(chosen) == [[], [0, 1, 2, 3, 4]]
-    assert math.isnan(chosen.report.covered)
-    (note,) = chosen.report.notes
+    assert math.isnan(chosen.covered)
+    (note,) = chosen.notes
     assert note.startswith("no access was counted to a table that is not hot as a whole")
-    (note,) = choose(counts, bytes_of(counts), 200, small_table_bytes=0).report.notes
+    (note,) = choose(counts, bytes_of(counts), 200, small_table_bytes=0).notes
     assert note == "no access was counted: no row is hot by its count"
 
 
@@ -330,21 +403,21 @@ def test_where_nothing_was_read_nothing_is_hot_by_count(choose: Any) -> None:
 def test_small_tables_beyond_the_budget_must_earn_it(choose: Any) -> None:
     counts = counted([50, 30] + [0] * 20, [9, 1, 1])
     chosen = choose(counts, bytes_of(counts), 20, small_table_bytes=1000)
-    assert chosen.report.hot_bytes <= 20
-    assert "the 2 tables of 1,000 bytes at most take 250 together" in chosen.report.notes[0]
+    assert chosen.hot_bytes <= 20
+    assert "the 2 tables of 1,000 bytes at most take 250 together" in chosen.notes[0]
 
 
 def test_rows_used_alike_that_do_not_all_fit_are_left_to_top_k() -> None:
     counts = counted([1], [1], [1])
     chosen = by_threshold(counts, bytes_of(counts), 20, small_table_bytes=0)
-    assert chosen.report.num_rows == 0
-    assert "no share of a table's accesses up to 1 leaves few enough rows" in chosen.report.notes[0]
-    assert top_k(counts, bytes_of(counts), 20).report.num_rows == 2
+    assert chosen.hot.num_rows == 0
+    assert "no share of a table's accesses up to 1 leaves few enough rows" in chosen.notes[0]
+    assert top_k(counts, bytes_of(counts), 20).hot.num_rows == 2
 
 
 def test_a_threshold_above_the_published_grid_is_told() -> None:
     counts = counted([50, 30, 10] + [1] * 10)
-    (note,) = by_threshold(counts, bytes_of(counts), 20, small_table_bytes=0).report.notes
+    (note,) = by_threshold(counts, bytes_of(counts), 20, small_table_bytes=0).notes
     assert "the published search ends at 0.001" in note
 
 

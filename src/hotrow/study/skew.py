@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.data.popularity import Zipf
-from hotrow.systems.estimate import student_t
+from hotrow.systems.calibrate import student_t
 
 CONFIDENCE = 0.99  # of the stated errors
 TOP = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the rows that are reported

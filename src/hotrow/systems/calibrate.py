@@ -1,12 +1,14 @@
 """FAE's calibrator: rows worth a budget of fast memory, by counted accesses.
 
-Sampler, access logger, threshold search and classifier. This module sees ids and counts, not rows.
+Sampler, access logger, threshold search, classifier and Rand-Em Box. This module sees ids and
+counts, not rows.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +24,9 @@ from hotrow.inputs.hotset import HotSet, Places, RowBytes
 from hotrow.inputs.samples import take
 from hotrow.inputs.tables import EmbeddingBagConfig
 from hotrow.store.writer import add_at
-from hotrow.systems.estimate import Estimate, exact_rows
+
+# A table's counts and a cut-off -> how many rows have at least that count; errs on the high side.
+Estimate = Callable[[Tensor, float], float]
 
 SAMPLED = 0.05
 SMALL_TABLE_BYTES = 1 << 20
@@ -99,26 +103,19 @@ class AccessCounts:
         """Count a batch on the counts' device; a GPU is not synchronized."""
         parts = self._parts_of(batch)
         if len(parts) == 1:
-            self._add(self.places.checked(batch), times)
+            add_at(self._counts, self.places.checked(batch).flatten(), times)
         else:
-            before = int(self._counts[self.places.no_row])
-            self._add_at_once(parts, times)
-            if int(self._counts[self.places.no_row]) != before:
-                self._add_at_once(parts, -times)
-                self._counts[self.places.no_row] = before
+            threads = _pool(os.getpid())
+            places = list(threads.map(self._places_of, parts))
+            if any(mine is None for mine in places):
                 self.places.checked(batch)  # raises, naming the id
+            list(threads.map(lambda mine: add_at(self._counts, mine, times), places))
         self.num_samples += batch.num_samples
 
-    def _add_at_once(self, parts: Sequence[Batch], times: int) -> None:
-        jobs = [partial(self._add_part, part, times) for part in parts]
-        for job in [_pool(os.getpid()).submit(each) for each in jobs]:
-            job.result()
-
-    def _add_part(self, batch: Batch, times: int) -> None:
-        self._add(self.places.of(batch), times)
-
-    def _add(self, places: Tensor, times: int) -> None:
-        add_at(self._counts, places.flatten(), times)
+    def _places_of(self, part: Batch) -> Tensor | None:
+        """Return places to count; None: an id is in no table."""
+        places = self.places.of(part).flatten()
+        return None if bool((places == self.places.no_row).any()) else places
 
     def _parts_of(self, batch: Batch) -> list[Batch]:
         """Split a large batch for several threads, no two of which count the same table.
@@ -129,26 +126,20 @@ class AccessCounts:
         if values.device.type != "cpu" or batch.offsets is not None or values.numel() < self._LARGE:
             return [batch]
         wide = max(1, self._ALONE // max(1, batch.num_samples))
-        columns: list[list[int]] = [[]]
-        for mine in self._columns_by_table(batch.keys):
-            if columns[-1] and len(columns[-1]) + len(mine) > wide:
-                columns.append([])
-            columns[-1] += mine
-        if len(columns) == 1:
+        by_table: dict[int, list[int]] = {}
+        for column, table in enumerate(self.places.columns_of(batch).tables.tolist()):
+            by_table.setdefault(table, []).append(column)
+        parts: list[list[int]] = [[]]
+        for columns in by_table.values():
+            if parts[-1] and len(parts[-1]) + len(columns) > wide:
+                parts.append([])
+            parts[-1] += columns
+        if len(parts) == 1:
             return [batch]
         return [
-            replace(batch, keys=tuple(batch.keys[c] for c in mine), values=values[:, mine])
-            for mine in columns
+            replace(batch, keys=tuple(batch.keys[x] for x in columns), values=values[:, columns])
+            for columns in parts
         ]
-
-    def _columns_by_table(self, keys: Sequence[str]) -> list[list[int]]:
-        table_of = {
-            name: table.name for table in self.places.tables for name in table.feature_names
-        }
-        found: dict[str | None, list[int]] = {}
-        for column, key in enumerate(keys):
-            found.setdefault(table_of.get(key), []).append(column)
-        return list(found.values())
 
     @property
     def flat(self) -> Tensor:
@@ -168,6 +159,12 @@ class AccessCounts:
         """Return the number of accesses to each table."""
         return {table.name: int(self.of(table.name).sum()) for table in self.places.tables}
 
+    def covered(self, hot: HotSet) -> float:
+        """Return the share of accesses that read hot rows; NaN without any."""
+        total = int(self.flat.sum())
+        served = int(self.flat[hot.is_hot[: self.places.num_rows]].sum())
+        return served / total if total else math.nan
+
     def scale(self, numerator: int, denominator: int) -> None:
         """Multiply every count by a fraction, rounding down."""
         self._counts.mul_(numerator).div_(denominator, rounding_mode="floor")
@@ -177,26 +174,91 @@ class AccessCounts:
         self.num_samples = 0
 
 
+# -- the number of a table's rows with many accesses -------------------------------------
+
+
+def exact_rows(counts: Tensor, cut_off: float) -> float:
+    return float((counts >= cut_off).sum())
+
+
+@dataclass(frozen=True)
+class RandEmBox:
+    """FAE's estimate from a few chunks of adjacent counters.
+
+    The mean over the chunks, scaled to the table, has a Student-t interval; its upper end is the
+    estimate. Small tables are counted.
+
+    The estimate assumes that hot rows are spread over the table. Where they are adjacent (ids in
+    the order of their first appearance) most chunks miss them and the estimate is far too small;
+    `by_threshold`, which counts exactly at the end, corrects it.
+    """
+
+    chunks: int = 35
+    chunk_rows: int = 1024
+    confidence: float = 0.999
+    seed: int = 0
+
+    def __call__(self, counts: Tensor, cut_off: float) -> float:
+        if len(counts) <= self.chunks * self.chunk_rows:
+            return exact_rows(counts, cut_off)
+        drawn = self._drawn(len(counts)).to(counts.device)
+        hits = (counts[drawn] >= cut_off).sum(1).double()  # by chunk
+        quantile = student_t((1 + self.confidence) / 2, self.chunks - 1)
+        high = float(hits.mean()) + quantile * float(hits.std()) / math.sqrt(self.chunks)
+        # Few hits: without any, the published interval has no width. An upper bound of Poisson's.
+        few = (math.sqrt(float(hits.sum()) + 1) + quantile / 2) ** 2 / self.chunks
+        return min(float(len(counts)), max(high, few) * len(counts) / self.chunk_rows)
+
+    def _drawn(self, num_rows: int) -> Tensor:
+        """Return row numbers, [chunks, chunk_rows], the same for every cut-off."""
+        draw = torch.Generator().manual_seed(self.seed)
+        starts = torch.randint(num_rows, (self.chunks, 1), generator=draw)
+        # Wraps around, so that all rows are equally likely.
+        return (starts + torch.arange(self.chunk_rows)) % num_rows
+
+
+@cache
+def student_t(probability: float, freedom: int) -> float:
+    """Return a quantile of Student's t distribution, by bisection on its closed form."""
+    if not 0 < probability < 1 or freedom < 1:
+        raise ValueError(
+            f"no quantile {probability} of Student's t with {freedom} degrees of freedom"
+        )
+    if probability < 0.5:
+        return -student_t(1 - probability, freedom)
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_below(middle, freedom) < probability else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _t_below(angle: float, freedom: int) -> float:
+    """Return P(t < sqrt(freedom) tan(angle)) (Abramowitz and Stegun 26.7.3-4)."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for n in range(2 + odd, freedom - 1, 2):
+        term *= cosine * cosine * (n - 1) / n
+        total += term
+    both_sides = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 + both_sides / 2
+
+
 # -- choosing ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class HotReport:
-    """Which rows were chosen, and how many accesses they serve."""
+class Chosen:
+    """Hot rows, and how many accesses they serve."""
 
+    hot: HotSet
     rows: Mapping[str, int]  # hot rows by table
-    num_rows: int
     hot_bytes: int
-    budget_bytes: int
     covered: float  # share of the counted accesses that read hot rows; NaN without accesses
     threshold: float | None  # share of its table's accesses that makes a row hot
     notes: tuple[str, ...] = ()  # unusual facts, in sentences
-
-
-@dataclass(frozen=True)
-class Chosen:
-    hot: HotSet
-    report: HotReport
 
 
 def by_threshold(
@@ -206,7 +268,6 @@ def by_threshold(
     *,
     estimate: Estimate = exact_rows,
     small_table_bytes: int = SMALL_TABLE_BYTES,
-    grid: Sequence[float] = GRID,
 ) -> Chosen:
     """Make a row hot by its share of its table's accesses; choose the smallest share that fits.
 
@@ -214,24 +275,21 @@ def by_threshold(
     """
     choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
     if choice.is_settled:
-        return choice.done(None)
-    shares = sorted(grid, reverse=True)
-    fitting, over = -1, len(shares)  # positions on the grid: bytes grow as the share falls
-    while over - fitting > 1:
-        middle = (fitting + over) // 2
-        fits = choice.estimated_bytes(shares[middle], estimate) <= choice.left_bytes
-        fitting, over = (middle, over) if fits else (fitting, middle)
+        return choice.done()
+    # Bytes grow along the grid, as the share falls.
+    sizes = partial(choice.estimated_bytes, estimate=estimate)
+    fitting = bisect_right(GRID, float(choice.left_bytes), key=sizes) - 1
     # An estimate may be too small, so the result is counted exactly.
-    while fitting >= 0 and choice.estimated_bytes(shares[fitting], exact_rows) > choice.left_bytes:
+    while fitting >= 0 and choice.estimated_bytes(GRID[fitting], exact_rows) > choice.left_bytes:
         fitting -= 1
     if fitting < 0:
         choice.note(
-            f"no share of a table's accesses up to {shares[0]:g} leaves few enough rows for "
+            f"no share of a table's accesses up to {GRID[0]:g} leaves few enough rows for "
             f"{choice.left_bytes:,} bytes: no row is hot by its count; the most used ones within "
             "a budget are top_k's"
         )
-        return choice.done(None)
-    threshold = shares[fitting]
+        return choice.done()
+    threshold = GRID[fitting]
     if threshold > PUBLISHED_GRID_ENDS:
         choice.note(
             f"the budget is small for these tables: a row must have {threshold:.2g} of its table's "
@@ -255,7 +313,7 @@ def top_k(
     choice = _Choice(counts, row_bytes, budget_bytes, small_table_bytes)
     if not choice.is_settled:
         choice.add_most_used()
-    return choice.done(None)
+    return choice.done()
 
 
 def most_used_first(
@@ -301,49 +359,39 @@ class _Choice:
     """A hot set that is being chosen."""
 
     def __init__(
-        self,
-        counts: AccessCounts,
-        row_bytes: RowBytes,
-        budget_bytes: int,
-        small_table_bytes: int,
+        self, counts: AccessCounts, row_bytes: RowBytes, budget_bytes: int, small_table_bytes: int
     ) -> None:
-        self.counts, self.row_bytes, self.budget_bytes = counts, row_bytes, budget_bytes
-        self.tables = counts.places.tables
-        self._check()
-        self._flat = counts.flat
+        self.counts, self.row_bytes, self._tables = counts, row_bytes, counts.places.tables
+        for table in self._tables:
+            if table.name not in row_bytes:
+                raise ValueError(f"row_bytes does not say what a row of table {table.name!r} takes")
+        for name, size in row_bytes.items():
+            if size < 1:
+                raise ValueError(f"row_bytes of table {name!r} must be at least 1, not {size}")
+        if budget_bytes < 0:
+            raise ValueError(f"a hot budget cannot be {budget_bytes:,} bytes")
         self._accesses = counts.accesses()
         self._notes: list[str] = []
-        self._is_hot = torch.zeros_like(self._flat, dtype=torch.bool)
-        self._counted = self.tables  # tables whose rows are hot by their counts
+        self._is_hot = torch.zeros_like(counts.flat, dtype=torch.bool)
+        self._counted = self._tables  # tables whose rows are hot by their counts
         self.left_bytes = budget_bytes
         self.is_settled = self._is_settled_by_budget()
         if not self.is_settled:
             self._add_small(small_table_bytes)
-            self._note_missing_accesses()
-
-    def _check(self) -> None:
-        missing = [table.name for table in self.tables if table.name not in self.row_bytes]
-        if missing:
-            raise ValueError(f"row_bytes does not say what a row of table {missing[0]!r} takes")
-        for name, size in self.row_bytes.items():
-            if size < 1:
-                raise ValueError(f"row_bytes of table {name!r} must be at least 1, not {size}")
-        if self.budget_bytes < 0:
-            raise ValueError(f"a hot budget cannot be {self.budget_bytes:,} bytes")
 
     def _is_settled_by_budget(self) -> bool:
-        everything = sum(self._table_bytes(table) for table in self.tables)
-        smallest = min(self.row_bytes[table.name] for table in self.tables)
-        if self.budget_bytes >= everything:
+        everything = sum(self._table_bytes(table) for table in self._tables)
+        smallest = min(self.row_bytes[table.name] for table in self._tables)
+        if self.left_bytes >= everything:
             self._is_hot.fill_(True)
             self.note(
-                f"the hot budget of {self.budget_bytes:,} bytes holds every row ({everything:,} "
+                f"the hot budget of {self.left_bytes:,} bytes holds every row ({everything:,} "
                 "bytes): all rows are hot, and no sample is cold"
             )
             return True
-        if self.budget_bytes < smallest:
+        if self.left_bytes < smallest:
             self.note(
-                f"the hot budget of {self.budget_bytes:,} bytes holds no row (the smallest takes "
+                f"the hot budget of {self.left_bytes:,} bytes holds no row (the smallest takes "
                 f"{smallest:,}): no row is hot, and every sample that reads one is cold"
             )
             return True
@@ -354,25 +402,23 @@ class _Choice:
         return rows * self.row_bytes[table.name]
 
     def _add_small(self, limit: int) -> None:
-        small = [table for table in self.tables if self._table_bytes(table) <= limit]
+        small = [table for table in self._tables if self._table_bytes(table) <= limit]
         need = sum(self._table_bytes(table) for table in small)
-        if need > self.budget_bytes:
+        if need > self.left_bytes:
             self.note(
                 f"the {len(small)} tables of {limit:,} bytes at most take {need:,} together, more "
-                f"than the hot budget of {self.budget_bytes:,}: their rows are hot by their counts "
+                f"than the hot budget of {self.left_bytes:,}: their rows are hot by their counts "
                 "only"
             )
-            return
+            small, need = [], 0
         for table in small:
             self._is_hot[self.counts.places.span(table.name)] = True
         self.left_bytes -= need
-        self._counted = tuple(table for table in self.tables if table not in small)
-
-    def _note_missing_accesses(self) -> None:
+        self._counted = tuple(table for table in self._tables if table not in small)
         if self._counted and not any(self._accesses[table.name] for table in self._counted):
             self.note(
                 "no access was counted"
-                + " to a table that is not hot as a whole" * (len(self._counted) < len(self.tables))
+                + " to a table that is not hot as a whole" * bool(small)
                 + ": no row is hot by its count"
             )
 
@@ -393,8 +439,8 @@ class _Choice:
 
     def add_above(self, threshold: float) -> None:
         for table in self._counted:
-            span = self.counts.places.span(table.name)
-            self._is_hot[span] |= self._flat[span] >= self._cut_off(table, threshold)
+            is_hot = self._is_hot[self.counts.places.span(table.name)]
+            is_hot |= self.counts.of(table.name) >= self._cut_off(table, threshold)
 
     def add_most_used(self) -> None:
         rows, gains, sizes = [], [], []
@@ -410,18 +456,7 @@ class _Choice:
         fits = torch.cat(sizes)[order].cumsum(0) <= self.left_bytes
         self._is_hot[torch.cat(rows)[order[fits]]] = True
 
-    def done(self, threshold: float | None) -> Chosen:
+    def done(self, threshold: float | None = None) -> Chosen:
         hot = HotSet(self.counts.places, self._is_hot)
-        total = sum(self._accesses.values())
-        served = int(self._flat[hot.is_hot[: len(self._flat)]].sum())
-        rows = hot.counts()
-        report = HotReport(
-            rows=rows,
-            num_rows=sum(rows.values()),
-            hot_bytes=sum(count * self.row_bytes[name] for name, count in rows.items()),
-            budget_bytes=self.budget_bytes,
-            covered=served / total if total else math.nan,
-            threshold=threshold,
-            notes=tuple(self._notes),
-        )
-        return Chosen(hot, report)
+        hot_bytes, covered = hot.num_bytes(self.row_bytes), self.counts.covered(hot)
+        return Chosen(hot, hot.counts(), hot_bytes, covered, threshold, tuple(self._notes))

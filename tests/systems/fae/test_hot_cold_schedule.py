@@ -38,10 +38,6 @@ def test_four_running_that_are_not_worse_double_it_up_to_fifty() -> None:
     assert rates([0.1] * 4, rate)[-1] == 50
 
 
-def test_from_one_it_grows_to_fifty_exactly() -> None:
-    assert sorted(set(rates([1.0] * 25, ShuffleRate(1)))) == [1, 2, 4, 8, 16, 32, 50]
-
-
 @pytest.mark.parametrize(("missing", "what"), [(None, "there is no"), (math.nan, "is NaN")])
 def test_without_a_loss_the_rate_stays_and_that_is_said_once(
     missing: float | None, what: str
@@ -76,10 +72,10 @@ class Numbered:
         self._kind, self._all = kind, epochs * count if given is None else given
         self.opened = 0
 
-    def batches(self, start: int = 0) -> Iterator[tuple[str, int, int]]:
+    def batches(self) -> Iterator[tuple[str, int, int]]:
         self.opened += 1
         try:
-            for number in range(start, self._all):
+            for number in range(self._all):
                 yield self._kind, *divmod(number, self.batches_per_epoch)
         finally:
             self.opened -= 1
@@ -87,7 +83,7 @@ class Numbered:
 
 def sets(hot: int, cold: int, *, epochs: int = 1) -> Separated:
     return Separated(
-        Numbered("hot", hot, epochs=epochs), Numbered("cold", cold, epochs=epochs), 1, epochs
+        Numbered("hot", hot, epochs=epochs), Numbered("cold", cold, epochs=epochs), epochs
     )
 
 
@@ -116,20 +112,12 @@ def test_a_small_set_is_spread_over_the_epoch() -> None:
 
 
 def test_the_rate_changes_what_follows() -> None:
-    order, found = HotColdOrder(sets(hot=100, cold=100)), []
-    losses = iter([0.5, 0.6, 0.7, 0.7, 0.7])
-    for segment in order:
-        found.append((segment.kind, len(list(segment))))
-        assert segment.ends_pair == (segment.kind == "hot")
-        if segment.ends_pair and sum(each for _, each in found) < 200:
-            order.note(next(losses, 0.7))
-    # 50; then 50 again, as there is nothing to compare with: the epoch is over.
-    assert found == [("cold", 50), ("hot", 50)] * 2
     order, found = HotColdOrder(sets(hot=100, cold=100), rate=ShuffleRate(25)), []
     for segment in order:
         found.append(len(list(segment)))
+        assert segment.ends_pair == (segment.kind == "hot")
         if segment.ends_pair:
-            order.note([0.5, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7][len(found) // 2 - 1])
+            order.rate.note([0.5, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7][len(found) // 2 - 1])
     # 25 25 | 12.5 6.25, 6.25, 6.25, 6.25 | 12.5: sums 25 50 62.5 68.75 75 81.25 87.5 100
     assert found[::2] == found[1::2] == [25, 25, 13, 6, 6, 7, 6, 12]
 
@@ -152,7 +140,7 @@ def test_with_one_kind_alone_the_loss_is_asked_for_where_somebody_evaluates(
     for segment in order:
         assert segment.ends_pair
         found.append((segment.kind, [batch[1:] for batch in segment]))
-        order.note(float(len(found)))  # ever worse: 50 %, 50 %, 25 %, 12.5 %, ...
+        order.rate.note(float(len(found)))  # ever worse: 50 %, 50 %, 25 %, 12.5 %, ...
     assert {each for each, _ in found} == {kind}
     assert [len(batches) for _, batches in found] == [4, 3, 2, 1, 1, 1, 1, 1]
     every = [batch for _, batches in found for batch in batches]
@@ -193,7 +181,7 @@ def test_every_batch_comes_once_an_epoch(
     for segment in order:
         found += list(segment)
         if segment.ends_pair:
-            order.note(next(noted, 0.5))
+            order.rate.note(next(noted, 0.5))
     size = hot + cold
     for epoch in range(2):
         wanted = {("hot", epoch, i) for i in range(hot)} | {("cold", epoch, i) for i in range(cold)}
@@ -218,12 +206,15 @@ def test_kinds_alternate_cold_first(hot: int, cold: int, percent: float) -> None
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_segment_that_was_not_read_to_its_end_is_refused(count: int) -> None:
-    def run() -> None:
-        for segment in HotColdOrder(sets(hot=4, cold=8)):
+    def run(given: Separated, count: int | None) -> None:
+        for segment in HotColdOrder(given):
             list(islice(segment, count))
 
     with pytest.raises(ValueError, match=f"{count} batches were read of a segment of 4 cold ones"):
-        run()
+        run(sets(hot=4, cold=8), count)
+    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1)
+    with pytest.raises(ValueError, match="1 batches were read of a segment of 2 hot ones in epoch"):
+        run(short, None)
 
 
 def test_readers_end_with_the_loop() -> None:
@@ -233,9 +224,3 @@ def test_readers_end_with_the_loop() -> None:
         break
     assert isinstance(given.cold, Numbered)
     assert given.cold.opened == 0
-
-
-def test_a_set_that_ends_early_is_named() -> None:
-    short = Separated(Numbered("hot", 4, epochs=1, given=3), Numbered("cold", 8, epochs=1), 1, 1)
-    with pytest.raises(ValueError, match="the hot samples ended after 3 batches of epoch 0"):
-        lengths(HotColdOrder(short))

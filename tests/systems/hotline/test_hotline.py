@@ -33,7 +33,7 @@ from hotrow.kernels import reference
 from hotrow.support.streams import Lanes, lanes_of
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.hotline.popularity import SrripLog
-from hotrow.systems.slipstream.skip import KeepAll, SkipRecord
+from hotrow.systems.slipstream.skip import Skip, SkipRecord
 from hotrow.training.captured import GraphSettings
 from hotrow.training.graphed import GraphedStep
 from hotrow.training.trainer import Trainer
@@ -70,18 +70,21 @@ def batches_of(
     count: int = 12, *, size: int = SIZE, seed: int = 0, shift: int = 0, last: int | None = None
 ) -> list[Item]:
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for step in range(count):
-        mine = last if last is not None and step == count - 1 else size
-        ids = [skewed(rows, (mine,), generator, shift) for rows in ROWS.values()]
-        found.append(
-            {
-                "ids": torch.stack(ids, dim=1),
-                "dense": torch.rand(mine, 3, generator=generator),
-                "label": torch.randint(0, 2, (mine,), generator=generator).float(),
-            }
+    sizes = [size] * (count - 1) + [size if last is None else last]
+    return [
+        item_of(
+            torch.stack([skewed(n, (mine,), generator, shift) for n in ROWS.values()], dim=1),
+            mine,
+            generator,
         )
-    return found
+        for mine in sizes
+    ]
+
+
+def item_of(ids: Any, size: int, generator: torch.Generator) -> Item:
+    dense = torch.rand(size, 3, generator=generator)
+    label = torch.randint(0, 2, (size,), generator=generator).float()
+    return {"ids": ids, "dense": dense, "label": label}
 
 
 def jagged_batches(
@@ -91,21 +94,17 @@ def jagged_batches(
     found = []
     for _ in range(count):
         lengths = torch.randint(least, most + 1, (3, SIZE), generator=generator)
-        ids = [
-            skewed(rows, (int(each.sum()),), generator, 0)
-            for rows, each in zip(ROWS.values(), lengths, strict=True)
-        ]
-        values = torch.cat(ids)
-        weights = torch.rand(len(values), generator=generator) if weighted else None
-        found.append(
-            {
-                "ids": hotrow.KeyedJaggedTensor(
-                    list(ROWS), values, lengths=lengths.flatten(), weights=weights
-                ),
-                "dense": torch.rand(SIZE, 3, generator=generator),
-                "label": torch.randint(0, 2, (SIZE,), generator=generator).float(),
-            }
+        values = torch.cat(
+            [
+                skewed(rows, (int(each.sum()),), generator, 0)
+                for rows, each in zip(ROWS.values(), lengths, strict=True)
+            ]
         )
+        weights = torch.rand(len(values), generator=generator) if weighted else None
+        ids = hotrow.KeyedJaggedTensor(
+            list(ROWS), values, lengths=lengths.flatten(), weights=weights
+        )
+        found.append(item_of(ids, SIZE, generator))
     return found
 
 
@@ -198,6 +197,16 @@ def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(left, right, **TOLERANCE)
 
 
+def trained(
+    batches: list[Item], system: Hotline, loss: str = "mean", *, slots: int = 90, **options: Any
+) -> Model:
+    """Trained in parts, with the results of whole batches; `slots` are for one width."""
+    model = Model("static", budget=budget_of("one-width", (slots,)), **options)
+    list(trainer_of(model, system, loss).run(batches))
+    assert_alike(model.numbers(), plain(batches, loss, **options)[0])
+    return model
+
+
 # -- like whole batches --------------------------------------------------------------------
 
 
@@ -219,11 +228,8 @@ def test_results_are_those_of_whole_batches(engine: str, rule: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_each_sample_and_their_mean_come_out_alike(loss: str) -> None:
-    batches = batches_of()
-    model, system = Model("static"), hotline()
-    list(trainer_of(model, system, loss).run(batches))
+    trained(batches_of(), system := hotline(), loss)
     assert system.record.split_batches > 6
-    assert_alike(model.numbers(), plain(batches, loss)[0])
 
 
 def test_the_tolerance_would_show_two_updates() -> None:
@@ -255,11 +261,8 @@ def test_the_tolerance_would_show_means_of_parts() -> None:
 def test_jagged_ids_give_the_results_of_whole_batches(engine: str, weighted: bool) -> None:
     tables = "one-width" if weighted else "mean"
     batches = jagged_batches(6 if engine == "device-rows" else 10, weighted=weighted)
-    budget = budget_of(tables, (150,))
-    model, system = Model("static", tables, budget=budget), hotline()
-    list(trainer_of(model, system).run(batches))
+    trained(batches, system := hotline(), tables=tables, slots=150)
     assert system.record.split_batches > 2
-    assert_alike(model.numbers(), plain(batches, tables=tables)[0])
 
 
 @pytest.mark.thinned(2)
@@ -449,11 +452,9 @@ def test_when_popularity_drifts_rows_are_learned_again_and_no_sample_is_lost(
     relearn: int | None,
 ) -> None:
     batches = batches_of(20) + batches_of(30, seed=1, shift=20)
-    model, system = Model("static"), hotline(relearn=relearn, floor=0.8)
-    list(trainer_of(model, system).run(batches))
+    model = trained(batches, system := hotline(relearn=relearn, floor=0.8))
     given = torch.cat([batch["dense"][:, 0] for batch in batches])
     assert sorted(torch.cat(model.seen).tolist()) == sorted(given.tolist())
-    assert_alike(model.numbers(), plain(batches)[0])
     record = system.record
     assert record.learned[0].why == "learned"
     assert record.relearnings >= 1
@@ -491,12 +492,9 @@ def test_an_epoch_of_unknown_length_is_refused() -> None:
 
 
 def test_the_published_logger_can_be_asked_for() -> None:
-    batches, system = batches_of(), hotline(log="srrip")
-    model = Model("static")
-    list(trainer_of(model, system).run(batches))
+    trained(batches_of(), system := hotline(log="srrip"))
     assert isinstance(system._members[0].learning.log, SrripLog)
     assert system.record.split_batches > 3
-    assert_alike(model.numbers(), plain(batches)[0])
 
 
 def test_most_used_rows_are_pinned_first() -> None:
@@ -517,38 +515,29 @@ def test_most_used_rows_are_pinned_first() -> None:
 def test_where_no_sample_is_popular_batches_are_trained_whole_and_it_is_said_once(
     window: int,
 ) -> None:
-    batches = jagged_batches(14, least=8, most=9)
-    model, system = Model("static", budget=budget_of("one-width", (150,))), hotline(window=window)
+    batches, system = jagged_batches(14, least=8, most=9), hotline(window=window)
     with pytest.warns(UserWarning, match="samples is popular: each looks up some row") as told:
-        list(trainer_of(model, system).run(batches))
+        trained(batches, system, slots=150)
     assert len(told) == 1
-    assert system.record.split_batches == 0
-    assert system.record.popular == 0
-    assert_alike(model.numbers(), plain(batches)[0])
+    assert system.record.split_batches == system.record.popular == 0
 
 
 def test_where_too_few_are_popular_to_split_a_batch_that_is_said() -> None:
-    batches = jagged_batches(14, least=2, most=4)
-    model = Model("static", budget=budget_of("one-width", (150,)))
     system = hotline(grain=1)  # all of a batch or none
-    with pytest.warns(
-        UserWarning, match=r"no more than \d+ of \d+ samples is popular: each of the"
-    ):
-        list(trainer_of(model, system).run(batches))
+    expected = r"no more than \d+ of \d+ samples is popular: each of the"
+    with pytest.warns(UserWarning, match=expected):
+        trained(jagged_batches(14, least=2, most=4), system, slots=150)
     assert system.record.popular > 0 == system.record.split_batches
 
 
 def test_where_nothing_can_be_pinned_that_is_said() -> None:
-    batches = jagged_batches(14, least=8, most=9)
-    model = Model("static", budget=budget_of("one-width", (100,)))
     expected = "no row is pinned, since the budget has no room|passes through in chunks"
     with pytest.warns(UserWarning, match=expected) as told:
-        list(trainer_of(model, hotline()).run(batches))
+        trained(jagged_batches(14, least=8, most=9), hotline(), slots=100)
     assert any("no row is pinned" in str(each.message) for each in told)
-    assert_alike(model.numbers(), plain(batches)[0])
 
 
-class DropSome(KeepAll):
+class DropSome(Skip):
     """A skip that leaves out the last samples of each batch, once it knows hot rows."""
 
     closed, given = False, None
@@ -612,7 +601,7 @@ def test_popular_samples_that_are_left_out_are_no_drift() -> None:
 
 
 def test_what_a_skip_has_left_out_before_is_no_popularity() -> None:
-    class Used(KeepAll):
+    class Used(DropSome):
         record = SkipRecord("samples", offered=9000, dropped=5000)
 
     system = hotline(skip=Used(), window=1 << 20)
@@ -656,13 +645,11 @@ def test_an_epoch_of_several_runs_is_skipped_from_to_its_end(mode: str) -> None:
 
 
 def test_a_second_trainer_begins_anew_in_the_middle_of_an_epoch() -> None:
-    system, batches = hotline(batches_per_epoch=20), batches_of(12)
+    system = hotline(batches_per_epoch=20)
     for _ in range(2):
-        model = Model("static")
-        list(trainer_of(model, system).run(batches))
+        trained(batches_of(12), system)
         assert system.record.batches == 12
         assert system.record.split_batches > 0
-        assert_alike(model.numbers(), plain(batches)[0])
 
 
 def test_a_loader_that_fails_is_heard_after_its_last_good_batch() -> None:

@@ -365,11 +365,6 @@ def test_plans_wait_for_ids_computed_of_a_batch_that_another_lane_has_made(
     source.close()
 
 
-def test_a_grain_of_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="grain"):
-        Splitter({"": static(CASES["one-hot"])}, None, grain=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same_order_without_being_waited_for() -> None:

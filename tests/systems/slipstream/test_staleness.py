@@ -17,8 +17,7 @@ import hotrow.embedding.collection
 from builders import CASES, build, outcome, readout, tight_budget, variant
 from hotrow.engine.strategy import as_listed
 from hotrow.inputs.tree import to_device
-from hotrow.kernels.reference import in_bits
-from hotrow.systems.slipstream.staleness import RowNumbers, Snapshot, Threshold, find_threshold
+from hotrow.systems.slipstream.staleness import Snapshot, StaleSamples, Threshold, find_threshold
 
 Table = hotrow.EmbeddingBagConfig
 CPU = torch.device("cpu")
@@ -132,49 +131,44 @@ def is_stale(sample: dict[str, list[int]], least: int | str, each_table: bool) -
 def test_stale_samples_are_those_of_the_definition(
     least: int | str, each_table: bool, make: Callable[[torch.Generator], tuple[Any, Bags]]
 ) -> None:
-    numbering, draw, found = RowNumbers(TABLES, CPU), torch.Generator().manual_seed(1), set()
-    bits = numbering.bits(numbering.number(STALE))
+    rule, draw, found = stale_rule(least, each_table), torch.Generator().manual_seed(1), set()
     for _ in range(20):
         ids, bags = make(draw)
-        looked = numbering.look(ids)
-        flags = in_bits(bits, looked.numbers)
-        stale = numbering.samples_with(looked, flags, least, each_table=each_table).tolist()
+        stale = (~rule.kept(ids)).tolist()
         assert stale == [is_stale(sample, least, each_table) for sample in bags]
         found |= set(stale)
     assert found == {True, False}
 
 
-def test_stale_samples_by_hand() -> None:
-    numbering = RowNumbers(TABLES, CPU)
-    bits = numbering.bits(numbering.number(STALE))
-    looked = numbering.look(
-        torch.tensor([[0, 1, 8], [0, 3, 8], [2, 2, 3], [2, 2, 4], [11, 11, 4], [99, 5, 0]])
-    )
-    flags = in_bits(bits, looked.numbers)
-    # An id that no table has reads no row here, and is refused where it is looked up.
-    found = numbering.samples_with(looked, flags, "all")
-    assert found.tolist() == [True, False, True, False, False, True]
-    found = numbering.samples_with(looked, flags, 2)
-    assert found.tolist() == [True, True, False, False, False, True]
+def stale_rule(least: int | str = "all", each_table: bool = False) -> StaleSamples:
+    """With all rows hot."""
+    rule = StaleSamples(TABLES, CPU, least, each_table=each_table)
+    rule.set_stale(rule.number(STALE))
+    rule.set_hot(torch.arange(rule.num_rows))
+    return rule
+
+
+def test_an_id_that_no_table_has_reads_no_row_and_nor_does_an_empty_bag() -> None:
+    """The lookup refuses it later."""
+    rule = stale_rule()
+    assert rule.kept(torch.tensor([[99, 5, 0], [99, 11, 0]])).tolist() == [False, True]
     lengths = torch.tensor([1, 0, 0, 0, 0, 0])  # the second sample looks up nothing
-    looked = numbering.look(hotrow.KeyedJaggedTensor("fgh", torch.tensor([0]), lengths=lengths))
-    assert numbering.samples_with(looked, looked.is_real, "all").tolist() == [True, False]
+    ids = hotrow.KeyedJaggedTensor("fgh", torch.tensor([0]), lengths=lengths)
+    assert rule.kept(ids).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("each_table", [False, True])
 @pytest.mark.parametrize("jagged", [False, True])
-def test_a_batch_without_samples(jagged: bool) -> None:
+def test_a_batch_without_samples(jagged: bool, each_table: bool) -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     ids: Any = nothing.view(0, 3)
     if jagged:
         ids = hotrow.KeyedJaggedTensor("fgh", nothing, lengths=nothing)
-    numbering = RowNumbers(TABLES, CPU)
-    looked = numbering.look(ids)
-    assert numbering.samples_with(looked, looked.is_real, "all").shape == (0,)
-    assert numbering.samples_with(looked, looked.is_real, 1, each_table=True).shape == (0,)
+    assert stale_rule(1 if each_table else "all", each_table).kept(ids).shape == (0,)
 
 
 def test_numbers_and_rows_belong_together() -> None:
-    numbering = RowNumbers(TABLES, CPU)
+    numbering = StaleSamples(TABLES, CPU)
     numbers = numbering.number({"b": torch.tensor([3, 0, 3]), "a": torch.tensor([11, 4])})
     assert numbers.tolist() == [4, 11, 12, 15]
     found = {name: rows.tolist() for name, rows in numbering.by_table(numbers).items()}

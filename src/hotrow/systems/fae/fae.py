@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -41,24 +42,25 @@ from hotrow.systems.calibrate import (
     SMALL_TABLE_BYTES,
     AccessCounts,
     Chosen,
-    HotReport,
+    Estimate,
+    RandEmBox,
     by_threshold,
+    exact_rows,
     most_used_first,
     room_for_pins,
     row_bytes,
     sampled,
     top_k,
 )
-from hotrow.systems.estimate import Estimate, RandEmBox, exact_rows
 from hotrow.systems.fae.hot_cold_schedule import HotColdOrder, Kind, Separated, ShuffleRate
-from hotrow.systems.fae.sample_copies import SetOptions
 from hotrow.systems.fae.separate import (
     NumberedSamples,
+    SetOptions,
     check_evaluated_again,
     check_read_again,
     separate,
 )
-from hotrow.systems.slipstream.skip import Bindable, KeepAll, Skip, begun, check_skip
+from hotrow.systems.slipstream.skip import Bindable, Skip, check_skip
 from hotrow.training.trainer import Trainer
 
 Choice = Literal["top-k", "threshold"]
@@ -150,7 +152,7 @@ class FAE:
         seed: int = 0,
         take: Take | None = None,
         join: Join | None = None,
-        skip: Bindable | Skip | None = None,
+        skip: Bindable | None = None,
         most_samples: int | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -221,27 +223,29 @@ class FAE:
         before: Kind | None = None
         self._offered = 0
         try:
-            for segment in order:
-                if segment.epoch != epoch:
-                    epoch, skip = segment.epoch, self._skip_of_epoch(sets.hot.batches_per_epoch)
-                    self._ended = epoch
-                self._switch(before, segment.kind)
-                before = segment.kind
-                batches = self._up_to_most(segment)
-                yield from skip.segments(batches) if segment.kind == "hot" else [batches]
-                if self._is_enough:
-                    break
-                if segment.ends_pair:
-                    order.note(self._evaluated())
-                    self._note_rate()
+            with closing(iter(order)) as segments:
+                for segment in segments:
+                    if segment.epoch != epoch:
+                        epoch = self._ended = segment.epoch
+                        self._begin_to_skip(sets.hot.batches_per_epoch)
+                    self._switch(before, segment.kind)
+                    before = segment.kind
+                    batches = self._up_to_most(segment)
+                    if self._skip is not None and segment.kind == "hot":
+                        yield from self._skip.segments(batches)
+                    else:
+                        yield batches
+                    if self._is_enough:
+                        break
+                    if segment.ends_pair:
+                        self._rate.note(self._evaluated())
+                        self._note_rate()
             self._ended = epoch + 1
         finally:
-            order.close()
             if self._skip is not None:
                 self._skip.close()
             self._sync(self._embedding.train_in_slots())
-            gave_way = self._embedding.pins_version != self._pins_version
-            self.record = replace(self.record, pins_gave_way=gave_way)
+            self._note(pins_gave_way=self._embedding.pins_version != self._pins_version)
 
     @property
     def epochs(self) -> int:
@@ -249,7 +253,7 @@ class FAE:
         if self.skip is not None or self._separated is None:
             return self._ended
         # Every batch is a step, so an epoch has ended with its last step.
-        steps = _steps_per_epoch(self._separated[1])
+        steps = self._separated[1].batches_per_epoch
         return max(self._ended, (self._trainer.step - self._began) // steps)
 
     @property
@@ -257,11 +261,9 @@ class FAE:
         return self._most_samples is not None and self._offered >= self._most_samples
 
     def _up_to_most(self, batches: Iterable[Any]) -> Iterable[Any]:
-        if self._most_samples is None:
-            yield from batches
-            return
         for batch in batches:
-            self._offered += parse(self._ids(batch), self._embedding.features, None).num_samples
+            if self._most_samples is not None:
+                self._offered += self._parsed(batch).num_samples
             yield batch
             if self._is_enough:
                 return
@@ -275,38 +277,38 @@ class FAE:
         _, sets = self._separated
         if self._most_samples is not None and self._most_samples < sets.epochs * sets.samples:
             return None
-        return sets.epochs * _steps_per_epoch(sets)
+        return sets.epochs * sets.batches_per_epoch
+
+    def _note(self, **changes: Any) -> None:
+        self.record = replace(self.record, **changes)
 
     def _switch(self, before: Kind | None, kind: Kind) -> None:
         if before is not None and before != kind:
-            self.record = replace(self.record, switches=self.record.switches + 1)
+            self._note(switches=self.record.switches + 1)
         if self.cold == "hybrid":
             by_host = kind == "cold"
             change = self._embedding.train_on_host if by_host else self._embedding.train_in_slots
             self._sync(change())
 
     def _sync(self, moved: int) -> None:
-        moved += self.record.synchronised_bytes
-        self.record = replace(self.record, synchronised_bytes=moved)
+        self._note(synchronised_bytes=self.record.synchronised_bytes + moved)
 
-    def _skip_of_epoch(self, hot_batches: int) -> Skip:
-        """Return the skip for the hot segments of the epoch that begins."""
+    def _begin_to_skip(self, hot_batches: int) -> None:
+        """Begin an epoch of hot segments for the skip, if there is one."""
         if self.skip is None or not hot_batches:
-            return KeepAll()
+            return
         if self._skip is None:
             assert self.hot is not None
-            self._skip = begun(self.skip, self._embedding, self.hot, hot_batches, self._ids)
+            self._skip = self.skip.bound(self._embedding, self.hot, hot_batches, ids=self._ids)
         else:
             self._skip.begin(hot_batches)
-        return self._skip
 
     def _evaluated(self) -> float | None:
         """Return the mean test loss; None without test batches."""
         if self._test is None:
             return None
         loss = self._trainer.mean_loss(self._test)
-        losses = (*self.record.test_losses, (self._trainer.step, loss))
-        self.record = replace(self.record, test_losses=losses)
+        self._note(test_losses=(*self.record.test_losses, (self._trainer.step, loss)))
         if self._skip is not None:
             self._skip.note(loss)
         return loss
@@ -314,7 +316,7 @@ class FAE:
     def _note_rate(self) -> None:
         rates, now = self.record.rates, self._rate.percent
         if not rates or rates[-1][1] != now:
-            self.record = replace(self.record, rates=(*rates, (self._trainer.step, now)))
+            self._note(rates=(*rates, (self._trainer.step, now)))
 
     # -- hot rows and hot samples ------------------------------------------------------
 
@@ -331,30 +333,25 @@ class FAE:
             )
         self._separated = self._skip = None
         started = perf_counter()
-        chosen, counts = self._chosen(batches)
-        counted = perf_counter() - started
+        counts = self._counts(batches)
+        chosen = self._chosen(counts)
+        self._note(counted_seconds=perf_counter() - started)
         self._rows = most_used_first(self._embedding, chosen.hot, counts.of)
         self.hot = self._pin()
-        self._describe(chosen.report, self.hot, counts)
+        self._describe(chosen, self.hot, counts)
         started = perf_counter()
         sets = self._separate(batches, self.hot)
-        apart = perf_counter() - started
-        self.record = replace(self.record, counted_seconds=counted, separated_seconds=apart)
+        self._note(separated_seconds=perf_counter() - started)
         self._separated = (batches, sets)
         return sets
 
-    def _chosen(self, batches: Iterable[Any]) -> tuple[Chosen, AccessCounts]:
-        counts = self._counts(batches)
+    def _chosen(self, counts: AccessCounts) -> Chosen:
         self._room = room_for_pins(self._embedding)
         budget = min(self._room, self._budget_bytes())
         sizes, small = row_bytes(self._embedding), self.small_table_bytes
         if self.choose == "top-k":
-            chosen = top_k(counts, sizes, budget, small_table_bytes=small)
-        else:
-            chosen = by_threshold(
-                counts, sizes, budget, estimate=self.estimate, small_table_bytes=small
-            )
-        return chosen, counts
+            return top_k(counts, sizes, budget, small_table_bytes=small)
+        return by_threshold(counts, sizes, budget, estimate=self.estimate, small_table_bytes=small)
 
     def _counts(self, batches: Iterable[Any]) -> AccessCounts:
         tables = self._embedding.tables
@@ -372,33 +369,34 @@ class FAE:
         # A loader of several epochs has this attribute.
         epoch, is_empty = islice(batches, getattr(batches, "batches_per_epoch", None)), True
         for batch in epoch:
-            ids = self._ids(batch)
             if is_empty:
-                self._embedding.reserve_like(ids)
+                self._embedding.reserve_like(self._ids(batch))
                 is_empty = False
-            found = parse(ids, self._embedding.features, None)
-            yield found
-            self._progress("counting", found.num_samples)
+            parsed = self._parsed(batch)
+            yield parsed
+            self._progress("counting", parsed.num_samples)
         if is_empty:
             raise ValueError("the loader gave no batch to find hot rows in")
+
+    def _parsed(self, batch: Any) -> Batch:
+        return parse(self._ids(batch), self._embedding.features, None)
 
     def _pin(self) -> HotSet:
         hot = self._embedding.pin_rows(self._rows)
         self._pins_version = self._embedding.pins_version
         return hot
 
-    def _describe(self, report: HotReport, hot: HotSet, counts: AccessCounts) -> None:
+    def _describe(self, chosen: Chosen, hot: HotSet, counts: AccessCounts) -> None:
         is_all = hot.num_rows == self._embedding.num_rows
         asked = 0 if is_all else self._budget_bytes()
-        notes = (*report.notes, *_notes_on_room(asked, self._room, hot.num_rows))
+        notes = (*chosen.notes, *_notes_on_room(asked, self._room, hot.num_rows))
         for note in notes:
             warn(note)
-        self.record = replace(
-            self.record,
+        self._note(
             hot_rows=hot.counts(),
             hot_bytes=hot.num_bytes(row_bytes(self._embedding)),
-            covered=_covered(hot, counts),
-            threshold=report.threshold,
+            covered=counts.covered(hot),
+            threshold=chosen.threshold,
             counted_samples=counts.num_samples,
             notes=notes,
         )
@@ -407,11 +405,11 @@ class FAE:
         places = {torch.device("cpu"): hot}
 
         def is_hot(batch: Any) -> Tensor:
-            found = parse(self._ids(batch), self._embedding.features, None)
-            device = found.values.device
+            parsed = self._parsed(batch)
+            device = parsed.values.device
             if device not in places:
                 places[device] = hot.to(device)
-            return popular(found, places[device])
+            return popular(parsed, places[device])
 
         sets = separate(
             batches,
@@ -427,8 +425,7 @@ class FAE:
             key=_key_of(hot),
             advance=lambda count: self._progress("separating", count),
         )
-        self.record = replace(
-            self.record,
+        self._note(
             hot_samples=sets.hot.samples,
             cold_samples=sets.cold.samples,
             hot_batches=sets.hot.batches_per_epoch,
@@ -492,17 +489,6 @@ def _notes_on_room(asked: int, room: int, hot_rows: int) -> Iterator[str]:
             "the collection's budget has no room to pin rows beside a batch: a larger one has, or "
             "one for smaller batches"
         )
-
-
-def _steps_per_epoch(sets: Separated) -> int:
-    return sets.hot.batches_per_epoch + sets.cold.batches_per_epoch
-
-
-def _covered(hot: HotSet, counts: AccessCounts) -> float:
-    """Return the share of counted accesses that read hot rows; NaN without any."""
-    accesses = sum(counts.accesses().values())
-    mine = sum(int(counts.of(t.name)[hot.rows(t.name)].sum()) for t in hot.places.tables)
-    return mine / accesses if accesses else math.nan
 
 
 def _key_of(hot: HotSet) -> str:

@@ -5,7 +5,7 @@
         for batch in segment:
             train(batch)
         if segment.ends_pair:
-            order.note(test_loss())         # decides how long the next two segments are
+            order.rate.note(test_loss())    # decides how long the next two segments are
 
 The order of samples differs from the loader's; each sample comes once an epoch. This module knows
 batches by their number in a set. It knows neither rows nor models, nor why a sample is hot.
@@ -14,9 +14,10 @@ batches by their number in a set. It knows neither rows nor models, nor why a sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 from hotrow.support.messages import warn
@@ -81,8 +82,8 @@ class BatchSet(Protocol):
     @property
     def batches_per_epoch(self) -> int: ...
 
-    def batches(self, start: int = 0) -> Iterator[Any]:
-        """Yield batches from number `start` of all epochs on."""
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of all epochs."""
 
 
 class NoBatches:
@@ -90,7 +91,7 @@ class NoBatches:
 
     samples = batches_per_epoch = 0
 
-    def batches(self, start: int = 0) -> Iterator[Any]:
+    def batches(self) -> Iterator[Any]:
         return iter(())
 
 
@@ -100,13 +101,16 @@ class Separated:
 
     hot: BatchSet
     cold: BatchSet
-    batch_size: int
     epochs: int
     reused: bool = False  # read from an earlier run's files
 
     @property
     def samples(self) -> int:
         return self.hot.samples + self.cold.samples
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.hot.batches_per_epoch + self.cold.batches_per_epoch
 
 
 @dataclass
@@ -125,14 +129,7 @@ class Segment:
         return self.last - self.first
 
     def __iter__(self) -> Iterator[Any]:
-        while self.read < len(self):
-            try:
-                batch = next(self._reader)
-            except StopIteration:
-                raise ValueError(
-                    f"the {self.kind} samples ended after {self.first + self.read:,} batches of "
-                    f"epoch {self.epoch}, before a segment that ends at {self.last:,}"
-                ) from None
+        for batch in islice(self._reader, len(self) - self.read):
             self.read += 1
             yield batch
 
@@ -159,28 +156,22 @@ class HotColdOrder:
             "cold": sets.cold.batches_per_epoch,
             "hot": sets.hot.batches_per_epoch,
         }
-        self._readers: dict[Kind, Iterator[Any]] = {}
 
-    def __iter__(self) -> Iterator[Segment]:
-        self._readers = {"cold": self.sets.cold.batches(), "hot": self.sets.hot.batches()}
+    def __iter__(self) -> Generator[Segment]:
+        """Yield segments. Closing this ends the threads that read ahead."""
+        readers: dict[Kind, Any] = {
+            "cold": self.sets.cold.batches(),
+            "hot": self.sets.hot.batches(),
+        }
         try:
             for epoch in range(self.sets.epochs):
-                yield from self._epoch(epoch)
+                yield from self._epoch(epoch, readers)
         finally:
-            self.close()
+            for reader in readers.values():
+                if hasattr(reader, "close"):
+                    reader.close()
 
-    def note(self, test_loss: float | None) -> None:
-        """Take the loss after a pair of segments; the rate follows it."""
-        self.rate.note(test_loss)
-
-    def close(self) -> None:
-        """End the threads that read ahead."""
-        readers, self._readers = self._readers, {}
-        for reader in readers.values():
-            if hasattr(reader, "close"):
-                reader.close()
-
-    def _epoch(self, epoch: int) -> Iterator[Segment]:
+    def _epoch(self, epoch: int, readers: dict[Kind, Any]) -> Iterator[Segment]:
         done, share = dict.fromkeys(KINDS, 0), Fraction(0)
         mixes = min(self._totals.values()) > 0
         while done != self._totals:
@@ -188,13 +179,12 @@ class HotColdOrder:
             kinds = [kind for kind in KINDS if done[kind] < until[kind]]
             for kind in kinds:
                 ends_pair = kind == kinds[-1] and (self._evaluates or mixes)
-                reader = self._readers[kind]
-                segment = Segment(kind, epoch, done[kind], until[kind], ends_pair, reader)
+                segment = Segment(kind, epoch, done[kind], until[kind], ends_pair, readers[kind])
                 yield segment
                 if segment.read < len(segment):
                     raise ValueError(
                         f"{segment.read:,} batches were read of a segment of {len(segment):,} "
-                        f"{kind} ones; read all of them before the next segment"
+                        f"{kind} ones in epoch {epoch}: all of them come before the next segment"
                     )
             done = until
 

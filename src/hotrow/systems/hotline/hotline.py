@@ -17,6 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -49,12 +50,11 @@ from hotrow.systems.slipstream.skip import (
     Bindable,
     Skip,
     SkipRecord,
-    Validating,
     batches_per_epoch,
-    begun,
     check_count,
     check_skip,
 )
+from hotrow.systems.slipstream.slipstream import Slipstream
 from hotrow.training.trainer import Trainer
 
 LOGS = ("exact", "srrip")
@@ -110,7 +110,7 @@ class _Member:
             return False
         return self.version != self.learning.version or self.pins != self.embedding.pins_version
 
-    def pin(self) -> None:
+    def pin(self) -> HotSet:
         """Pin the learned rows, as many as there is room for. Nothing may be in flight."""
         room, gave_way = self.embedding.room_for_pins(), self.embedding.pins.gave_way
         if self.hot is not None and self.gave_way != gave_way:
@@ -123,6 +123,7 @@ class _Member:
         self.hot = self.embedding.pin_rows(rows)
         self.version, self.pins = self.learning.version, self.embedding.pins_version
         self.gave_way = gave_way
+        return self.hot
 
 
 class Hotline:
@@ -160,7 +161,7 @@ class Hotline:
         relearn: int | None = None,
         batches_per_epoch: int | None = None,
         grain: int = GRAIN,
-        skip: Bindable | Skip | None = None,
+        skip: Bindable | None = None,
         take: Take | None = None,
     ) -> None:
         """`grain`: the number of sizes of first parts."""
@@ -181,9 +182,7 @@ class Hotline:
         self._grain, self.skip, self._take = grain, skip, take
         self._bound: Skip | None = None
         self._members: list[_Member] = []
-        self._has_warned = False
-        self._classified = self._popular = 0  # samples since rows were pinned
-        self._gained = 0  # split batches since, and popular samples that were skipped
+        self._needs_warning = True  # unless a batch was split, or a popular sample skipped
         self._skipped = 0  # popular samples that were skipped, as far as learning knows
         self._enough = 0  # classified samples after which a warning says that none is popular
         self._left = 0  # batches left of the current epoch
@@ -258,8 +257,13 @@ class Hotline:
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
         """Yield passes. Rows are pinned between two of them, when nothing is in flight."""
-        count, self.epochs = self._count(batches), 0
-        stream = Kept(batches)
+        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
+        if count is None:
+            raise ValueError(
+                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
+                "epoch has is not known: these have no len(); give batches_per_epoch="
+            )
+        stream, self.epochs = Kept(batches), 0
         try:
             for first in stream:
                 if not self._left or self._per_epoch is None:
@@ -267,21 +271,10 @@ class Hotline:
                 epoch = chain([first], islice(stream, self._left - 1))
                 yield from self._epoch(epoch)
                 self.epochs += 1
-            if self._classified and not self._record.split_batches:
-                self._warn_if_none(self._classified)
+            self._warn_if_none(1)
         finally:
             if self._bound is not None:
                 self._bound.close()
-
-    def _count(self, batches: Iterable[Any]) -> int:
-        """Return the number of batches of an epoch."""
-        count = batches_per_epoch(batches) if self._per_epoch is None else self._per_epoch
-        if count is None:
-            raise ValueError(
-                f"Hotline learns from {self._part:.0%} of an epoch's batches, and how many an "
-                "epoch has is not known: these have no len(); give batches_per_epoch="
-            )
-        return count
 
     def _begin(self, first: Any, count: int) -> None:
         """Begin an epoch with its first batch."""
@@ -293,7 +286,7 @@ class Hotline:
             member.learning.begin_epoch(count)
         if self._bound is not None:
             self._bound.begin(count)
-        if isinstance(self.skip, Validating):
+        if isinstance(self.skip, Slipstream):
             self.skip.begin_to_validate(self._trainer, count)
 
     def _make_member(self, name: str, first: Any, count: int) -> _Member:
@@ -326,7 +319,7 @@ class Hotline:
             self._skipped = self._skipped_by_now  # in earlier use
         for segment in self._bound.segments(counted):
             skip = self.skip
-            for part in skip.validated(segment) if isinstance(skip, Validating) else [segment]:
+            for part in skip.validated(segment) if isinstance(skip, Slipstream) else [segment]:
                 yield from self._segment(iter(part))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -334,14 +327,11 @@ class Hotline:
             self._left -= 1
             yield batch
 
-    def _bind(self, skip: Bindable | Skip) -> Skip:
+    def _bind(self, skip: Bindable) -> Skip:
         (member,) = self._members
         assert member.hot is not None
-
-        def ids(batch: Any) -> Any:
-            return self._features(batch, member.name)
-
-        return begun(skip, member.embedding, member.hot, max(1, self._left), ids)
+        ids = partial(self._features, name=member.name)
+        return skip.bound(member.embedding, member.hot, max(1, self._left), ids=ids)
 
     def _segment(
         self, batches: Iterator[Any], *, until_pinned: bool = False
@@ -361,18 +351,16 @@ class Hotline:
     def _pin(self) -> None:
         due = [member for member in self._members if member.is_due]
         for member in due:
-            before = member.hot
-            member.pin()
-            if self._bound is not None and not _same(before, member.hot):
-                assert member.hot is not None
-                self._bound.renew(member.hot)
+            before, hot = member.hot, member.pin()
+            is_same = before is not None and torch.equal(before.is_hot, hot.is_hot)
+            if self._bound is not None and not is_same:
+                self._bound.renew(hot)
         if due and self._is_pinned:
-            hot = {member.name: member.hot for member in self._members if member.hot is not None}
             if self._unchecked is not None:
                 self._try(self._unchecked)
                 self._unchecked = None
-            self._splitter.pin(hot)
-            self._classified = self._popular = self._gained = 0
+            pinned = {member.name: member.hot for member in self._members}
+            self._splitter.pin({name: hot for name, hot in pinned.items() if hot is not None})
             self._record = replace(self._record, pinnings=self._record.pinnings + 1)
 
     def _try(self, batch: Any) -> None:
@@ -427,9 +415,7 @@ class Hotline:
             samples=r.samples + result.samples,
             popular=r.popular + result.popular,
         )
-        self._classified += result.samples + more
-        self._popular += result.popular + more
-        self._gained += (first > 0) + more
+        self._needs_warning = self._needs_warning and not first and not more
         self._warn_if_none(self._enough)
         return result.parted
 
@@ -441,20 +427,21 @@ class Hotline:
 
     def _warn_if_none(self, enough: int) -> None:
         """Warn once if `enough` samples were classified and no batch had enough popular ones."""
-        if self._gained or self._has_warned or self._classified < enough:
+        r = self._record
+        if not self._needs_warning or r.samples < enough:
             return
-        self._has_warned = True
+        self._needs_warning = False
         rows = sum(member.hot.num_rows for member in self._members if member.hot is not None)
         why = (
-            f"{'each of the others' if self._popular else 'each'} looks up some row that is not "
+            f"{'each of the others' if r.popular else 'each'} looks up some row that is not "
             f"among the {rows:,} pinned ones, as samples with many lookups do, and "
             "where popularity drifts"
             if rows
             else "no row is pinned, since the budget has no room for any beside a batch"
         )
-        popular = f"no more than {self._popular:,}" if self._popular else "none"
+        popular = f"no more than {r.popular:,}" if r.popular else "none"
         warn(
-            f"{popular} of {self._classified:,} samples is popular: {why}. Batches are trained "
+            f"{popular} of {r.samples:,} samples is popular: {why}. Batches are trained "
             "whole, which is right but gains nothing; a larger budget may, or "
             f"{setting('strategy', 'lookahead')} instead of Hotline"
         )
@@ -474,10 +461,6 @@ class Hotline:
 
     def _parsed(self, batch: Any, name: str) -> Batch:
         return parse(self._features(batch, name), self._pinned[name].features, None)
-
-
-def _same(one: HotSet | None, other: HotSet | None) -> bool:
-    return one is not None and other is not None and torch.equal(one.is_hot, other.is_hot)
 
 
 def _first_of(batch: Batch) -> Batch:

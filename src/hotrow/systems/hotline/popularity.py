@@ -242,11 +242,6 @@ class Learning:
         relearn: int = 0,
         wakes: bool = False,
     ) -> None:
-        if not 0 < part <= 1 or not 0 <= floor <= 1 or window < 1 or relearn < 0:
-            raise ValueError(
-                "part must be above 0 and, like floor, at most 1; window at least 1, relearn at "
-                f"least 0; got part={part}, floor={floor}, window={window}, relearn={relearn}"
-            )
         self.log, self.hot = log, log.hot()
         self.version = 0  # of the hot set
         self.history: list[Learned] = []
@@ -261,8 +256,6 @@ class Learning:
 
     def begin_epoch(self, num_batches: int) -> None:
         """Begin a learning phase, over a part of an epoch of so many batches."""
-        if num_batches < 1:
-            raise ValueError(f"an epoch of {num_batches} batches has none to learn from")
         self._tries, self._share_at_learning = 0, math.nan
         self._learn("learned", math.ceil(self._part * num_batches))
 

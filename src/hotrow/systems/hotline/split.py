@@ -55,8 +55,6 @@ class Splitter:
         grain: int = GRAIN,
     ) -> None:
         """`take` is for batches that inputs/samples.py cannot cut."""
-        if grain < 1:
-            raise ValueError(f"grain must be at least 1 size of first parts, not {grain}")
         self._collections, self._ids, self._take, self._grain = collections, ids, take, grain
         self._hot: dict[str, HotSet] = {}
         self._there: dict[tuple[str, torch.device], HotSet] = {}

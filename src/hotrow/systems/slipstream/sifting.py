@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hotrow.inputs import samples
+from hotrow.inputs.batch import parse
 from hotrow.inputs.samples import Join, Take
 from hotrow.inputs.tree import map_tensors, tensors_in
 from hotrow.support.streams import Lanes
@@ -46,12 +47,18 @@ class Part:
 class Refill:
     """Joins what is left of batches to batches of the old size: a captured step has one size."""
 
-    def __init__(self, count: Callable[[Any], int], take: Take | None, join: Join | None) -> None:
-        """`count` gives a batch's number of samples. `take` and `join` are for batches that
-        inputs/samples.py cannot cut."""
-        self._count_samples, self._take, self._join = count, take, join
+    def __init__(
+        self, ids: Ids, features: tuple[str, ...], take: Take | None, join: Join | None
+    ) -> None:
+        """A collection reads the `ids` of a batch as `features`. `take` and `join` are for batches
+        that inputs/samples.py cannot cut."""
+        self._ids, self._features, self._take, self._join = ids, features, take, join
         self._is_ours = take is None and join is None
         self.clear()
+
+    def count(self, batch: Any) -> int:
+        """Return a batch's number of samples."""
+        return parse(self._ids(batch), self._features, None).num_samples
 
     def clear(self) -> None:
         """Drop waiting samples, as a run that is left drops the batches it has read ahead."""
@@ -129,7 +136,7 @@ class Refill:
 
     def _cut(self, batch: Any, places: Tensor, size: int) -> Any:
         cut = samples.take(batch, places, size=size, by=self._take)
-        count = self._count_samples(cut)
+        count = self.count(cut)
         if count != len(places):
             raise ValueError(
                 f"of {len(places):,} samples taken out of {size:,} the ids have {count:,}; give "
@@ -151,12 +158,11 @@ class Sifter:
         keep: Callable[[Any], Tensor],
         *,
         most_bytes: int = SIFTED_BYTES,
-        sorter: Sorter | None = None,
     ) -> None:
         """`keep` says which samples of some ids are kept, [B] bool. It is captured, so what it
         reads must stay where it is."""
         self._lanes, self._ids, self._keep, self._most_bytes = lanes, ids, keep, most_bytes
-        self._sorter = sorter or Sorter(lanes, numbers=_TOGETHER)
+        self._sorter = Sorter(lanes, numbers=_TOGETHER)
         self.clear()
 
     def clear(self) -> None:

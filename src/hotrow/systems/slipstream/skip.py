@@ -1,26 +1,21 @@
-"""What training skips: nothing, or random samples; and what all skips share.
+"""What all skips share: their settings, records and methods.
 
 A skip stands between the order of batches and the window. It yields batches in segments, and all of
 one must be trained before the next is asked for, because a decision looks at rows. stale.py has
-Slipstream's skip.
+Slipstream's skip, and slipstream.py random-drop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, runtime_checkable
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 from hotrow.embedding.collection import EmbeddingBagCollection
-from hotrow.inputs.batch import parse
 from hotrow.inputs.hotset import HotSet
-from hotrow.inputs.samples import Join, Take
-from hotrow.systems.slipstream.sifting import Ids, Refill
+from hotrow.systems.slipstream.sifting import Ids
 from hotrow.systems.slipstream.staleness import Rows, Threshold
 
 MODES = ("samples", "rows")
@@ -170,17 +165,6 @@ class Bindable(Protocol):
         """Return a skip for a first epoch of so many batches, whose `ids` the collection reads."""
 
 
-@runtime_checkable
-class Validating(Protocol):
-    """A `Bindable` with test batches of its own, for a system without."""
-
-    def begin_to_validate(self, trainer: Any, num_batches: int) -> None:
-        """Begin an epoch of so many batches."""
-
-    def validated(self, segment: Iterable[Any]) -> Iterator[Iterable[Any]]:
-        """Yield a segment of the bound skip in parts; evaluate the model between them."""
-
-
 def batches_per_epoch(batches: Iterable[Any]) -> int | None:
     """Return a loader's `batches_per_epoch`, or its length; None if it has neither."""
     count: int | None = getattr(batches, "batches_per_epoch", None)
@@ -192,42 +176,10 @@ def batches_per_epoch(batches: Iterable[Any]) -> int | None:
 
 def check_skip(skip: object) -> None:
     """Refuse an object that is no skip."""
-    can = hasattr(skip, "bound") or hasattr(skip, "segments")
-    if skip is not None and (isinstance(skip, type) or not can):
+    if skip is not None and (isinstance(skip, type) or not hasattr(skip, "bound")):
         raise TypeError(
             f"skip is what leaves out samples, such as hotrow.Slipstream(), not {skip!r}"
         )
-
-
-def begun(
-    skip: Bindable | Skip,
-    embedding: EmbeddingBagCollection,
-    hot: Rows | HotSet,
-    num_batches: int,
-    ids: Ids,
-) -> Skip:
-    """Return a skip at the beginning of its first epoch."""
-    if hasattr(skip, "bound"):
-        return skip.bound(embedding, hot, num_batches, ids=ids)
-    skip.begin(num_batches)
-    return skip
-
-
-class KeepAll:
-    """Skips nothing."""
-
-    record = SkipRecord("nothing")
-
-    def begin(self, num_batches: int) -> None: ...
-
-    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
-        yield batches
-
-    def note(self, validation_loss: float) -> None: ...
-
-    def renew(self, hot: Rows | HotSet) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def rows_of(hot: Rows | HotSet) -> Rows:
@@ -235,71 +187,3 @@ def rows_of(hot: Rows | HotSet) -> Rows:
     if isinstance(hot, HotSet):
         return {table.name: hot.rows(table.name) for table in hot.places.tables}
     return hot
-
-
-def sample_counter(ids: Ids, features: tuple[str, ...]) -> Callable[[Any], int]:
-    """Return a function that gives a batch's number of samples."""
-    return lambda batch: parse(ids(batch), features, None).num_samples
-
-
-class SkipRandom:
-    """The control: skips as many samples, at random."""
-
-    def __init__(
-        self,
-        dropped: int,
-        offered: int,
-        *,
-        ids: Ids,
-        features: tuple[str, ...],
-        first_batch: int = 0,
-        seed: int = 0,
-        take: Take | None = None,
-        join: Join | None = None,
-    ) -> None:
-        """Drop `dropped` of `offered` samples, from `first_batch` of each epoch on; `features` are
-        the collection's."""
-        if not 0 <= dropped <= offered:
-            _refuse("dropped", f"a number of samples from 0 to the {offered:,} offered", dropped)
-        self._dropped, self._offered, self._first = dropped, offered, first_batch
-        self._count = sample_counter(ids, features)
-        self._refill = Refill(self._count, take, join)
-        self._draw = torch.Generator().manual_seed(seed)
-        self._position = 0
-        self.record = SkipRecord("random", first_batch=first_batch)
-
-    @classmethod
-    def like(cls, record: SkipRecord, **options: Any) -> Self:
-        """Return a skip that drops as many as another has, from the same batch on."""
-        return cls(record.dropped, record.offered, first_batch=record.first_batch, **options)
-
-    def begin(self, num_batches: int) -> None:
-        self._position = 0
-
-    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
-        yield self._thinned(batches) if self._dropped else batches
-
-    def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
-        self._refill.clear()
-        for batch in batches:
-            self._position += 1
-            if self._position <= self._first:
-                yield from self._refill.whole(batch)
-            else:
-                yield from self._refill.keep(batch, self._keep(batch))
-        yield from self._refill.flush()
-
-    def _keep(self, batch: Any) -> Tensor:
-        r, size = self.record, self._count(batch)
-        # In whole numbers, so that exactly `dropped` are gone after `offered`.
-        due = (r.offered + size) * self._dropped // self._offered - r.dropped
-        self.record = replace(r, offered=r.offered + size, dropped=r.dropped + due)
-        keep = torch.ones(size, dtype=torch.bool)
-        keep[torch.randperm(size, generator=self._draw)[:due]] = False
-        return keep
-
-    def note(self, validation_loss: float) -> None: ...
-
-    def renew(self, hot: Rows | HotSet) -> None: ...
-
-    def close(self) -> None: ...

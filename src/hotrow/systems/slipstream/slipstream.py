@@ -7,21 +7,10 @@
     print(slipstream.record.share)          # share of the samples that were skipped
 
 Used so, they take batches in the loader's order, with any strategy. A system that orders or splits
-samples has them as its `skip`, and binds them when it knows its hot rows:
-
-    skip = slipstream.bound(embedding, hot, num_batches, ids=trainer.ids)   # a skip.Skip
-    try:
-        for segment in skip.segments(batches):      # the epoch's next batches, in one call or more
-            ...                                     # train it before asking for the next
-        skip.note(test_loss)                        # after each evaluation
-        skip.renew(hot)                             # when hot rows change
-        skip.begin(num_batches)                     # another epoch
-    finally:
-        skip.close()                                # unfreezes all rows
-
-Hotline evaluates on `test` every `validate_every` steps; FAE when it switches, on its own test
-samples if it has any. Settings that find hot rows, such as `counted`, are then unused. stale.py
-decides what is skipped.
+samples has them as its `skip`, and calls `bound` when it knows its hot rows (skip.py says what
+follows). Hotline evaluates on `test` every `validate_every` steps; FAE when it switches, on its own
+test samples if it has any. Settings that find hot rows, such as `counted`, are then unused.
+stale.py decides what is skipped.
 """
 
 from __future__ import annotations
@@ -35,6 +24,7 @@ from itertools import chain, islice
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from hotrow.embedding.collection import EmbeddingBagCollection
 from hotrow.engine.profile import Profile
@@ -45,12 +35,11 @@ from hotrow.inputs.samples import Join, Take, check_both
 from hotrow.inputs.tree import tensors_in
 from hotrow.support.messages import did_you_mean, warn
 from hotrow.support.units import parse_bytes
-from hotrow.systems.calibrate import AccessCounts, HotReport, row_bytes, top_k
+from hotrow.systems.calibrate import AccessCounts, row_bytes, top_k
 from hotrow.systems.fae.separate import check_evaluated_again
-from hotrow.systems.slipstream.sifting import Ids
+from hotrow.systems.slipstream.sifting import Ids, Refill
 from hotrow.systems.slipstream.skip import (
     Skip,
-    SkipRandom,
     SkipRecord,
     SkipSettings,
     batches_per_epoch,
@@ -91,8 +80,8 @@ class _StreamingSkip(ABC):
         self._skip = None
 
     def passes(self, batches: Iterable[Any]) -> Generator[Iterable[Any]]:
-        count, self.epochs = self._count(batches), 0
-        stream = Kept(batches)
+        count = self.batches_per_epoch or batches_per_epoch(batches) or None  # None: unknown
+        stream, self.epochs = Kept(batches), 0
         try:
             for first in stream:
                 devices = [tensor.device for tensor in tensors_in(self._ids(first))]
@@ -112,10 +101,6 @@ class _StreamingSkip(ABC):
 
     @abstractmethod
     def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]: ...
-
-    def _count(self, batches: Iterable[Any]) -> int | None:
-        """Return the number of batches of an epoch; None: unknown."""
-        return self.batches_per_epoch or batches_per_epoch(batches) or None
 
 
 class Slipstream(_StreamingSkip):
@@ -167,7 +152,6 @@ class Slipstream(_StreamingSkip):
         self._given, self._counted = hot, counted
         self.test, self._validate_every = test, validate_every
         self._has_warned = False
-        self.hot_report: HotReport | None = None  # of rows that were chosen by counts
 
     @classmethod
     def as_published(cls, **options: Any) -> Self:
@@ -214,19 +198,18 @@ class Slipstream(_StreamingSkip):
 
     def _bind(self, batches: Iterator[Any], count: int) -> Iterator[Iterable[Any]]:
         """Find hot rows, if necessary by counting some batches while they are trained."""
-        done, hot, profile = 0, self._given, self._profile
-        if hot is None and profile is None:
+        tables, hot, done = self._embedding.tables, self._given, 0
+        if self._profile is not None:
+            hot = self._chosen(AccessCounts.of_profile(tables, self._profile))
+        elif hot is None:
             done = max(1, round(self._counted * count))
         starting = max(done, self.settings.starting_batch)
         # Raises before training if there are too few batches.
         replace(self.settings, starting_batch=starting).snapshots(count)
-        if done:
-            counts = AccessCounts(self._embedding.tables, self._device)
+        if hot is None:
+            counts = AccessCounts(tables, self._device)
             yield self._counting(islice(batches, done), counts)
             hot = self._chosen(counts)
-        elif hot is None and profile is not None:
-            hot = self._chosen(AccessCounts.of_profile(self._embedding.tables, profile))
-        assert hot is not None
         self.bound(self._embedding, hot, count, ids=self._ids, device=self._device, done=done)
 
     def _counting(self, batches: Iterable[Any], counts: AccessCounts) -> Iterator[Any]:
@@ -236,9 +219,7 @@ class Slipstream(_StreamingSkip):
 
     def _chosen(self, counts: AccessCounts) -> Rows:
         budget = parse_bytes(self.hot_budget, total=self._embedding.bytes_total)
-        chosen = top_k(counts, row_bytes(self._embedding), budget)
-        self.hot_report = chosen.report
-        return rows_of(chosen.hot)
+        return rows_of(top_k(counts, row_bytes(self._embedding), budget).hot)
 
     # -- validation --------------------------------------------------------------------
 
@@ -327,14 +308,18 @@ class RandomDrop(_StreamingSkip):
 
     def bound(
         self, embedding: EmbeddingBagCollection, hot: Rows | HotSet, num_batches: int, *, ids: Ids
-    ) -> SkipRandom:
-        """Return a skip for epochs of so many batches. From now on `record` is the skip's."""
-        skip = SkipRandom.like(
-            self._like, ids=ids, features=embedding.features, seed=self._seed, take=self._take,
-            join=self._join,
-        )  # fmt: skip
-        self._skip = skip
-        return skip
+    ) -> Self:
+        """Begin anew, as a skip for epochs of any length."""
+        self._refill = Refill(ids, embedding.features, self._take, self._join)
+        self._draw = torch.Generator().manual_seed(self._seed)
+        self._random = SkipRecord(self._mode, first_batch=self._like.first_batch)
+        self._position, self._skip = 0, self
+        return self
+
+    @property
+    def record(self) -> SkipRecord:
+        """How many samples were skipped."""
+        return SkipRecord(self._mode) if self._skip is None else self._random
 
     @property
     def _skips(self) -> bool:
@@ -343,10 +328,42 @@ class RandomDrop(_StreamingSkip):
     def _epoch(self, batches: Iterator[Any], count: int | None) -> Iterator[Iterable[Any]]:
         if self._skip is None:
             self.bound(self._embedding, {}, count or 0, ids=self._ids)
-        else:
-            self._skip.begin(count or 0)
-        assert self._skip is not None
-        yield from self._skip.segments(batches)
+        self.begin(count or 0)
+        yield from self.segments(batches)
+
+    def begin(self, num_batches: int) -> None:
+        """Begin an epoch."""
+        self._position = 0
+
+    def segments(self, batches: Iterable[Any]) -> Iterator[Iterable[Any]]:
+        """Yield what to train of the epoch's next batches."""
+        yield self._thinned(batches) if self._skips else batches
+
+    def _thinned(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._refill.clear()
+        for batch in batches:
+            self._position += 1
+            if self._position <= self._like.first_batch:
+                yield from self._refill.whole(batch)
+            else:
+                yield from self._refill.keep(batch, self._keep(batch))
+        yield from self._refill.flush()
+
+    def _keep(self, batch: Any) -> Tensor:
+        """Return which samples are trained, [B]."""
+        r, like, size = self._random, self._like, self._refill.count(batch)
+        # In whole numbers, so that exactly `dropped` are gone after `offered`.
+        due = (r.offered + size) * like.dropped // like.offered - r.dropped
+        self._random = replace(r, offered=r.offered + size, dropped=r.dropped + due)
+        keep = torch.ones(size, dtype=torch.bool)
+        keep[torch.randperm(size, generator=self._draw)[:due]] = False
+        return keep
+
+    def note(self, validation_loss: float) -> None: ...
+
+    def renew(self, hot: Rows | HotSet) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _changed(settings: SkipSettings, changes: dict[str, Any]) -> SkipSettings:

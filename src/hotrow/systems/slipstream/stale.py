@@ -17,16 +17,17 @@ from hotrow.inputs.hotset import HotSet
 from hotrow.inputs.samples import Join, Take
 from hotrow.support.messages import apart, warn
 from hotrow.systems.slipstream.sifting import SIFTED_BYTES, BatchStream, Ids, Part, Refill, Sifter
-from hotrow.systems.slipstream.skip import SkipRecord, SkipSettings, rows_of, sample_counter
+from hotrow.systems.slipstream.skip import SkipRecord, SkipSettings, rows_of
 from hotrow.systems.slipstream.staleness import (
     Looked,
-    RowNumbers,
     Rows,
     Snapshot,
     StaleSamples,
     Threshold,
     find_threshold,
 )
+
+ShareOf = Callable[[Tensor], float]  # which hot rows are stale -> share of inputs that are
 
 _CHOICE = 2  # times the target: the share of inputs that must have been watched long enough,
 _LONGEST = 0.25  # unless this share of the epoch's batches was watched
@@ -66,14 +67,14 @@ class SkipStale:
         batches that are sifted together beside training; 0: none; None: as the device asks."""
         self.settings = s = SkipSettings() if settings is None else settings
         self._embedding, self._ids = embedding, ids
-        self._count = sample_counter(ids, embedding.features)
-        self._refill = Refill(self._count, take, join)
-        self._numbers, self._rule = self._make_rule(torch.device(device))
+        self._refill = Refill(ids, embedding.features, take, join)
+        rule: dict[str, Any] = {"least": s.stale_lookups, "each_table": s.each_table}
+        self._rule = StaleSamples(embedding.tables, torch.device(device), **rule)
         if sifted_bytes is None:
             sifted_bytes = SIFTED_BYTES if embedding.device.type == "cuda" else 0
         self._sifter, self._sifter_rule = None, self._rule
         if sifted_bytes and take is None and join is None and s.mode == "samples":
-            _, self._sifter_rule = self._make_rule(embedding.device)
+            self._sifter_rule = StaleSamples(embedding.tables, embedding.device, **rule)
             self._sifter = Sifter(
                 embedding.lanes, ids, self._sifter_rule.kept, most_bytes=sifted_bytes
             )
@@ -81,18 +82,13 @@ class SkipStale:
         self.record = SkipRecord(s.mode)
         self._take_hot(hot)
         self._stale: Tensor | None = None  # numbers of rows that are skipped, or in question
-        self._drops = False  # whether samples are dropped now
-        self._frozen: Tensor | None = None  # numbers of rows that are not updated now
+        self._is_skipping = False  # whether samples are dropped, or rows not updated, now
         self._freezes = False  # whether the collection has bits of frozen rows
         self._visits: Tensor | None = None  # of each hot row and of all others; None: not counted
         self._snapshot: Snapshot | None = None
         self._between = 0  # batches from one snapshot to the next
         self.begin(num_batches)
         self._position = done
-
-    def _make_rule(self, device: torch.device) -> tuple[RowNumbers, StaleSamples]:
-        numbers, s = RowNumbers(self._embedding.tables, device), self.settings
-        return numbers, StaleSamples(numbers, s.stale_lookups, each_table=s.each_table)
 
     def begin(self, num_batches: int) -> None:
         """Begin an epoch, which decides again unless a guard has ended skipping."""
@@ -105,8 +101,8 @@ class SkipStale:
         self._begin_decision()
 
     def _take_hot(self, hot: Rows) -> None:
-        self._hot = self._numbers.number(hot)
-        self._hot_there = self._hot.to(self._numbers.device)
+        self._hot = self._rule.number(hot)
+        self._hot_there = self._hot.to(self._rule.device)
         self._rule.set_hot(self._hot)
         self.record = replace(self.record, hot_rows=self._counts(self._hot), stale_rows={})
 
@@ -149,8 +145,9 @@ class SkipStale:
         self._refill.clear()
         if self._sifter is not None:
             self._sifter.clear()
-        if self._frozen is not None and not self._freezes:  # a run was closed in between
-            self._freeze(self._frozen)
+        is_frozen = self.settings.mode == "samples" or self._freezes
+        if self._is_skipping and not is_frozen:  # a run was closed in between
+            self._freeze()
         stream = BatchStream(batches)
         while stream.has_more():
             while self._position == self._until:
@@ -164,7 +161,7 @@ class SkipStale:
         while self._position != self._until and stream.has_more():
             batch = stream.next()
             self._position += 1
-            if sifter is not None and self._drops and sifter.takes(batch):
+            if sifter is not None and self._is_skipping and sifter.takes(batch):
                 sifter.add(batch)
                 if sifter.is_full:
                     yield from self._sifted(sifter.next())
@@ -203,15 +200,15 @@ class SkipStale:
             self._count_visits(self._look(batch))
         if self._position <= self.record.first_batch or self.settings.mode == "rows":
             return None
-        if not self._drops:
-            self._offer(self._count(batch))
+        if not self._is_skipping:
+            self._offer(self._refill.count(batch))
             return None
         keep = self._rule.kept(self._ids(batch))
         self._offer(len(keep), len(keep) - int(keep.sum()))
         return keep
 
     def _look(self, batch: Any) -> Looked:
-        return self._numbers.look(self._ids(batch))
+        return self._rule.look(self._ids(batch))
 
     def _count_visits(self, looked: Looked) -> None:
         assert self._visits is not None
@@ -236,11 +233,11 @@ class SkipStale:
         self._until, self._then = position, then
 
     def _watch(self, stream: BatchStream) -> None:
-        self._snapshot = Snapshot(self._embedding, self._numbers.by_table(self._hot))
+        self._snapshot = Snapshot(self._embedding, self._rule.by_table(self._hot))
         most = max(self.record.snapshot_bytes, self._snapshot.num_bytes)
         self.record = replace(self.record, snapshot_bytes=most)
         size = len(self._hot) + 1
-        self._visits = torch.zeros(size, dtype=torch.int32, device=self._numbers.device)
+        self._visits = torch.zeros(size, dtype=torch.int32, device=self._rule.device)
         self._due(self._position + self._between, self._decide)
 
     def _decide(self, stream: BatchStream) -> None:
@@ -253,11 +250,15 @@ class SkipStale:
             share_of, total = _share_of_lookups(places)
         else:
             share_of, total = _share_of_samples(self._rule, looked, places)
-        if share_of is not None and self._watches_on(share_of(often)):
+        if total and self._watches_on(share_of(often)):
             return
-        self._visits = None
-        moved = self._moved()
-        threshold = self._search(share_of, total, moved.to(often.device), often, batches)
+        assert self._snapshot is not None
+        moved = torch.cat([torch.empty(0), *self._snapshot.moved().values()])
+        self._visits = self._snapshot = None
+        if total:
+            threshold = self._search(share_of, total, moved.to(often.device), often)
+        else:
+            threshold = self._nothing_hot(sum(map(self._refill.count, batches)))
         often = often.cpu()
         stale = self._hot[often & (moved < threshold.tau)]
         seldom = self._counts(self._hot[~often])
@@ -285,44 +286,31 @@ class SkipStale:
         self._due(self._position + more, self._decide)
         return True
 
-    def _search(
-        self,
-        share_of: Callable[[Tensor], float] | None,
-        total: int,
-        moved: Tensor,
-        often: Tensor,
-        batches: Sequence[Any],
-    ) -> Threshold:
+    def _search(self, share_of: ShareOf, total: int, moved: Tensor, often: Tensor) -> Threshold:
         s = self.settings
-        of_rows = s.mode == "rows"
-        if share_of is None:
-            size = sum(map(self._count, batches))
-            said = (
-                f"none of {size:,} sampled inputs looks up "
-                f"{'any hot row' if of_rows else 'hot rows alone'}: nothing is skipped. "
-                f"{len(self._hot):,} rows are hot: a larger hot_budget has more, unless popularity "
-                "has drifted since they were chosen"
-            )
-            return Threshold(0.0, 0.0, 0, False, *s.search, said)
+        what = "lookups of hot rows" if s.mode == "rows" else "hot inputs"
         return find_threshold(
             lambda tau: share_of(often & (moved < tau)),
             target=s.target,
             tolerance=s.allowed,
             within=s.search,
             iterations=s.iterations,
-            what=f"{'lookups of hot rows' if of_rows else 'hot inputs'} ({total:,})",
+            what=f"{what} ({total:,})",
         )
+
+    def _nothing_hot(self, size: int) -> Threshold:
+        said = (
+            f"none of {size:,} sampled inputs looks up "
+            f"{'any hot row' if self.settings.mode == 'rows' else 'hot rows alone'}: nothing is "
+            f"skipped. {len(self._hot):,} rows are hot: a larger hot_budget has more, unless "
+            "popularity has drifted since they were chosen"
+        )
+        return Threshold(0.0, 0.0, 0, False, *self.settings.search, said)
 
     def _probe(self, stream: BatchStream) -> None:
         """Skip nothing and watch all hot rows again, for as long as at first."""
         self._pause()
         self._watch(stream)
-
-    def _moved(self) -> Tensor:
-        """Return how far hot rows moved since the snapshot, which is dropped."""
-        assert self._snapshot is not None
-        moved, self._snapshot = self._snapshot.moved(), None
-        return torch.cat([torch.empty(0), *moved.values()])
 
     def _resume(self, stale: Tensor) -> None:
         """Skip, from the next batch on."""
@@ -331,10 +319,10 @@ class SkipStale:
         if not len(stale):
             self._pause()
             return
+        self._is_skipping = True
         if self.settings.mode == "rows":
-            self._freeze(stale)
+            self._freeze()
         else:
-            self._drops = True
             self._rule.set_stale(stale)
             if self._sifter is not None:
                 with self._embedding.lanes.on("sort"):
@@ -344,18 +332,19 @@ class SkipStale:
         if self.settings.recheck_every:
             self._due(self._position + self.settings.recheck_every, self._probe)
 
-    def _freeze(self, stale: Tensor) -> None:
-        self._embedding.freeze_rows(self._numbers.by_table(stale))
-        self._frozen, self._freezes = stale, True
+    def _freeze(self) -> None:
+        assert self._stale is not None
+        self._embedding.freeze_rows(self._rule.by_table(self._stale))
+        self._freezes = True
 
     def _pause(self) -> None:
         """Skip nothing. The bits of frozen rows stay where they are, for captured steps."""
-        self._drops, self._frozen = False, None
+        self._is_skipping = False
         if self._freezes:
             self._embedding.freeze_rows({})
 
     def _counts(self, numbers: Tensor) -> dict[str, int]:
-        return {name: len(rows) for name, rows in self._numbers.by_table(numbers).items()}
+        return {name: len(rows) for name, rows in self._rule.by_table(numbers).items()}
 
     def note(self, validation_loss: float) -> None:
         """End skipping for good if the loss has risen, from the next batch that is read."""
@@ -380,21 +369,18 @@ class SkipStale:
             self._freezes = False
 
 
-ShareOf = Callable[[Tensor], float]  # which hot rows are stale -> share of inputs that are
-
-
-def _share_of_lookups(places: Sequence[Tensor]) -> tuple[ShareOf | None, int]:
+def _share_of_lookups(places: Sequence[Tensor]) -> tuple[ShareOf, int]:
     """Return a function for the share of stale lookups among those of hot rows, and their number.
 
-    `places` are those of the rows among the hot ones, -1 for others. None: there are no such rows.
+    `places` are those of the rows among the hot ones, -1 for others.
     """
     hot = torch.cat([place[place >= 0] for place in places])
-    return (lambda is_stale: int(is_stale[hot].sum()) / len(hot)) if len(hot) else None, len(hot)
+    return lambda is_stale: int(is_stale[hot].sum()) / len(hot), len(hot)
 
 
 def _share_of_samples(
     rule: StaleSamples, looked: Sequence[Looked], places: Sequence[Tensor]
-) -> tuple[ShareOf | None, int]:
+) -> tuple[ShareOf, int]:
     """Return a function for the share of stale samples among hot ones, and their number."""
     are_hot = [rule.are_hot(x) for x in looked]
     total = sum(int(hot.sum()) for hot in are_hot)
@@ -407,7 +393,7 @@ def _share_of_samples(
         ]
         return sum(int(flags.sum()) for flags in stale) / total
 
-    return share_of if total else None, total
+    return share_of, total
 
 
 class LossGuard:

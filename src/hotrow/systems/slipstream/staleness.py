@@ -83,12 +83,25 @@ class Looked:
         return sums[self.offsets].diff().view(-1, self.num_samples).t()
 
 
-class RowNumbers(Places):
-    """Numbers of all rows, and samples by the rows that they look up. Padding reads no row."""
+class StaleSamples(Places):
+    """Finds samples of stale rows: all rows of a sample, or `least` of them if all are hot.
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig], device: torch.device) -> None:
+    With `each_table` so many of every table. Padding reads no row.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        device: torch.device,
+        least: int | str = "all",
+        *,
+        each_table: bool = False,
+    ) -> None:
         super().__init__(tables, ignores_padding=True)
-        self.device, self._features = device, feature_order(tables)
+        self.device, self._least, self._each_table = device, least, each_table
+        self._features = feature_order(tables)
+        self._stale: Tensor | None = None  # a bit for each row
+        self._hot: Tensor | None = None
 
     def look(self, features: Any) -> Looked:
         """Return a batch's lookups. Ids outside their table read no row; planning raises later."""
@@ -115,35 +128,6 @@ class RowNumbers(Places):
             if low < high
         }
 
-    def bits(self, numbers: Tensor) -> Tensor:
-        """Return a bit for each row, set for these."""
-        return bits_of(numbers.to(self.device), self.size)
-
-    def samples_with(
-        self, looked: Looked, flags: Tensor, least: int | str, *, each_table: bool = False
-    ) -> Tensor:
-        """Return samples with at least `least` flagged lookups, or with "all" of theirs and at
-        least one, [B] bool. With `each_table` every table must have `least`."""
-        flagged = looked.count(flags)
-        if least == "all":
-            real = looked.count(looked.is_real).sum(1)
-            return (flagged.sum(1) == real) & (real > 0)
-        assert isinstance(least, int)
-        if not each_table:
-            return flagged.sum(1) >= least
-        per_table = flagged.new_zeros(len(flagged), len(self.tables) + 1)
-        per_table.index_add_(1, looked.tables, flagged)
-        return (per_table[:, :-1] >= least).all(1)  # the last column is for features of no table
-
-
-class StaleSamples:
-    """Finds samples of stale rows: all rows of a sample, or `least` of them if all are hot."""
-
-    def __init__(self, numbers: RowNumbers, least: int | str, *, each_table: bool) -> None:
-        self._numbers, self._least, self._each_table = numbers, least, each_table
-        self._stale: Tensor | None = None
-        self._hot: Tensor | None = None
-
     @property
     def needs_hot(self) -> bool:
         """Return whether `kept` depends on hot rows: if all rows are stale, all are hot."""
@@ -151,33 +135,47 @@ class StaleSamples:
 
     def set_stale(self, numbers: Tensor) -> None:
         """Set which rows are stale."""
-        self._stale = _written(self._stale, self._numbers.bits(numbers))
+        self._stale = self._written(self._stale, numbers)
 
     def set_hot(self, numbers: Tensor) -> None:
         """Set which rows are hot."""
-        self._hot = _written(self._hot, self._numbers.bits(numbers))
+        self._hot = self._written(self._hot, numbers)
+
+    def _written(self, bits: Tensor | None, numbers: Tensor) -> Tensor:
+        """Return a bit for each row, set for these; in the memory of the old bits, since a captured
+        launch reads them there."""
+        new = bits_of(numbers.to(self.device), self.size)
+        return new if bits is None else bits.copy_(new)
 
     def are_hot(self, looked: Looked) -> Tensor:
         """Return samples that read hot rows alone, and at least one, [B] bool."""
         assert self._hot is not None
-        return self._numbers.samples_with(looked, in_bits(self._hot, looked.numbers), "all")
+        return _have_all(looked, in_bits(self._hot, looked.numbers))
 
-    def have_stale(self, looked: Looked, is_stale: Tensor) -> Tensor:
-        """Return samples with enough stale lookups, [B] bool."""
-        least, each_table = self._least, self._each_table
-        return self._numbers.samples_with(looked, is_stale, least, each_table=each_table)
+    def have_stale(self, looked: Looked, flags: Tensor) -> Tensor:
+        """Return samples with enough lookups that are flagged as stale, [B] bool."""
+        if not isinstance(self._least, int):
+            return _have_all(looked, flags)
+        flagged = looked.count(flags)
+        if not self._each_table:
+            return flagged.sum(1) >= self._least
+        per_table = flagged.new_zeros(len(flagged), len(self.tables) + 1)
+        per_table.index_add_(1, looked.tables, flagged)
+        # The last column is for features of no table.
+        return (per_table[:, :-1] >= self._least).all(1)
 
     def kept(self, features: Any) -> Tensor:
         """Return which samples of a batch are not stale, [B] bool."""
         assert self._stale is not None
-        looked = self._numbers.look(features)
+        looked = self.look(features)
         stale = self.have_stale(looked, in_bits(self._stale, looked.numbers))
         return ~(stale & self.are_hot(looked)) if self.needs_hot else ~stale
 
 
-def _written(bits: Tensor | None, new: Tensor) -> Tensor:
-    """Return new bits, in the memory of the old ones: a captured launch reads them there."""
-    return new if bits is None else bits.copy_(new)
+def _have_all(looked: Looked, flags: Tensor) -> Tensor:
+    """Return samples whose lookups are all flagged, and which have at least one, [B] bool."""
+    real = looked.count(looked.is_real).sum(1)
+    return (looked.count(flags).sum(1) == real) & (real > 0)
 
 
 @dataclass(frozen=True)
