@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -317,6 +318,36 @@ class PlainTables(nn.Module):
         )  # fmt: skip
 
 
+def update_rows(
+    rule: Any,
+    weight: Tensor,
+    state: Sequence[Tensor],
+    rows: Tensor,
+    grad: Tensor,
+    *,
+    rate: float,
+    step: int,
+) -> None:
+    """A rule's update of some rows in plain torch."""
+    if isinstance(rule, hotrow.SGD):
+        weight[rows] -= rate * (grad + rule.weight_decay * weight[rows])
+    elif isinstance(rule, hotrow.Adagrad):
+        square = grad.square()
+        state[0][rows] += square.mean(1, keepdim=True) if rule.row_wise else square
+        weight[rows] -= rate * grad / (state[0][rows].sqrt() + rule.eps)
+    else:
+        assert isinstance(rule, hotrow.Adam)
+        (mean, square), (beta1, beta2) = state, rule.betas
+        first, second = 1 - beta1**step, 1 - beta2**step
+        mean[rows] = beta1 * mean[rows] + (1 - beta1) * grad
+        square[rows] = beta2 * square[rows] + (1 - beta2) * grad.square()
+        size = (square[rows].sqrt() + rule.eps) / math.sqrt(second)  # SparseAdam corrects last
+        if isinstance(rule, hotrow.AdamW):
+            weight[rows] *= 1 - rate * rule.weight_decay
+            size = (square[rows] / second).sqrt() + rule.eps
+        weight[rows] -= rate * mean[rows] / first / size
+
+
 class PlainRows:
     """Reference updates of touched rows, from dense gradients; torch.optim where it can."""
 
@@ -344,28 +375,13 @@ class PlainRows:
                     rows[None], grad[rows], weight.shape, check_invariants=True
                 ).coalesce()
             elif self.torch is None:
+                step = {"rate": self.rule.lr, "step": self.step_count}
                 with torch.no_grad():
-                    self._update(name, weight, grad[rows], rows)
+                    update_rows(self.rule, weight, self.state[name], rows, grad[rows], **step)
                 weight.grad = None
         if self.torch is not None:
             self.torch.step()
             self.torch.zero_grad()
-
-    def _update(self, name: str, weight: Tensor, grad: Tensor, rows: Tensor) -> None:
-        rule, (first, second) = self.rule, self.state[name]
-        if isinstance(rule, hotrow.SGD):
-            weight[rows] -= rule.lr * (grad + rule.weight_decay * weight[rows])
-        elif isinstance(rule, hotrow.RowWiseAdagrad):
-            first[rows] += grad.square().mean(1, keepdim=True)
-            weight[rows] -= rule.lr * grad / (first[rows].sqrt() + rule.eps)
-        else:
-            beta1, beta2 = rule.betas
-            weight[rows] *= 1 - rule.lr * rule.weight_decay
-            first[rows] = beta1 * first[rows] + (1 - beta1) * grad
-            second[rows] = beta2 * second[rows] + (1 - beta2) * grad.square()
-            mean = first[rows] / (1 - beta1**self.step_count)
-            root = (second[rows] / (1 - beta2**self.step_count)).sqrt()
-            weight[rows] -= rule.lr * mean / (root + rule.eps)
 
 
 def train_plain(embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any]) -> PlainTables:

@@ -5,7 +5,6 @@ Both have a dense weight for every feature, the same loss, and the same verbs fo
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import Case, tight_budget, variant
+from builders import Case, tight_budget, update_rows, variant
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.tree import to_device
 from programs import (
@@ -145,31 +144,17 @@ class Reference:
         for name, grad in grads.items():
             self.steps[name] += 1
             rows = grad.indices()[0]
-            kept = ~self.frozen[name][rows]
-            self._update(name, rows[kept], grad.values()[kept] / scale, rates[name])
+            kept, values = ~self.frozen[name][rows], grad.values() / scale
+            update_rows(
+                self.rule,
+                self.weights[name],
+                self.state[name],
+                rows[kept],
+                values[kept],
+                rate=rates[name],
+                step=self.steps[name],
+            )
             self.weights[name].grad = None
-
-    def _update(self, name: str, rows: Tensor, grad: Tensor, rate: float) -> None:
-        weight, state, rule = self.weights[name], self.state[name], self.rule
-        if isinstance(rule, hotrow.SGD):
-            weight[rows] -= rate * (grad + rule.weight_decay * weight[rows])
-        elif isinstance(rule, hotrow.Adagrad):
-            square = grad.square()
-            state[0][rows] += square.mean(1, keepdim=True) if rule.row_wise else square
-            weight[rows] -= rate * grad / (state[0][rows].sqrt() + rule.eps)
-        else:
-            assert isinstance(rule, hotrow.Adam)
-            (mean, square), (beta1, beta2) = state, rule.betas
-            first, second = 1 - beta1 ** self.steps[name], 1 - beta2 ** self.steps[name]
-            mean[rows] = beta1 * mean[rows] + (1 - beta1) * grad
-            square[rows] = beta2 * square[rows] + (1 - beta2) * grad.square()
-            if isinstance(rule, hotrow.AdamW):
-                weight[rows] *= 1 - rate * rule.weight_decay
-                size = (square[rows] / second).sqrt() + rule.eps
-                weight[rows] -= rate * mean[rows] / first / size
-            else:  # SparseAdam adds eps before it corrects
-                size = (square[rows].sqrt() + rule.eps) / math.sqrt(second)
-                weight[rows] -= rate * mean[rows] / first / size
 
 
 class Plain(Model):
@@ -195,15 +180,13 @@ class Plain(Model):
     def _module(table: hotrow.EmbeddingBagConfig, start: Tensor) -> nn.Module:
         padding = table.padding_idx
         if table.pooling == "none":
-            module: nn.Module = nn.Embedding(
+            return nn.Embedding(
                 *start.shape, padding_idx=padding, sparse=True, _weight=start.double()
             )
-        else:
-            module = nn.EmbeddingBag(
-                *start.shape, mode=table.pooling, padding_idx=padding, sparse=True,
-                include_last_offset=True, _weight=start.double(),
-            )  # fmt: skip
-        return module
+        return nn.EmbeddingBag(
+            *start.shape, mode=table.pooling, padding_idx=padding, sparse=True,
+            include_last_offset=True, _weight=start.double(),
+        )  # fmt: skip
 
     def look_up(self, batch: Samples) -> Vectors:
         vectors = {}
@@ -474,8 +457,6 @@ class Rows(Model):
             hotrow.load_checkpoint(path, loaded.embedding)
             for label, value in loaded.tables():
                 yield f"checkpoint {number}: {label}", value
-        if self._saved:
-            self._folder.cleanup()
 
     def change_engine(self) -> None:
         if self.plainly:
