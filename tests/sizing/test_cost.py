@@ -116,7 +116,7 @@ def test_this_machine_is_measured() -> None:
     assert given.ms == pytest.approx(13 + given.moving_ms)
 
 
-def test_rows_that_are_timed_were_not_moved_before() -> None:
+def test_rows_that_are_timed_were_not_moved_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be in a core's own memory, which is many times as fast."""
     moved: dict[tuple[str, int], list[torch.Tensor]] = {}
 
@@ -129,7 +129,8 @@ def test_rows_that_are_timed_were_not_moved_before() -> None:
             moved.setdefault(("write", rows.shape[1]), []).append(ids)
             super().write(ids, rows)
 
-    measure(torch.device("cpu"), store=Seen)
+    monkeypatch.setattr("hotrow.sizing.machines.Store", Seen)
+    measure(torch.device("cpu"))
     assert len(moved) == 6
     for each in moved.values():
         ids = torch.cat(each)

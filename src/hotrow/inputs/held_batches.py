@@ -212,8 +212,7 @@ class _Given:
         Memory that was freed and is used again does not count, so held memory is kept alive here,
         or known by weak references.
         """
-        refer = _weakly if weakly else _strongly
-        spans = [(*_extent(part), [refer(part)]) for part in parts]
+        spans = [(*_extent(part), [_weakly(part) if weakly else part]) for part in parts]
         if len(spans) > 1:
             spans = _joined(sorted(spans, key=lambda span: span[0]))
         noted: list[Span] = []
@@ -446,10 +445,6 @@ def _weakly(part: Part) -> Any:
     if isinstance(part, np.ndarray):
         return weakref.ref(part)
     return StorageWeakRef(part.untyped_storage())
-
-
-def _strongly(part: Part) -> Any:
-    return part
 
 
 def _extent(part: Part) -> tuple[int, int]:

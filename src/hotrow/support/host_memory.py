@@ -7,10 +7,9 @@ from pathlib import Path
 from hotrow.support.units import show_bytes
 
 
-def check_fits(num_rows: int, width: int, *, available: int | None = None) -> None:
-    """Refuse more rows than there is memory for (`available` bytes, measured if not given)."""
-    num_bytes = num_rows * width * 4
-    have = available_bytes() if available is None else available
+def check_fits(num_rows: int, width: int) -> None:
+    """Refuse more rows than there is memory for."""
+    num_bytes, have = num_rows * width * 4, available_bytes()
     if have is not None and num_bytes > have:
         raise ValueError(
             f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes, beside=have)} of "
