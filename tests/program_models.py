@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,24 +36,21 @@ from programs import (
 Vectors = dict[str, Tensor]
 
 
-class Scheduled:
-    """Learning rates of a torch optimizer's param groups, as a program changes them."""
-
-    def __init__(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
-        self._schedulers: list[Any] = []
-        schedulers = torch.optim.lr_scheduler
-        if program.scheduler == "exponential":
-            self._schedulers = [schedulers.ExponentialLR(optimizer, 0.8)]
-        elif program.scheduler == "lambda":
-            self._schedulers = [schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
-
-    def step(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
+def scheduler_of(program: Program, optimizer: torch.optim.Optimizer) -> Any:
+    """What changes the learning rates of a torch optimizer's param groups after each step."""
+    if program.scheduler == "exponential":
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    if program.scheduler == "lambda":
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return SimpleNamespace(step=lambda: None)
 
 
 class Model(nn.Module):
-    """A dense weight for every feature, and the loss; subclasses have the rows."""
+    """A dense weight for every feature, and the loss.
+
+    Subclasses have the rows: `look_up` a batch, `whole` for its values(), and `tables` for all
+    weights and row state with their names.
+    """
 
     def __init__(self, program: Program, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -74,12 +72,6 @@ class Model(nn.Module):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def look_up(self, batch: Any) -> Vectors:
-        raise NotImplementedError
-
-    def whole(self, batch: Any) -> Tensor:
-        raise NotImplementedError
-
     def loss(self, step: Step, batch: Any, samples: Samples) -> Tensor:
         program = self.program
         if not step.used:
@@ -98,10 +90,6 @@ class Model(nn.Module):
                 label = label.repeat_interleave(samples.lengths[name].to(label.device))
             total = total + self._loss(mine, self.slopes[name], label)
         return total
-
-    def tables(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights and row state, with their names."""
-        raise NotImplementedError
 
     def save(self, how: str) -> None:
         """Keep the tables as they are now."""
@@ -174,7 +162,7 @@ class Plain(Model):
         groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in rates]
         self.row_optimizer = torch.optim.SGD(groups)
         self.row_optimizer._opt_called = True  # its step() would be another optimizer's step
-        self.scheduled = Scheduled(self.program, self.row_optimizer)
+        self.scheduled = scheduler_of(self.program, self.row_optimizer)
 
     @staticmethod
     def _module(table: hotrow.EmbeddingBagConfig, start: Tensor) -> nn.Module:
@@ -292,7 +280,7 @@ class Rows(Model):
             groups = self.embedding.optimizer.param_groups
             for group, rate in zip(groups, program.rates, strict=True):
                 group["lr"] = rate
-        self.scheduled = Scheduled(program, self.embedding.optimizer)
+        self.scheduled = scheduler_of(program, self.embedding.optimizer)
 
     def _collection(self, seed: int = 3) -> hotrow.EmbeddingBagCollection:
         program = self.program
@@ -426,7 +414,7 @@ class Rows(Model):
             self.embedding.optimizer.load_state_dict(old.optimizer.state_dict())
         for group in self.embedding.optimizer.param_groups:
             group.pop("initial_lr", None)
-        self.scheduled = Scheduled(self.program, self.embedding.optimizer)
+        self.scheduled = scheduler_of(self.program, self.embedding.optimizer)
         return self
 
     def save(self, how: str) -> None:

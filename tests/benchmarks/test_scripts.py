@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,27 +21,7 @@ import torch
 
 from clicks import criteo_lines, write
 from commands import hotrow
-from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.job import build
-from hotrow.sizing.reuse import belady, next_uses_of
-from hotrow.sizing.simulator import simulate
-
-
-def test_lookahead_meets_the_bound_when_it_knows_everything(load: Any) -> None:
-    generator = np.random.default_rng(0)
-    batches = [np.unique(generator.zipf(1.3, 40) % 300).astype(np.int32) for _ in range(60)]
-    least = belady(next_uses_of(batches, num_rows=300), [90]).misses[0]
-    lookups = load("belady").Lookups(batches, None, 300, 0, len(batches))
-    exact = replace(  # nothing pinned, no hold, and a ranking for each batch alone
-        STRATEGIES["lookahead"],
-        pinned_part=0.0,
-        overlapped=False,
-        eviction=replace(STRATEGIES["lookahead"].eviction, in_bulk=False),
-    )
-    for strategy, bound in ((exact, least), (STRATEGIES["lookahead"], None)):
-        (found,) = simulate(lookups.tensors(60), num_rows=300, choices=[(strategy, 90)], depth=60)
-        assert found.fetched_rows >= least
-        assert bound is None or found.fetched_rows == bound
 
 
 def test_what_fails_or_has_no_time_hinders_nothing_after_it(

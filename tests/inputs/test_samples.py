@@ -125,20 +125,20 @@ def test_a_text_for_each_sample_is_not_left_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("parts", "message"),
     [
-        (hotrow.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1])), "features"),
-        (jagged(weighted=True), "weights"),
+        (
+            [jagged(weighted=False), hotrow.KeyedJaggedTensor.of({"f": torch.tensor([1])})],
+            "feature",
+        ),
+        ([jagged(weighted=False), jagged(weighted=True)], "weights"),
+        ([], "no batch"),
     ],
+    ids=["features", "weights", "nothing"],
 )
-def test_batches_that_do_not_look_alike_are_not_joined(others: Any, message: str) -> None:
+def test_batches_that_do_not_look_alike_are_not_joined(parts: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        join([jagged(weighted=False), others])
-
-
-def test_nothing_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match="no batch"):
-        join([])
+        join(parts)
 
 
 @pytest.mark.parametrize(

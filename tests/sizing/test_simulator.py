@@ -83,6 +83,7 @@ def test_look_ahead_learns_no_pins_and_static_does() -> None:
     assert usual.fetched_rows == without.fetched_rows
     told = simulate(trace(120), num_rows=ROWS, choices=choices, depth=5, hottest=torch.arange)
     assert told[0].loaded_rows > 0 == told[1].loaded_rows
+    assert told[0].fetched_rows < usual.fetched_rows  # pins are no misses
 
 
 def test_deeper_look_ahead_approaches_the_best_choice() -> None:
