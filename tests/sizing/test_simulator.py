@@ -13,7 +13,7 @@ import hotrow
 from builders import skewed
 from hotrow.engine.evict import DOUBLED, EVICTIONS
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.simulator import Simulated, has_dense_map, simulate
+from hotrow.sizing.simulator import Simulated, simulate
 
 ROWS = 4000
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -25,12 +25,6 @@ def trace(count: int = 60) -> list[torch.Tensor]:
 
 
 def test_the_map_that_training_would_have_decides_nothing() -> None:
-    maps = [
-        has_dense_map(slots, ROWS, as_trained=as_trained)
-        for as_trained in (False, True)
-        for slots in (500, 3000)
-    ]
-    assert maps == [True, True, False, True]
     choices = [(STRATEGIES["lru"], 500), (STRATEGIES["lru"], 3000)]
     quick, real = (
         simulate(trace(), num_rows=ROWS, choices=choices, as_trained=as_trained)
