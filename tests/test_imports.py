@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hotrow
-from hotrow.support.old_names import MOVED
+from hotrow.support.startup import MOVED
 
 SOURCE = Path(hotrow.__file__).parent
 PATHS = {

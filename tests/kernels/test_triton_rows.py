@@ -14,7 +14,7 @@ from torch.nn import functional
 from hotrow.kernels import reference
 from hotrow.kernels.reference import bits_of
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
-from hotrow.kernels.triton import update
+from hotrow.kernels.triton import segments, update
 from hotrow.kernels.triton.lookup import pool, weight_grads
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.update import NUM_SCALARS, sum_by_row, update_rows, update_slots
@@ -40,21 +40,10 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=name_of)
 
 def segments_of(ids: Tensor) -> Segments:
     """The lookups sorted by id; what has no meaning beyond the count is poison."""
-    size = ids.numel()
-    keys, order = torch.sort(ids, stable=True)
-    unique, rank, counts = torch.unique_consecutive(keys, return_inverse=True, return_counts=True)
-    starts = functional.pad(counts.cumsum(0), (1, 0))
-    padded_ids = torch.full_like(ids, torch.iinfo(ids.dtype).min)
-    padded_ids[: unique.numel()] = unique
-    padded_starts = torch.full([size + 1], torch.iinfo(torch.int32).min, device=ids.device)
-    padded_starts[: starts.numel()] = starts
-    return Segments(
-        order=order.int(),
-        rank=rank.int(),
-        starts=padded_starts.int(),
-        ids=padded_ids,
-        count=torch.tensor([unique.numel()], dtype=torch.int32, device=ids.device),
-    )
+    found = segments.segments_of(ids)
+    found.ids[int(found.count) :] = torch.iinfo(ids.dtype).min
+    found.starts[int(found.count) + 1 :] = torch.iinfo(torch.int32).min
+    return found
 
 
 def shuffled(lengths: dict[int, int], device: torch.device) -> Tensor:

@@ -80,16 +80,6 @@ def test_look_ahead_learns_no_pins_and_static_does() -> None:
     assert told[0].fetched_rows < usual.fetched_rows  # pins are no misses
 
 
-def test_deeper_look_ahead_approaches_the_best_choice() -> None:
-    unpinned = replace(STRATEGIES["lookahead"], pinned_part=0.0)
-    by_depth = [
-        simulate(trace(120), num_rows=ROWS, choices=[(unpinned, 900)], depth=depth, warm_up=40)[0]
-        for depth in (0, 5, 40)
-    ]
-    fetched = [each.fetched_rows for each in by_depth]
-    assert fetched[0] > fetched[1] > fetched[2]
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [("lru", "the trace has 5 batches, all of them warm-up"), ("all-fast", "moves nothing")],

@@ -15,7 +15,7 @@ import torch
 
 import hotrow
 import hotrow.store.writer
-from hotrow.store.writer import Writer, shared_writer, why_not
+from hotrow.store.writer import Writer, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no writer: {why_not()}")
 
@@ -133,12 +133,6 @@ def test_memory_stays_until_the_job_is_done_and_goes_then() -> None:
     writer.wait_for_all()
     assert there() is None
     assert [each() for each in gone] == [None] * 8
-
-
-def test_all_share_one() -> None:
-    assert shared_writer() is not None
-    first = shared_writer()
-    assert shared_writer() is first
 
 
 def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:

@@ -18,6 +18,7 @@ from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
+from hotrow.support.records import Counted
 
 _DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable
 _CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Simulated(Counted):
     """What one strategy would move for the batches after the warm-up."""
 
     strategy: str
@@ -39,11 +40,6 @@ class Simulated:
     chunked_batches: int = 0
     planning_seconds: float = 0.0  # sorting the ids included
     loaded_rows: int = 0  # prefetched for pinning
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of lookups that cause no fetch."""
-        return 1 - self.fetched_rows / max(1, self.lookups)
 
     @property
     def rows_per_batch(self) -> float:

@@ -113,14 +113,13 @@ def _refused(why: str, done: int, total: int) -> str:
     )
 
 
-def _memlock(limit: int | None = None) -> str:
-    """Name the limit on locked memory, the process's own if none is given."""
+def _memlock() -> str:
+    """Name the process's limit on locked memory, if there is one."""
     try:
         import resource
     except ImportError:  # not a POSIX system
         return ""
-    if limit is None:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     return f" (the limit on locked memory is {show_bytes(limit)})"

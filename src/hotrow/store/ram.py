@@ -18,9 +18,9 @@ from torch import Tensor
 from hotrow.inputs.tables import Constant, EmbeddingBagConfig, Init, Normal, Uniform, WidthGroup
 from hotrow.store.changed import ChangedRows, FrozenRows, TouchedRows
 from hotrow.store.snapshot import Snapshot
-from hotrow.support.forks import bind_to_this_process
 from hotrow.support.hashing import mixed
 from hotrow.support.host_memory import check_fits
+from hotrow.support.threads import bind_to_this_process
 
 _CHUNK_FLOATS = 1 << 20
 
