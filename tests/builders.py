@@ -279,7 +279,6 @@ class PlainTables(nn.Module):
                 for key, value in embedding.state_dict().items()
             }
         )
-        self.touched: dict[str, Tensor] = {}
 
     def forward(self, features: Any) -> hotrow.Embedded:
         columns = tuple(name for table in self.tables for name in table.feature_names)
@@ -305,16 +304,12 @@ class PlainTables(nn.Module):
         return hotrow.Embedded(columns, vectors, batch, None)
 
     def _lookup(self, table: Any, ids: Tensor, offsets: Tensor, weights: Any) -> Tensor:
-        weight = self.weight[table.name]
-        seen = self.touched.setdefault(table.name, torch.zeros(len(weight), dtype=torch.bool))
-        seen[ids] = True
-        if table.padding_idx is not None:
-            seen[table.padding_idx] = False
+        weight, padding = self.weight[table.name], table.padding_idx
         if table.pooling == "none":
-            return functional.embedding(ids, weight, padding_idx=table.padding_idx)
+            return functional.embedding(ids, weight, padding_idx=padding, sparse=True)
         return functional.embedding_bag(
             ids, weight, offsets, mode=table.pooling, per_sample_weights=weights,
-            include_last_offset=True, padding_idx=table.padding_idx,
+            include_last_offset=True, padding_idx=padding, sparse=True,
         )  # fmt: skip
 
 
@@ -349,7 +344,7 @@ def update_rows(
 
 
 class PlainRows:
-    """Reference updates of touched rows, from dense gradients; torch.optim where it can."""
+    """Reference updates of the rows with gradients; torch.optim where it can."""
 
     def __init__(self, tables: PlainTables, rule: Any) -> None:
         self.tables, self.rule, self.step_count = tables, rule, 0
@@ -368,16 +363,12 @@ class PlainRows:
     def step(self) -> None:
         self.step_count += 1
         for name, weight in self.tables.weight.items():
-            rows = self.tables.touched.pop(name).nonzero().squeeze(1)
-            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            if isinstance(self.torch, torch.optim.SparseAdam):
-                weight.grad = torch.sparse_coo_tensor(
-                    rows[None], grad[rows], weight.shape, check_invariants=True
-                ).coalesce()
-            elif self.torch is None:
+            if self.torch is None:
+                grad = weight.grad.coalesce()
+                rows, values = grad.indices()[0], grad.values()
                 step = {"rate": self.rule.lr, "step": self.step_count}
                 with torch.no_grad():
-                    update_rows(self.rule, weight, self.state[name], rows, grad[rows], **step)
+                    update_rows(self.rule, weight, self.state[name], rows, values, **step)
                 weight.grad = None
         if self.torch is not None:
             self.torch.step()

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -42,6 +43,7 @@ _MOST_HELD = 512  # batches that may be held where that is not known
 _MARGIN = 4  # batches that count as held after their time: a GPU may still be reading them
 _MOST_OWNERS = 4  # remembered owners of memory that many batches share
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_start = itemgetter(0)  # of a span
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -166,9 +168,7 @@ class _Given:
 
     def forget(self) -> None:
         """Release all batches."""
-        # All spans by address; those of different batches do not overlap.
-        self._starts: list[int] = []
-        self._spans: list[Span] = []
+        self._spans: list[Span] = []  # by address; those of different batches do not overlap
         self._recent: deque[list[Span]] = deque()  # by batch
 
     def take(self, batch: Any, held: int | None) -> Held:
@@ -203,23 +203,21 @@ class _Given:
         """
         spans = [(*_extent(part), [_weakly(part) if weakly else part]) for part in parts]
         if len(spans) > 1:
-            spans = _joined(sorted(spans, key=lambda span: span[0]))
+            spans = _joined(sorted(spans, key=_start))
         noted: list[Span] = []
         shared: list[tuple[int, int]] = []
         for start, end, owners in spans:
             low, high = start, end
-            place = bisect_right(self._starts, start)
+            place = bisect_right(self._spans, start, key=_start)
             if place and self._spans[place - 1][1] > start:
                 place -= 1
-            while place < len(self._starts) and self._starts[place] < end:
-                first, last, others = self._spans[place]
-                del self._starts[place], self._spans[place]
+            while place < len(self._spans) and self._spans[place][0] < end:
+                first, last, others = self._spans.pop(place)
                 if any(_is_alive(owner) for owner in others):  # else it was freed
                     low, high = min(low, first), max(high, last)
                     owners = [*owners, *others[:_MOST_OWNERS]]
                     if not shared or shared[-1] != (start, end):
                         shared.append((start, end))
-            self._starts.insert(place, low)
             self._spans.insert(place, (low, high, owners))
             noted.append((low, high, owners))
         self._recent.append(noted)
@@ -228,9 +226,9 @@ class _Given:
         return [p for p in parts if any(low <= _extent(p)[0] < high for low, high in shared)]
 
     def _release(self, span: Span) -> None:
-        place = bisect_left(self._starts, span[0])
+        place = bisect_left(self._spans, span[0], key=_start)
         if place < len(self._spans) and self._spans[place][2] is span[2]:
-            del self._starts[place], self._spans[place]
+            del self._spans[place]
 
 
 _known: weakref.WeakKeyDictionary[Any, _Habits] = weakref.WeakKeyDictionary()
