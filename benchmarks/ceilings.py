@@ -199,8 +199,8 @@ class Ceilings:
         slots = torch.arange(moves.count, dtype=torch.int32, device=self.device)
         entering, leaving, rows = moves.index[0], moves.index[1], moves.rows[0]
         works: dict[str, Callable[[int], None]] = {
-            "gather": lambda blocks: fill.gather(moves.host, entering, rows, None, blocks),
-            "scatter": lambda blocks: fill.scatter(moves.host, leaving, rows, None, blocks),
+            "gather": lambda blocks: fill.gather(moves.host, entering, rows, blocks),
+            "scatter": lambda blocks: fill.scatter(moves.host, leaving, rows, blocks),
             "fill": lambda blocks: fill.fill(
                 rows, moves.host, slots, leaving, entering, count, blocks
             ),

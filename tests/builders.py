@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -278,7 +279,6 @@ class PlainTables(nn.Module):
                 for key, value in embedding.state_dict().items()
             }
         )
-        self.touched: dict[str, Tensor] = {}
 
     def forward(self, features: Any) -> hotrow.Embedded:
         columns = tuple(name for table in self.tables for name in table.feature_names)
@@ -304,21 +304,47 @@ class PlainTables(nn.Module):
         return hotrow.Embedded(columns, vectors, batch, None)
 
     def _lookup(self, table: Any, ids: Tensor, offsets: Tensor, weights: Any) -> Tensor:
-        weight = self.weight[table.name]
-        seen = self.touched.setdefault(table.name, torch.zeros(len(weight), dtype=torch.bool))
-        seen[ids] = True
-        if table.padding_idx is not None:
-            seen[table.padding_idx] = False
+        weight, padding = self.weight[table.name], table.padding_idx
         if table.pooling == "none":
-            return functional.embedding(ids, weight, padding_idx=table.padding_idx)
+            return functional.embedding(ids, weight, padding_idx=padding, sparse=True)
         return functional.embedding_bag(
             ids, weight, offsets, mode=table.pooling, per_sample_weights=weights,
-            include_last_offset=True, padding_idx=table.padding_idx,
+            include_last_offset=True, padding_idx=padding, sparse=True,
         )  # fmt: skip
 
 
+def update_rows(
+    rule: Any,
+    weight: Tensor,
+    state: Sequence[Tensor],
+    rows: Tensor,
+    grad: Tensor,
+    *,
+    rate: float,
+    step: int,
+) -> None:
+    """A rule's update of some rows in plain torch."""
+    if isinstance(rule, hotrow.SGD):
+        weight[rows] -= rate * (grad + rule.weight_decay * weight[rows])
+    elif isinstance(rule, hotrow.Adagrad):
+        square = grad.square()
+        state[0][rows] += square.mean(1, keepdim=True) if rule.row_wise else square
+        weight[rows] -= rate * grad / (state[0][rows].sqrt() + rule.eps)
+    else:
+        assert isinstance(rule, hotrow.Adam)
+        (mean, square), (beta1, beta2) = state, rule.betas
+        first, second = 1 - beta1**step, 1 - beta2**step
+        mean[rows] = beta1 * mean[rows] + (1 - beta1) * grad
+        square[rows] = beta2 * square[rows] + (1 - beta2) * grad.square()
+        size = (square[rows].sqrt() + rule.eps) / math.sqrt(second)  # SparseAdam corrects last
+        if isinstance(rule, hotrow.AdamW):
+            weight[rows] *= 1 - rate * rule.weight_decay
+            size = (square[rows] / second).sqrt() + rule.eps
+        weight[rows] -= rate * mean[rows] / first / size
+
+
 class PlainRows:
-    """Reference updates of touched rows, from dense gradients; torch.optim where it can."""
+    """Reference updates of the rows with gradients; torch.optim where it can."""
 
     def __init__(self, tables: PlainTables, rule: Any) -> None:
         self.tables, self.rule, self.step_count = tables, rule, 0
@@ -337,35 +363,16 @@ class PlainRows:
     def step(self) -> None:
         self.step_count += 1
         for name, weight in self.tables.weight.items():
-            rows = self.tables.touched.pop(name).nonzero().squeeze(1)
-            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            if isinstance(self.torch, torch.optim.SparseAdam):
-                weight.grad = torch.sparse_coo_tensor(
-                    rows[None], grad[rows], weight.shape, check_invariants=True
-                ).coalesce()
-            elif self.torch is None:
+            if self.torch is None:
+                grad = weight.grad.coalesce()
+                rows, values = grad.indices()[0], grad.values()
+                step = {"rate": self.rule.lr, "step": self.step_count}
                 with torch.no_grad():
-                    self._update(name, weight, grad[rows], rows)
+                    update_rows(self.rule, weight, self.state[name], rows, values, **step)
                 weight.grad = None
         if self.torch is not None:
             self.torch.step()
             self.torch.zero_grad()
-
-    def _update(self, name: str, weight: Tensor, grad: Tensor, rows: Tensor) -> None:
-        rule, (first, second) = self.rule, self.state[name]
-        if isinstance(rule, hotrow.SGD):
-            weight[rows] -= rule.lr * (grad + rule.weight_decay * weight[rows])
-        elif isinstance(rule, hotrow.RowWiseAdagrad):
-            first[rows] += grad.square().mean(1, keepdim=True)
-            weight[rows] -= rule.lr * grad / (first[rows].sqrt() + rule.eps)
-        else:
-            beta1, beta2 = rule.betas
-            weight[rows] *= 1 - rule.lr * rule.weight_decay
-            first[rows] = beta1 * first[rows] + (1 - beta1) * grad
-            second[rows] = beta2 * second[rows] + (1 - beta2) * grad.square()
-            mean = first[rows] / (1 - beta1**self.step_count)
-            root = (second[rows] / (1 - beta2**self.step_count)).sqrt()
-            weight[rows] -= rule.lr * mean / (root + rule.eps)
 
 
 def train_plain(embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any]) -> PlainTables:

@@ -5,19 +5,19 @@ Both have a dense weight for every feature, the same loss, and the same verbs fo
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import Case, tight_budget, variant
+from builders import Case, tight_budget, update_rows, variant
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.inputs.tree import to_device
 from programs import (
@@ -36,24 +36,21 @@ from programs import (
 Vectors = dict[str, Tensor]
 
 
-class Scheduled:
-    """Learning rates of a torch optimizer's param groups, as a program changes them."""
-
-    def __init__(self, program: Program, optimizer: torch.optim.Optimizer) -> None:
-        self._schedulers: list[Any] = []
-        schedulers = torch.optim.lr_scheduler
-        if program.scheduler == "exponential":
-            self._schedulers = [schedulers.ExponentialLR(optimizer, 0.8)]
-        elif program.scheduler == "lambda":
-            self._schedulers = [schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
-
-    def step(self) -> None:
-        for scheduler in self._schedulers:
-            scheduler.step()
+def scheduler_of(program: Program, optimizer: torch.optim.Optimizer) -> Any:
+    """What changes the learning rates of a torch optimizer's param groups after each step."""
+    if program.scheduler == "exponential":
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    if program.scheduler == "lambda":
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return SimpleNamespace(step=lambda: None)
 
 
 class Model(nn.Module):
-    """A dense weight for every feature, and the loss; subclasses have the rows."""
+    """A dense weight for every feature, and the loss.
+
+    Subclasses have the rows: `look_up` a batch, `whole` for its values(), and `tables` for all
+    weights and row state with their names.
+    """
 
     def __init__(self, program: Program, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -75,12 +72,6 @@ class Model(nn.Module):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def look_up(self, batch: Any) -> Vectors:
-        raise NotImplementedError
-
-    def whole(self, batch: Any) -> Tensor:
-        raise NotImplementedError
-
     def loss(self, step: Step, batch: Any, samples: Samples) -> Tensor:
         program = self.program
         if not step.used:
@@ -99,10 +90,6 @@ class Model(nn.Module):
                 label = label.repeat_interleave(samples.lengths[name].to(label.device))
             total = total + self._loss(mine, self.slopes[name], label)
         return total
-
-    def tables(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights and row state, with their names."""
-        raise NotImplementedError
 
     def save(self, how: str) -> None:
         """Keep the tables as they are now."""
@@ -145,31 +132,17 @@ class Reference:
         for name, grad in grads.items():
             self.steps[name] += 1
             rows = grad.indices()[0]
-            kept = ~self.frozen[name][rows]
-            self._update(name, rows[kept], grad.values()[kept] / scale, rates[name])
+            kept, values = ~self.frozen[name][rows], grad.values() / scale
+            update_rows(
+                self.rule,
+                self.weights[name],
+                self.state[name],
+                rows[kept],
+                values[kept],
+                rate=rates[name],
+                step=self.steps[name],
+            )
             self.weights[name].grad = None
-
-    def _update(self, name: str, rows: Tensor, grad: Tensor, rate: float) -> None:
-        weight, state, rule = self.weights[name], self.state[name], self.rule
-        if isinstance(rule, hotrow.SGD):
-            weight[rows] -= rate * (grad + rule.weight_decay * weight[rows])
-        elif isinstance(rule, hotrow.Adagrad):
-            square = grad.square()
-            state[0][rows] += square.mean(1, keepdim=True) if rule.row_wise else square
-            weight[rows] -= rate * grad / (state[0][rows].sqrt() + rule.eps)
-        else:
-            assert isinstance(rule, hotrow.Adam)
-            (mean, square), (beta1, beta2) = state, rule.betas
-            first, second = 1 - beta1 ** self.steps[name], 1 - beta2 ** self.steps[name]
-            mean[rows] = beta1 * mean[rows] + (1 - beta1) * grad
-            square[rows] = beta2 * square[rows] + (1 - beta2) * grad.square()
-            if isinstance(rule, hotrow.AdamW):
-                weight[rows] *= 1 - rate * rule.weight_decay
-                size = (square[rows] / second).sqrt() + rule.eps
-                weight[rows] -= rate * mean[rows] / first / size
-            else:  # SparseAdam adds eps before it corrects
-                size = (square[rows].sqrt() + rule.eps) / math.sqrt(second)
-                weight[rows] -= rate * mean[rows] / first / size
 
 
 class Plain(Model):
@@ -189,21 +162,19 @@ class Plain(Model):
         groups = [{"params": [torch.zeros(1)], "lr": rate} for rate in rates]
         self.row_optimizer = torch.optim.SGD(groups)
         self.row_optimizer._opt_called = True  # its step() would be another optimizer's step
-        self.scheduled = Scheduled(self.program, self.row_optimizer)
+        self.scheduled = scheduler_of(self.program, self.row_optimizer)
 
     @staticmethod
     def _module(table: hotrow.EmbeddingBagConfig, start: Tensor) -> nn.Module:
         padding = table.padding_idx
         if table.pooling == "none":
-            module: nn.Module = nn.Embedding(
+            return nn.Embedding(
                 *start.shape, padding_idx=padding, sparse=True, _weight=start.double()
             )
-        else:
-            module = nn.EmbeddingBag(
-                *start.shape, mode=table.pooling, padding_idx=padding, sparse=True,
-                include_last_offset=True, _weight=start.double(),
-            )  # fmt: skip
-        return module
+        return nn.EmbeddingBag(
+            *start.shape, mode=table.pooling, padding_idx=padding, sparse=True,
+            include_last_offset=True, _weight=start.double(),
+        )  # fmt: skip
 
     def look_up(self, batch: Samples) -> Vectors:
         vectors = {}
@@ -309,7 +280,7 @@ class Rows(Model):
             groups = self.embedding.optimizer.param_groups
             for group, rate in zip(groups, program.rates, strict=True):
                 group["lr"] = rate
-        self.scheduled = Scheduled(program, self.embedding.optimizer)
+        self.scheduled = scheduler_of(program, self.embedding.optimizer)
 
     def _collection(self, seed: int = 3) -> hotrow.EmbeddingBagCollection:
         program = self.program
@@ -443,7 +414,7 @@ class Rows(Model):
             self.embedding.optimizer.load_state_dict(old.optimizer.state_dict())
         for group in self.embedding.optimizer.param_groups:
             group.pop("initial_lr", None)
-        self.scheduled = Scheduled(self.program, self.embedding.optimizer)
+        self.scheduled = scheduler_of(self.program, self.embedding.optimizer)
         return self
 
     def save(self, how: str) -> None:
@@ -474,8 +445,6 @@ class Rows(Model):
             hotrow.load_checkpoint(path, loaded.embedding)
             for label, value in loaded.tables():
                 yield f"checkpoint {number}: {label}", value
-        if self._saved:
-            self._folder.cleanup()
 
     def change_engine(self) -> None:
         if self.plainly:

@@ -8,8 +8,7 @@
 3. `Rows` with the program's strategy, loader, look-ahead and threads. Equal to 2 to the bit, or
    within UP_TO_ROUNDING where that is the strategy's contract.
 
-    python tests/program_runs.py 17            # run the program of a seed, and print it
-    python tests/program_runs.py 17 --shrink   # and remove what a failure does not need
+    python tests/program_runs.py 17   # run the program of a seed; print it if it fails
     python tests/program_runs.py 0:500 --without thread,refill
 """
 
@@ -23,7 +22,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # as conftest.py does
 
-import hotrow
 from program_models import Plain, Rows, Vectors
 from programs import EVERYTHING, Action, Program, Samples, Step, draw, samples_of
 
@@ -308,81 +306,15 @@ def _why_wrong(watched: Watched, history: list[Vectors], tolerance: dict[str, fl
 # -- by hand -------------------------------------------------------------------------------
 
 
-def _fails(program: Program, device: str) -> str | None:
-    try:
-        return difference(program, device)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def smaller(program: Program) -> Iterator[Program]:
-    """Programs with less in them."""
-    for place in range(len(program.steps)):
-        yield replace(program, steps=program.steps[:place] + program.steps[place + 1 :])
-    for place, step in enumerate(program.steps):
-        plain = Step(step.batches, program.features)
-        kept = [f.name for f in fields(step) if f.name != "batches"]
-        changes = [replace(step, **{n: getattr(plain, n)}) for n in kept]
-        changes.append(replace(step, how="plain", batches=step.batches[:1]))
-        for change in changes:
-            if change != step:
-                yield replace(
-                    program, steps=(*program.steps[:place], change, *program.steps[place + 1 :])
-                )
-    plainer = {
-        "rates": None, "scheduler": None, "weights": "none", "empty": frozenset(), "threads": 0,
-        "buffers": "fresh", "loader": "direct", "schedule": "", "victims": "own", "room": "roomy",
-        "id_type": torch.int64, "depth": None, "rule": hotrow.SGD(0.1), "strategy": "all-fast",
-        "late": False, "dense_map": True, "profile": False, "grad_scale": None,
-    }  # fmt: skip
-    for name, value in plainer.items():
-        if getattr(program, name) != value:
-            yield replace(program, **{name: value})
-
-
-def shrink(program: Program, device: str = "cpu") -> Program:
-    """Remove what a failure does not need, one thing at a time."""
-    wanted = str(_fails(program, device))[:12]
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for less in smaller(program):
-            # A failure that depends on threads does not show every time.
-            tries = 5 if program.threads else 1
-            if less.steps and any(
-                str(_fails(less, device)).startswith(wanted) for _ in range(tries)
-            ):
-                program, is_smaller = less, True
-                break
-    return program
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("seeds", help="a number, or first:last")
     parser.add_argument("--without", default="", help="ingredients, with commas between")
-    parser.add_argument("--only", default="", help="programs that have one of these ingredients")
-    parser.add_argument("--shrink", action="store_true", help="remove what is not needed")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     first, _, last = args.seeds.partition(":")
-    seeds = range(int(first), int(last) if last else int(first) + 1)
-    ingredients = EVERYTHING - set(filter(None, args.without.split(",")))
-    wanted, failed, ran = set(filter(None, args.only.split(","))), 0, 0
-    for seed in seeds:
-        program = draw(seed, ingredients)
-        if wanted and not wanted & program.ingredients:
-            continue
-        ran += 1
-        if said := _fails(program, args.device):
-            failed += 1
-            if args.shrink:
-                program = shrink(program, args.device)
-                said = _fails(program, args.device) or said
-            print(f"seed {seed}: {said}")
-        if len(seeds) == 1 or (said and args.shrink):
-            print(program)
-    print(f"{failed} of {ran} programs failed")
+    for seed in range(int(first), int(last) if last else int(first) + 1):
+        check(draw(seed, EVERYTHING - set(filter(None, args.without.split(",")))), args.device)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,12 @@ from hotrow.inputs.tables import Constant, EmbeddingBagConfig, EmbeddingConfig, 
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from hotrow.store.budget import Budget, Share
 from hotrow.store.traffic import TableTraffic, Traffic
-from hotrow.support import old_names
 from hotrow.support.version import __version__ as __version__
 from hotrow.systems.fae.fae import FAE, FAERecord
 from hotrow.systems.hotline.hotline import Hotline
 from hotrow.systems.slipstream.slipstream import RandomDrop, Slipstream
 from hotrow.training.graphed import GraphedStep, graphed
 from hotrow.training.trainer import Trainer
-
-old_names.keep()
 
 __all__ = [
     "FAE",

@@ -6,10 +6,7 @@ import argparse
 import gzip
 import json
 import math
-import os
-import sys
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,27 +19,7 @@ import torch
 
 from clicks import criteo_lines, write
 from commands import hotrow
-from hotrow.engine.strategy import STRATEGIES
 from hotrow.run.job import build
-from hotrow.sizing.reuse import belady, next_uses_of
-from hotrow.sizing.simulator import simulate
-
-
-def test_lookahead_meets_the_bound_when_it_knows_everything(load: Any) -> None:
-    generator = np.random.default_rng(0)
-    batches = [np.unique(generator.zipf(1.3, 40) % 300).astype(np.int32) for _ in range(60)]
-    least = belady(next_uses_of(batches, num_rows=300), [90]).misses[0]
-    lookups = load("belady").Lookups(batches, None, 300, 0, len(batches))
-    exact = replace(  # nothing pinned, no hold, and a ranking for each batch alone
-        STRATEGIES["lookahead"],
-        pinned_part=0.0,
-        overlapped=False,
-        eviction=replace(STRATEGIES["lookahead"].eviction, in_bulk=False),
-    )
-    for strategy, bound in ((exact, least), (STRATEGIES["lookahead"], None)):
-        (found,) = simulate(lookups.tensors(60), num_rows=300, choices=[(strategy, 90)], depth=60)
-        assert found.fetched_rows >= least
-        assert bound is None or found.fetched_rows == bound
 
 
 def test_what_fails_or_has_no_time_hinders_nothing_after_it(
@@ -73,18 +50,6 @@ def test_what_fails_or_has_no_time_hinders_nothing_after_it(
     assert session.failed == 1
     (line,) = harness.read_results(tmp_path / "tried.jsonl")
     assert (line["run"], line["value"], line["commit"]) == ("c", 1, "abc")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="cores are chosen on Linux only")
-def test_fast_cores_are_those_near_the_fastest(load: Any) -> None:
-    cores = load("cores")
-    assert cores.fast_cores({0: 1.0, 1: 2.0, 2: 1.1, 3: 1.2}) == {0, 2}
-    assert cores.fast_cores({0: 1.0, 1: 3.0, 2: 2.0}) == {0, 2}  # two at least
-    assert cores.fast_cores({5: 1.0}) == {5}
-    before = os.sched_getaffinity(0)
-    with cores.on_fast_cores():
-        assert os.sched_getaffinity(0) <= before
-    assert os.sched_getaffinity(0) == before
 
 
 def test_rows_come_as_often_as_they_were_counted(load: Any, tmp_path: Path) -> None:
@@ -266,7 +231,7 @@ def a_trace(path: Path, steps: int = 5) -> Path:
     return path
 
 
-def test_streams_become_lanes_and_steps_begin_with_a_lookup(load: Any, tmp_path: Path) -> None:
+def test_a_trace_is_drawn_by_lanes_and_steps(load: Any, run: Any, tmp_path: Path) -> None:
     timeline = load("timeline")
     spans = timeline.read(a_trace(tmp_path / "trace.json.gz"))
     lanes = timeline.lanes_of(spans)
@@ -279,12 +244,9 @@ def test_streams_become_lanes_and_steps_begin_with_a_lookup(load: Any, tmp_path:
         timeline.draw(without)
     with pytest.raises(SystemExit, match="has 2 steps; 4 are needed"):
         timeline.draw(timeline.read(a_trace(tmp_path / "short.json", steps=2)))
-
-
-def test_the_drawing_shows_three_steps_and_how_long_they_take(run: Any, tmp_path: Path) -> None:
-    out = tmp_path / "timeline.svg"
-    run("timeline", a_trace(tmp_path / "trace.json"), "--out", out)
-    root = ElementTree.parse(out).getroot()
+    # The drawing has three steps, and how long they take.
+    run("timeline", tmp_path / "trace.json.gz", "--out", tmp_path / "timeline.svg")
+    root = ElementTree.parse(tmp_path / "timeline.svg").getroot()
     texts = [each.text for each in root.iter(f"{SVG}text")]
     for wanted in ("plan", "rows", "back", "train", "step 3: 700 µs", "500 µs per step"):
         assert wanted in texts, texts

@@ -1,6 +1,6 @@
 """Random programs train like plain torch modules, and with every strategy like all-fast.
 
-programs.py draws them; program_runs.py runs and compares them, and shrinks one that fails.
+programs.py draws them; program_runs.py runs and compares them.
 """
 
 from __future__ import annotations

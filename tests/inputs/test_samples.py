@@ -125,15 +125,20 @@ def test_a_text_for_each_sample_is_not_left_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("parts", "message"),
     [
-        (hotrow.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1])), "features"),
-        (jagged(weighted=True), "weights"),
+        (
+            [jagged(weighted=False), hotrow.KeyedJaggedTensor.of({"f": torch.tensor([1])})],
+            "feature",
+        ),
+        ([jagged(weighted=False), jagged(weighted=True)], "weights"),
+        ([], "no batch"),
     ],
+    ids=["features", "weights", "nothing"],
 )
-def test_batches_that_do_not_look_alike_are_not_joined(others: Any, message: str) -> None:
+def test_batches_that_do_not_look_alike_are_not_joined(parts: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        join([jagged(weighted=False), others])
+        join(parts)
 
 
 @pytest.mark.parametrize("one", [{"a": torch.ones(2)}, (torch.ones(2),), [torch.ones(2)]])
@@ -150,11 +155,6 @@ def test_a_part_that_only_some_batches_have_is_not_joined(
 def test_a_tensor_that_the_first_batch_lacks_is_not_dropped() -> None:
     with pytest.raises(ValueError, match=r"hold NoneType and Tensor in the same place"):
         join([{"x": torch.ones(2), "weight": part} for part in (None, torch.ones(2))])
-
-
-def test_nothing_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match="no batch"):
-        join([])
 
 
 @pytest.mark.parametrize(

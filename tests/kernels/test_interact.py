@@ -1,8 +1,7 @@
-"""The interaction in Triton is the plain one to its edges; padding leaves the model as it was."""
+"""The interaction in Triton is the plain one to its edges."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, library, nn
 from torch.nn import functional
 
 from hotrow.kernels.triton.interact import interact, interact_backward, suits, width_of
-from hotrow.models import DLRM
+from hotrow.models.layers import PaddedLinear
 
 # Triton's interpreter multiplies bfloat16 as if it were integers, so there float16 stands for it.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -143,85 +142,6 @@ def test_it_knows_what_suits_it(
     assert suits(num_features, torch.ones(1, dim, dtype=dtype)) is expected
 
 
-# -- in the model ------------------------------------------------------------------------
-
-FEATURES, DIM, NUM_DENSE = 5, 16, 13
-
-
-class Given(nn.Module):
-    """An embedding that gives what it is given."""
-
-    def forward(self, sparse: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(values=lambda: sparse)
-
-
-def model(**options: Any) -> DLRM:
-    torch.manual_seed(0)
-    return DLRM(Given(), NUM_DENSE, (32, DIM), (24, 8, 1), num_features=FEATURES, **options)
-
-
-def clicks(seed: int, device: str = "cpu") -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(seed)
-    return SimpleNamespace(
-        dense=torch.rand(40, NUM_DENSE, generator=generator).to(device),
-        sparse=torch.randn(40, FEATURES * DIM, generator=generator).to(device),
-        label=torch.rand(40, generator=generator).to(device),
-    )
-
-
-def trained(net: DLRM, steps: int = 10, device: str = "cpu") -> DLRM:
-    net.to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(steps):
-        batch = clicks(step, device)
-        functional.binary_cross_entropy_with_logits(net(batch), batch.label).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net
-
-
-def assert_equal_states(left: nn.Module, right: nn.Module) -> None:
-    torch.testing.assert_close(left.state_dict(), right.state_dict(), rtol=0, atol=0)
-
-
-def test_padding_changes_neither_the_start_nor_the_training_and_stays_zero() -> None:
-    assert_equal_states(model(pad_to=64), model())
-    net = trained(model(pad_to=64))
-    torch.testing.assert_close(
-        net.state_dict(), trained(model()).state_dict(), rtol=1e-4, atol=1e-5
-    )
-    for layer, used in ((net.bottom[0], NUM_DENSE), (net.top[0], DIM + 15)):
-        assert layer.weight.shape[1] == 64
-        assert layer.weight[:, :used].all()
-        assert not layer.weight[:, used:].any()
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 64), (64, 1), (64, 8), (64, 64)])
-def test_a_state_loads_whatever_the_padding(saved: int, loaded: int) -> None:
-    source, target = trained(model(pad_to=saved), steps=2), model(pad_to=loaded)
-    target.load_state_dict(source.state_dict())
-    assert_equal_states(target, source)
-    torch.testing.assert_close(target(clicks(7)), source(clicks(7)))
-
-
-def test_a_state_of_another_width_is_refused() -> None:
-    other = DLRM(Given(), 9, (32, DIM), (24, 8, 1), num_features=FEATURES)
-    with pytest.raises(RuntimeError, match=r"size mismatch for bottom\.0\.weight"):
-        model(pad_to=64).load_state_dict(other.state_dict())
-
-
-@pytest.mark.parametrize("pad_to", [1, 64])
-def test_half_weights_give_float32_logits(pad_to: int) -> None:
-    logits = model(pad_to=pad_to).bfloat16()(clicks(0))
-    assert logits.dtype == torch.float32
-    assert not torch.equal(logits, logits.bfloat16().float())  # they have the digits, too
-    torch.testing.assert_close(logits, model()(clicks(0)), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("pad_to", [1, 64])
-def test_the_model_trains_alike_on_both_devices(pad_to: int) -> None:
-    on_gpu = trained(model(pad_to=pad_to), device="cuda").cpu()
-    expected = trained(model(pad_to=pad_to)).state_dict()
-    torch.testing.assert_close(on_gpu.state_dict(), expected, rtol=1e-3, atol=1e-4)
+def test_a_padded_layer_refuses_a_state_of_another_width() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        PaddedLinear(13, 4, pad_to=64).load_state_dict(nn.Linear(9, 4).state_dict())

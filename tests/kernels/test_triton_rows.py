@@ -3,7 +3,6 @@ the row: the interpreter runs them where there is no GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.nn import functional
 from hotrow.kernels import reference
 from hotrow.kernels.reference import bits_of
 from hotrow.kernels.rules import SGD, Adagrad, Adam, AdamW, RowRule, RowWiseAdagrad
-from hotrow.kernels.triton import update
+from hotrow.kernels.triton import segments, update
 from hotrow.kernels.triton.lookup import pool, weight_grads
 from hotrow.kernels.triton.segments import Segments
 from hotrow.kernels.triton.update import NUM_SCALARS, sum_by_row, update_rows, update_slots
@@ -41,21 +40,10 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=name_of)
 
 def segments_of(ids: Tensor) -> Segments:
     """The lookups sorted by id; what has no meaning beyond the count is poison."""
-    size = ids.numel()
-    keys, order = torch.sort(ids, stable=True)
-    unique, rank, counts = torch.unique_consecutive(keys, return_inverse=True, return_counts=True)
-    starts = functional.pad(counts.cumsum(0), (1, 0))
-    padded_ids = torch.full_like(ids, torch.iinfo(ids.dtype).min)
-    padded_ids[: unique.numel()] = unique
-    padded_starts = torch.full([size + 1], torch.iinfo(torch.int32).min, device=ids.device)
-    padded_starts[: starts.numel()] = starts
-    return Segments(
-        order=order.int(),
-        rank=rank.int(),
-        starts=padded_starts.int(),
-        ids=padded_ids,
-        count=torch.tensor([unique.numel()], dtype=torch.int32, device=ids.device),
-    )
+    found = segments.segments_of(ids)
+    found.ids[int(found.count) :] = torch.iinfo(ids.dtype).min
+    found.starts[int(found.count) + 1 :] = torch.iinfo(torch.int32).min
+    return found
 
 
 def shuffled(lengths: dict[int, int], device: torch.device) -> Tensor:
@@ -200,17 +188,6 @@ def test_a_bag_has_the_same_bits_alone_and_in_company(device: torch.device) -> N
         assert torch.equal(alone[0], together[bag])
 
 
-def test_pooling_writes_into_a_part_of_a_wider_tensor(device: torch.device) -> None:
-    rows, wide = rows_of(9, 5, device), torch.full((7, 11), -3.0, device=device)
-    slots, offsets = bags_of([2, 0, 1, 4, 1, 1, 2], 9, device)
-    given = wide[:, 4:9]
-    assert pool(rows, slots, offsets, None, None, 5, out=given) is given
-    assert torch.equal(given, pool(rows, slots, offsets, None, None, 5))
-    pool(rows, slots[:7], None, None, None, 5, out=given)
-    assert torch.equal(given, rows[slots[:7].long()])
-    assert bool((wide[:, :4] == -3).all() and (wide[:, 9:] == -3).all())
-
-
 def test_no_lookups_and_no_bags(device: torch.device) -> None:
     rows = rows_of(9, 4, device)
     none = torch.zeros(0, dtype=torch.int32, device=device)
@@ -270,16 +247,6 @@ def test_a_row_may_be_hot(device: torch.device) -> None:
     found = sums(case)
     torch.testing.assert_close(found[8], summed_in_float64(case)[8], rtol=1e-5, atol=1e-4)
     assert torch.equal(found[8], sums(case.only(8))[8])
-
-
-def test_the_sum_is_the_reference_s(device: torch.device) -> None:
-    ids = shuffled(MIXED, device)
-    case = Case(ids[ids < NUM_ROWS], 16, bags=True, weighted=True)
-    found = reference.sort_ids(case.ids, NUM_ROWS)
-    assert case.bag_of is not None
-    right = reference.sum_by_row(case.grads, case.bag_of, case.weights, found)
-    ours = sum_by_row(*case.terms, case.segments)[: right.shape[0]]
-    torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-4)
 
 
 def test_thousands_of_small_gradients_survive_beside_a_large_one(device: torch.device) -> None:
@@ -394,17 +361,19 @@ class Slots:
     def contents(self) -> dict[int, Tensor]:
         return dict(zip(self.ids.tolist(), self.rows[self.of(self.ids)], strict=True))
 
-    def update(self, case: Case, rule: RowRule, *, tables: bool = True) -> None:
+    def update(
+        self, case: Case, rule: RowRule, *, tables: bool = True, frozen: Tensor | None = None
+    ) -> None:
+        step = rule, self.scalars, self.bases if tables else None
         update_slots(
             self.rows,
             self.row_slots,
             case.segments,
             *case.terms,
-            rule,
-            self.scalars,
-            self.bases if tables else None,
+            *step,
             self.null,
             case.dim,
+            frozen,
         )
 
 
@@ -503,19 +472,6 @@ def test_a_row_has_the_same_bits_alone_and_in_company_and_at_any_slot(
         assert_same_bits(own.contents()[id], together[id])
 
 
-@pytest.mark.thinned(2)
-@each_rule
-def test_slots_and_runs_play_no_part(rule: RowRule, device: torch.device) -> None:
-    case = Case(shuffled(SHORT, device), 7)
-    found = []
-    for spare in (1, 1, 50):  # other slots each time
-        slots = Slots(case, rule, spare=spare)
-        slots.update(case, rule)
-        found.append(torch.stack(list(slots.contents().values())))
-    assert_same_bits(found[0], found[1])
-    assert_same_bits(found[0], found[2])
-
-
 def test_how_many_programs_share_the_rows_plays_no_part(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -553,15 +509,6 @@ def test_each_id_finds_its_table(tables: int, device: torch.device) -> None:
     assert torch.equal(rows[:, 0], torch.arange(tables, device=device).float().repeat(3))
 
 
-def test_32_bit_ids_find_the_same_tables(device: torch.device) -> None:
-    case = Case(shuffled(SHORT, device), 2)
-    long, short = Slots(case, SGD()), Slots(case, SGD())
-    long.update(case, SGD())
-    case.segments = replace(case.segments, ids=case.segments.ids.int())
-    short.update(case, SGD())
-    assert all(torch.equal(short.contents()[id], row) for id, row in long.contents().items())
-
-
 def test_only_the_counted_rows_are_updated_and_never_the_null_slot(device: torch.device) -> None:
     rows = torch.rand(9, 4, device=device)
     before = rows.clone()
@@ -581,23 +528,6 @@ def test_only_the_counted_rows_are_updated_and_never_the_null_slot(device: torch
     right = before.clone()
     right[[4, 2]] -= 0.5
     assert torch.equal(rows, right)
-
-
-def test_all_lookups_of_one_row(device: torch.device) -> None:
-    case = Case(torch.full((100,), 7, device=device), 6)
-    slots = Slots(case, SGD())
-    right = slots.rows[slots.of(slots.ids)]
-    apply(SGD(), right, case.grads.sum(0, keepdim=True), slots.scalars[:1], 6)
-    slots.update(case, SGD())
-    torch.testing.assert_close(slots.rows[slots.of(slots.ids)], right, rtol=1e-5, atol=1e-5)
-
-
-def test_all_lookups_are_padding(device: torch.device) -> None:
-    case = Case(torch.full((70,), NUM_ROWS, device=device), 6)
-    slots = Slots(case, SGD())
-    before = slots.rows.clone()
-    slots.update(case, SGD())
-    assert_same_bits(slots.rows, before)
 
 
 def test_a_batch_without_lookups_changes_nothing(device: torch.device) -> None:
@@ -625,17 +555,12 @@ def test_frozen_rows_stay_and_the_others_have_the_same_bits(
     case = Case(shuffled(MIXED, device), 5, bags=True, weighted=True)
     slots = Slots(case, rule)
     frozen = bits_of(torch.tensor(FROZEN, device=device), NUM_ROWS + 1)
-    before, right = slots.rows.clone(), slots.rows.clone()
-    update_slots(
-        right, slots.row_slots, case.segments, *case.terms, rule, slots.scalars, slots.bases,
-        slots.null, case.dim,
-    )  # fmt: skip
+    before = slots.rows.clone()
+    slots.update(case, rule)
+    right, slots.rows = slots.rows, before.clone()
     for at in slots.of(slots.ids)[torch.isin(slots.ids, torch.tensor(FROZEN, device=device))]:
         right[at] = before[at]
-    update_slots(
-        slots.rows, slots.row_slots, case.segments, *case.terms, rule, slots.scalars, slots.bases,
-        slots.null, case.dim, frozen,
-    )  # fmt: skip
+    slots.update(case, rule, frozen=frozen)
     assert not torch.equal(slots.rows, before)
     assert_same_bits(slots.rows, right)
 

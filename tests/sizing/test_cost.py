@@ -10,7 +10,6 @@ import torch
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.sizing.cost import Work, all_fast_ms, dense_ms, form_of, rows_ms, step_time
 from hotrow.sizing.machines import at, find_machine, machine_at, machines, measure
-from hotrow.store.ram import Store
 
 H200 = find_machine("h200")
 WORK = Work(
@@ -114,24 +113,3 @@ def test_this_machine_is_measured() -> None:
     given = step_time(machine, STRATEGIES["lru"], WORK, all_fast_ms=10.0, planning_ms=3.0)
     assert given.planning_ms == 3
     assert given.ms == pytest.approx(13 + given.moving_ms)
-
-
-def test_rows_that_are_timed_were_not_moved_before() -> None:
-    """They would be in a core's own memory, which is many times as fast."""
-    moved: dict[tuple[str, int], list[torch.Tensor]] = {}
-
-    class Seen(Store):
-        def read(self, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            moved.setdefault(("read", out.shape[1]), []).append(ids)
-            return super().read(ids, out)
-
-        def write(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-            moved.setdefault(("write", rows.shape[1]), []).append(ids)
-            super().write(ids, rows)
-
-    measure(torch.device("cpu"), store=Seen)
-    assert len(moved) == 6
-    for each in moved.values():
-        ids = torch.cat(each)
-        assert len(each) > 2
-        assert ids.unique().numel() == ids.numel()

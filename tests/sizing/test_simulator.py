@@ -13,7 +13,7 @@ import hotrow
 from builders import skewed
 from hotrow.engine.evict import DOUBLED, EVICTIONS
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.simulator import Simulated, has_dense_map, simulate
+from hotrow.sizing.simulator import Simulated, simulate
 
 ROWS = 4000
 CACHING = [name for name, strategy in STRATEGIES.items() if strategy.has_slots]
@@ -25,12 +25,6 @@ def trace(count: int = 60) -> list[torch.Tensor]:
 
 
 def test_the_map_that_training_would_have_decides_nothing() -> None:
-    maps = [
-        has_dense_map(slots, ROWS, as_trained=as_trained)
-        for as_trained in (False, True)
-        for slots in (500, 3000)
-    ]
-    assert maps == [True, True, False, True]
     choices = [(STRATEGIES["lru"], 500), (STRATEGIES["lru"], 3000)]
     quick, real = (
         simulate(trace(), num_rows=ROWS, choices=choices, as_trained=as_trained)
@@ -83,16 +77,7 @@ def test_look_ahead_learns_no_pins_and_static_does() -> None:
     assert usual.fetched_rows == without.fetched_rows
     told = simulate(trace(120), num_rows=ROWS, choices=choices, depth=5, hottest=torch.arange)
     assert told[0].loaded_rows > 0 == told[1].loaded_rows
-
-
-def test_deeper_look_ahead_approaches_the_best_choice() -> None:
-    unpinned = replace(STRATEGIES["lookahead"], pinned_part=0.0)
-    by_depth = [
-        simulate(trace(120), num_rows=ROWS, choices=[(unpinned, 900)], depth=depth, warm_up=40)[0]
-        for depth in (0, 5, 40)
-    ]
-    fetched = [each.fetched_rows for each in by_depth]
-    assert fetched[0] > fetched[1] > fetched[2]
+    assert told[0].fetched_rows < usual.fetched_rows  # pins are no misses
 
 
 @pytest.mark.parametrize(

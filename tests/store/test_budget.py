@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hotrow
-from hotrow.store.budget import HASH_BYTES, SLOT_STATE_BYTES, choose_map, share_out, smallest_budget
+from hotrow.store.budget import HASH_BYTES, SLOT_STATE_BYTES, share_out, smallest_budget
 from hotrow.support.messages import apart, settings_written
 from hotrow.support.units import parse_bytes, show_bytes, write_budget
 
@@ -141,29 +141,6 @@ def test_with_room_for_all_rows_every_row_gets_a_slot(request: dict[str, Any]) -
     assert [share.slots for share in shares] == request["num_rows"]
 
 
-@settings(deadline=None, max_examples=40)
-@given(requests())
-def test_a_budget_below_the_smallest_is_refused(request: dict[str, Any]) -> None:
-    smallest = smallest_budget(request["row_bytes"])
-    request["budget_bytes"] = smallest - 1
-    with pytest.raises(ValueError, match=rf"too small; the smallest .* \({smallest:,} bytes\)"):
-        share_out(**request)
-
-
-@pytest.mark.parametrize(("rows", "most"), [([50], 2_000), ([50, 1000], 20_000)])
-def test_the_window_is_no_larger_than_tables_that_fit_would_have_it(
-    rows: list[int], most: int
-) -> None:
-    widths = len(rows)
-    parts = [1 / widths] * widths
-    tables: dict[str, Any] = {"row_bytes": [64] * widths, "num_rows": rows, "parts": parts}
-    found = share_out(10 * 2**30, **tables, buffer_part=1 / 16)
-    assert 0 < found.window_bytes < most
-    assert [share.slots for share in found.shares] == rows
-    # What is too small for them is shared as ever.
-    assert share_out(20_000, **tables, buffer_part=1 / 16).window_bytes <= 20_000 // 16
-
-
 def test_what_a_small_group_leaves_reaches_the_others() -> None:
     # The first group has ten rows; half of the budget would be far more than it needs.
     both = share_out(
@@ -179,13 +156,6 @@ def test_a_larger_part_gives_more_slots() -> None:
         1_000_000, row_bytes=[64, 64], num_rows=[10**6] * 2, parts=[0.8, 0.2], buffer_part=1 / 16
     ).shares
     assert shares[0].slots > 3 * shares[1].slots
-
-
-@pytest.mark.parametrize(
-    ("slots", "rows", "dense"), [(100, 100, True), (100, 200, True), (100, 201, False)]
-)
-def test_the_smaller_map_is_taken(slots: int, rows: int, dense: bool) -> None:
-    assert choose_map(slots, rows) is dense
 
 
 # -- budgets of collections --------------------------------------------------------------

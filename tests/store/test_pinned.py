@@ -135,8 +135,6 @@ def test_the_reason_names_the_limit_on_locked_memory() -> None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert ("limit on locked memory is" in reason) is (limit != resource.RLIM_INFINITY)
     assert "ulimit -l" in reason
-    assert pinned._memlock(8 << 20) == " (the limit on locked memory is 8.0 MiB)"
-    assert pinned._memlock(resource.RLIM_INFINITY) == ""
 
 
 def test_an_interrupt_while_locking_leaves_nothing_locked() -> None:
@@ -154,14 +152,9 @@ def test_an_interrupt_while_locking_leaves_nothing_locked() -> None:
 
 
 def test_more_rows_than_memory_are_refused_before_anything_is_locked() -> None:
-    system = System()
-    with pytest.raises(
-        ValueError, match=r"20,000 rows of 48 floats need 3.7 MiB .* 1.0 MiB are available"
-    ):
-        system.rows(available=1 << 20)
-    have = available_bytes()
+    system, have = System(), available_bytes()
     assert have is not None
-    with pytest.raises(ValueError, match="of host memory"):  # measured, unless it is given
+    with pytest.raises(ValueError, match="of host memory"):
         system.rows(have // 4, 64)
     assert system.held == {}
     assert system.released == []

@@ -57,22 +57,6 @@ def test_rows_do_not_depend_on_the_size_of_chunks_or_the_number_of_threads(init:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("init", ["uniform", "normal"])
-def test_rows_depend_on_the_seed_and_not_on_how_many_follow(init: str) -> None:
-    rows = rows_of(100, init=INITS[init])
-    assert torch.equal(rows[:10], rows_of(10, init=INITS[init]))
-    others = rows_of(100, init=INITS[init], seed=2)
-    assert not bool((rows[:, :3] == others[:, :3]).any(1).any())
-
-
-def test_a_strategy_starts_from_the_rows_of_all_fast() -> None:
-    tables = [hotrow.EmbeddingBagConfig("a", 500, 4, ["f"])]
-    fast = hotrow.EmbeddingBagCollection(tables, hotrow.Adagrad(), strategy="all-fast", seed=9)
-    slow = hotrow.EmbeddingBagCollection(tables, hotrow.Adagrad(), "30%", seed=9)
-    key = "embedding_bags.a.weight"
-    assert torch.equal(fast.state_dict()[key], slow.state_dict()[key])
-
-
 # -- what the starts look like -----------------------------------------------------------
 
 
@@ -148,14 +132,6 @@ def test_a_function_sees_row_numbers_within_its_table() -> None:
 def test_a_function_that_returns_another_shape_is_refused(init: Any, got: str) -> None:
     with pytest.raises(ValueError, match=rf"init must return .* \[10, 3\] .* got {got}"):
         rows_of(10, init=init)
-
-
-def test_an_error_in_the_function_reaches_the_user() -> None:
-    def broken(rows: Tensor) -> Tensor:
-        raise KeyError("no such row")
-
-    with pytest.raises(KeyError, match="no such row"):
-        rows_of(10, init=broken)
 
 
 # -- read and write ----------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import hotrow
 from hotrow.engine.strategy import STRATEGIES
-from hotrow.sizing.simulator import simulate
 
 # Few lookups beside a small table that is pinned whole, and beside many hot rows.
 TABLES = [
@@ -94,12 +93,3 @@ def test_steps_say_the_same() -> None:
     for name in ("fetched_rows", "loaded_rows", "bytes_fetched"):
         assert sum(getattr(step, name) for step in steps) == getattr(traffic, name)
     assert traffic.loaded_rows > 1000
-
-
-def test_simulated_pins_are_no_misses() -> None:
-    trace = [ids[:, 0] for ids in batches()]
-    (found,) = simulate(
-        trace, num_rows=20_000, choices=[(STRATEGIES["static"], 5000)], hottest=torch.arange
-    )
-    assert found.fetched_rows <= found.unique_rows
-    assert found.loaded_rows > 1000

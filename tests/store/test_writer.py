@@ -15,7 +15,7 @@ import torch
 
 import hotrow
 import hotrow.store.writer
-from hotrow.store.writer import Writer, shared_writer, why_not
+from hotrow.store.writer import Writer, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no writer: {why_not()}")
 
@@ -135,12 +135,6 @@ def test_memory_stays_until_the_job_is_done_and_goes_then() -> None:
     assert [each() for each in gone] == [None] * 8
 
 
-def test_all_share_one() -> None:
-    assert shared_writer() is not None
-    first = shared_writer()
-    assert shared_writer() is first
-
-
 def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
     """What is taken down after the last line still has its writer."""
     script = """
@@ -173,7 +167,7 @@ def test_neither_a_child_nor_the_end_of_a_program_waits_for_ever() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("True\n", "")

@@ -32,33 +32,6 @@ def trainer(strategy: str = "lookahead") -> hotrow.Trainer[torch.Tensor]:
     )
 
 
-def test_parts_add_up_what_is_inside_them() -> None:
-    clock = Clock()
-    for part, seconds in (("read", clock.read), ("plan", clock.plan)):
-        with clock.part(part):
-            pass
-        once = seconds.seconds
-        with pytest.raises(KeyError), clock.part(part):
-            raise KeyError
-        assert 0 < once < seconds.seconds
-    for stage in ("collect", "insert"):
-        before = clock.rows.seconds
-        with clock.part(stage):
-            pass
-        assert clock.rows.seconds > before
-    with clock.part("confirm"):  # has a name, and no sum
-        pass
-
-
-def test_waits_are_handed_out_once() -> None:
-    clock = Clock()
-    assert math.isnan(clock.take_waited())
-    clock.note_wait(0.1)
-    clock.note_wait(0.3)
-    assert clock.take_waited() == pytest.approx(0.2)
-    assert math.isnan(clock.take_waited())
-
-
 def test_what_a_device_waited_reaches_the_clock() -> None:
     """Rows arrive 1 s after training was ready for them, in a step of 4 s."""
 
@@ -88,6 +61,7 @@ def test_what_a_device_waited_reaches_the_clock() -> None:
         pace.ended(cast(Any, At(14)))
     assert clock.take_waited() == 0.25
     assert noted == [0.25]
+    assert math.isnan(clock.take_waited())  # they are handed out once
 
 
 def _names(profiler: Any) -> set[str]:

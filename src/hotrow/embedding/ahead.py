@@ -23,11 +23,10 @@ from hotrow.engine.strategy import Strategy, as_listed
 from hotrow.inputs.batch import BadId
 from hotrow.inputs.tree import tensors_in
 from hotrow.support.clock import Clock
-from hotrow.support.forks import bind_to_this_process
 from hotrow.support.interrupts import Standing
 from hotrow.support.messages import warn
 from hotrow.support.random_states import random_states, restore_random_states
-from hotrow.support.threads import may_wait
+from hotrow.support.threads import bind_to_this_process, may_wait
 
 __all__ = ["Ahead", "ahead", "features_of"]
 

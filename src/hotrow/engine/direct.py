@@ -168,7 +168,7 @@ class HostDirectPath(DirectPath):
 
     def __init__(self, settings: Settings, *parts: Any) -> None:
         super().__init__(settings, *parts)
-        self._dim, self._has_padding = settings.dim, settings.layout.skips
+        self._dim, self._has_padding = settings.dim, bool(settings.layout.skipped)
 
     def parts_of(self, x: Lookups) -> list[ReadPart]:
         if x.offsets is None:  # the vectors are the result, and pass through no buffer

@@ -469,10 +469,9 @@ def divisor_of(batch: Batch, x: Lookups, group: WidthGroup) -> Tensor | None:
         return None
     parts = []
     for feature, (low, high) in zip(group.features, x.spans, strict=True):
-        padding = group.tables[feature.table].skipped_idx
-        values = batch.values[low:high]
-        parts.append(values if padding is None else values.masked_fill(values == padding, PADDING))
-    return _divisor(torch.cat(parts) != PADDING, x, group)
+        skipped = group.tables[feature.table].skipped_idx
+        parts.append(batch.values[low:high] != (PADDING if skipped is None else skipped))
+    return _divisor(torch.cat(parts), x, group)
 
 
 def weights_of(features: Any, x: Lookups, group: WidthGroup) -> Tensor | None:
@@ -518,12 +517,9 @@ def raw_weights(features: Any) -> Tensor | None:
 
 def count_ids(features: Any) -> int:
     """Return how many ids an input has, without checking them; 0 for what `parse` will refuse."""
-    ids = features
-    if isinstance(features, tuple | list):
-        ids = features[0] if features else None
-    elif not isinstance(features, Tensor):
-        values = getattr(features, "values", None)
-        ids = values() if callable(values) else None
+    ids = features.values() if is_jagged(features) else features
+    if isinstance(features, tuple | list) and features:
+        ids = features[0]
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 Part = Any  # a tensor or a numpy array
+Piece = tuple[Part, Part, int]  # a part, what the batch has in its place, and the part's version
 Span = tuple[int, int, list[Any]]  # first address, one past the last, owners
 
 _FIRST = 64  # batches of a loader that are always copied
@@ -41,42 +43,33 @@ _MOST_HELD = 512  # batches that may be held where that is not known
 _MARGIN = 4  # batches that count as held after their time: a GPU may still be reading them
 _MOST_OWNERS = 4  # remembered owners of memory that many batches share
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_start = itemgetter(0)  # of a span
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Held:
     """A batch that was read. `batch` is the loader's own object, or a copy of it."""
 
-    __slots__ = ("_clones", "_origin", "_parts", "_versions", "batch", "is_copy")
+    __slots__ = ("_origin", "_pieces", "batch", "is_copy")
 
     def __init__(
         self,
         origin: Any,
-        parts: Sequence[Part] | None = None,
-        batch: Any = None,
-        clones: Sequence[Part] | None = None,
-        *,
+        pieces: list[Piece] | None = None,
+        copy: Any = None,
         is_copy: bool = False,
     ) -> None:
-        """Without `parts` nothing is checked. With `clones`, `batch` has those instead of parts; a
-        part that was not copied is its own clone. `is_copy`: all parts were copied."""
-        self.batch = origin if clones is None else batch
-        self._origin, self._parts, self._clones = origin, parts, clones
-        self._versions = [_version(part) for part in parts or ()]
-        self.is_copy = is_copy
+        """Without `pieces` nothing is checked. `is_copy`: all parts were copied."""
+        self.batch = origin if copy is None else copy
+        self._origin, self._pieces, self.is_copy = origin, pieces, is_copy
 
     def note_computed(self) -> None:
         """Note tensors that the batch has computed and kept since it was read, as TorchRec's jagged
         tensors and cached properties do when `ids=` asks for them."""
-        if self._parts is not None and not self.is_copy:
-            before = dict(zip(map(id, self._parts), self._versions, strict=True))
-            clones = {}
-            if self._clones is not None:
-                clones = dict(zip(map(id, self._parts), self._clones, strict=True))
-            self._parts = parts_in(self._origin)
-            self._versions = [before.get(id(part), _version(part)) for part in self._parts]
-            if self._clones is not None:
-                self._clones = [clones.get(id(part), part) for part in self._parts]
+        if self._pieces is not None and not self.is_copy:
+            known = {id(piece[0]): piece for piece in self._pieces}
+            parts = parts_in(self._origin)
+            self._pieces = [known.get(id(part), (part, part, _version(part))) for part in parts]
 
     def changed(self) -> str | None:
         """Name what the loader changed in its own batch since; None: nothing was noticed.
@@ -84,24 +77,22 @@ class Held:
         Where all was copied, values in host memory are compared. Otherwise versions of what was not
         copied are compared, which do not see writes by numpy or through `.data`.
         """
-        if not self._parts:
+        if not self._pieces:
             return None
-        now = parts_in(self._origin)
-        if len(now) != len(self._parts) or any(
-            one is not other for one, other in zip(now, self._parts, strict=True)
-        ):
+        if [*map(id, parts_in(self._origin))] != [id(part) for part, _, _ in self._pieces]:
             return "the object that holds its tensors"
-        clones = self._parts if self._clones is None else self._clones
-        for number, (part, clone) in enumerate(zip(self._parts, clones, strict=True)):
+        for part, clone, version in self._pieces:
             if self.is_copy:
                 is_other = not _same_bits(part, clone)
             else:
-                is_other = (
-                    clone is part and _version(part) != self._versions[number] and _is_whole(part)
-                )
+                is_other = clone is part and _version(part) != version and _is_whole(part)
             if is_other:
                 return f"batch{_path(self._origin, part) or ''}"
         return None
+
+
+def _pieces(parts: Sequence[Part], clones: Sequence[Part]) -> list[Piece]:
+    return [(part, clone, _version(part)) for part, clone in zip(parts, clones, strict=True)]
 
 
 class Kept:
@@ -177,9 +168,7 @@ class _Given:
 
     def forget(self) -> None:
         """Release all batches."""
-        # All spans by address; those of different batches do not overlap.
-        self._starts: list[int] = []
-        self._spans: list[Span] = []
+        self._spans: list[Span] = []  # by address; those of different batches do not overlap
         self._recent: deque[list[Span]] = deque()  # by batch
 
     def take(self, batch: Any, held: int | None) -> Held:
@@ -204,7 +193,7 @@ class _Given:
         first = _FIRST_OF_MANY if held is None else max(_FIRST, 2 * habits.most_held + 8)
         if habits.reuses or habits.reads <= first:
             return _copied(batch, parts, parts)
-        return _copied(batch, parts, shared) if shared else Held(batch, parts)
+        return _copied(batch, parts, shared) if shared else Held(batch, _pieces(parts, parts))
 
     def _note(self, parts: Sequence[Part], *, weakly: bool) -> list[Part]:
         """Remember a batch's memory; return the parts in memory of a batch that is still held.
@@ -212,26 +201,23 @@ class _Given:
         Memory that was freed and is used again does not count, so held memory is kept alive here,
         or known by weak references.
         """
-        refer = _weakly if weakly else _strongly
-        spans = [(*_extent(part), [refer(part)]) for part in parts]
+        spans = [(*_extent(part), [_weakly(part) if weakly else part]) for part in parts]
         if len(spans) > 1:
-            spans = _joined(sorted(spans, key=lambda span: span[0]))
+            spans = _joined(sorted(spans, key=_start))
         noted: list[Span] = []
         shared: list[tuple[int, int]] = []
         for start, end, owners in spans:
             low, high = start, end
-            place = bisect_right(self._starts, start)
+            place = bisect_right(self._spans, start, key=_start)
             if place and self._spans[place - 1][1] > start:
                 place -= 1
-            while place < len(self._starts) and self._starts[place] < end:
-                first, last, others = self._spans[place]
-                del self._starts[place], self._spans[place]
+            while place < len(self._spans) and self._spans[place][0] < end:
+                first, last, others = self._spans.pop(place)
                 if any(_is_alive(owner) for owner in others):  # else it was freed
                     low, high = min(low, first), max(high, last)
                     owners = [*owners, *others[:_MOST_OWNERS]]
                     if not shared or shared[-1] != (start, end):
                         shared.append((start, end))
-            self._starts.insert(place, low)
             self._spans.insert(place, (low, high, owners))
             noted.append((low, high, owners))
         self._recent.append(noted)
@@ -240,9 +226,9 @@ class _Given:
         return [p for p in parts if any(low <= _extent(p)[0] < high for low, high in shared)]
 
     def _release(self, span: Span) -> None:
-        place = bisect_left(self._starts, span[0])
+        place = bisect_left(self._spans, span[0], key=_start)
         if place < len(self._spans) and self._spans[place][2] is span[2]:
-            del self._starts[place], self._spans[place]
+            del self._spans[place]
 
 
 _known: weakref.WeakKeyDictionary[Any, _Habits] = weakref.WeakKeyDictionary()
@@ -340,18 +326,19 @@ def copy_of(batch: Any) -> Any:
 
 
 def _copied(batch: Any, parts: Sequence[Part], chosen: Sequence[Part]) -> Held:
-    """Copy the chosen parts of a batch."""
-    if not parts:  # its structure is unknown
-        return Held(batch, parts)
+    """Copy the chosen parts of a batch, or none where its structure is unknown."""
+    uncopied = Held(batch, _pieces(parts, parts))
+    if not parts:
+        return uncopied
     clones = {id(part): part for part in parts} | {id(part): _clone(part) for part in chosen}
     try:
         made = _rebuilt(batch, clones, inside=False)
     except Exception:  # a class may do anything when it is copied
-        return Held(batch, parts)
+        return uncopied
     copies = parts_in(made)
     if [*map(id, copies)] != [id(clones[id(part)]) for part in parts]:
-        return Held(batch, parts)  # a class that is copied in another way
-    return Held(batch, parts, made, copies, is_copy=len(chosen) == len(parts))
+        return uncopied  # a class that is copied in another way
+    return Held(batch, _pieces(parts, copies), made, is_copy=len(chosen) == len(parts))
 
 
 def _rebuilt(value: Any, clones: Mapping[int, Part], *, inside: bool) -> Any:
@@ -446,10 +433,6 @@ def _weakly(part: Part) -> Any:
     if isinstance(part, np.ndarray):
         return weakref.ref(part)
     return StorageWeakRef(part.untyped_storage())
-
-
-def _strongly(part: Part) -> Any:
-    return part
 
 
 def _extent(part: Part) -> tuple[int, int]:

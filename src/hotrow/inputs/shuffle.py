@@ -43,8 +43,10 @@ class Order:
     def stretches(self, epoch: int, first: int = 0) -> Iterator[Stretch]:
         """Yield the stretches of an epoch, from the one that holds the sample at `first` on."""
         blocks: Places = np.arange(len(self._sizes))
+        key = None
         if self._seed is not None:
             blocks = shuffled(len(blocks), key=key_of(self._seed, "blocks", epoch))
+            key = key_of(self._seed, "stretch", epoch)
         ends = np.cumsum(self._sizes[blocks])
         # A stretch ends with the block that reaches the next multiple of `mixed`.
         cuts = np.flatnonzero(np.diff((ends - 1) // self._mixed, prepend=-1)) if len(ends) else ends
@@ -52,13 +54,9 @@ class Order:
             stop = int(cuts[number + 1]) if number + 1 < len(cuts) else len(ends)
             begin, end = int(ends[cut - 1]) if cut else 0, int(ends[stop - 1])
             if end > first:
-                key = None if self._seed is None else self._key(epoch, number)
+                own = None if key is None else key_of(key, "samples", number)
                 # Ascending, as they lie: their samples are shuffled anyway.
-                yield Stretch(np.sort(blocks[cut:stop]), begin, end - begin, key)
-
-    def _key(self, epoch: int, number: int) -> int:
-        assert self._seed is not None
-        return key_of(key_of(self._seed, "stretch", epoch), "samples", number)
+                yield Stretch(np.sort(blocks[cut:stop]), begin, end - begin, own)
 
 
 def shuffled(count: int, *, key: int) -> Places:

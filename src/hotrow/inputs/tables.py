@@ -81,17 +81,11 @@ class EmbeddingBagConfig:
             )
         object.__setattr__(self, "pooling", pooling)
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
-        object.__setattr__(self, "padding_idx", self._padding(where))
-
-    def _padding(self, where: str) -> int | None:
-        if self.padding_idx is None:
-            return None
-        if not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
-            raise ValueError(
-                f"{where}: padding_idx {self.padding_idx} is outside its "
-                f"{self.num_embeddings:,} rows"
-            )
-        return self.padding_idx % self.num_embeddings
+        padding, rows = self.padding_idx, self.num_embeddings
+        if padding is not None:
+            if not -rows <= padding < rows:
+                raise ValueError(f"{where}: padding_idx {padding} is outside its {rows:,} rows")
+            object.__setattr__(self, "padding_idx", padding % rows)
 
     @property
     def skipped_idx(self) -> int | None:
@@ -164,12 +158,8 @@ class WidthGroup:
 
     def feature_numbers(self, device: torch.device) -> FeatureNumbers:
         """Return numbers of each feature as tensors on a device. They are built once."""
-        numbers = self._numbers.get(device)
-        if numbers is None:
-            numbers = self._numbers[device] = self._numbers_on(device)
-        return numbers
-
-    def _numbers_on(self, device: torch.device) -> FeatureNumbers:
+        if device in self._numbers:
+            return self._numbers[device]
         tables = [self.tables[feature.table] for feature in self.features]
         skipped = [table.skipped_idx for table in tables]
         columns = [
@@ -182,12 +172,8 @@ class WidthGroup:
             column, base, last, skip = torch.tensor(columns, device=device)
             zero = torch.zeros_like(base)
         skips = any(row is not None for row in skipped)
-        return FeatureNumbers(column, base, zero, last, skip if skips else None)
-
-    @property
-    def skips(self) -> bool:
-        """Return whether bags skip padding rows, so that a lookup may have no id."""
-        return any(table.skipped_idx is not None for table in self.tables)
+        numbers = FeatureNumbers(column, base, zero, last, skip if skips else None)
+        return self._numbers.setdefault(device, numbers)
 
     @property
     def skipped(self) -> list[int]:

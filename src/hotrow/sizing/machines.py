@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hotrow.engine.strategy import STRATEGIES
 from hotrow.sizing.simulator import simulate
@@ -113,10 +112,10 @@ def machine_at(device: torch.device) -> Machine:
     return measure(device)
 
 
-def measure(device: torch.device, *, store: Callable[[Tensor], Store] = Store) -> Machine:
+def measure(device: torch.device) -> Machine:
     """Measure this machine, with `device` for fast memory."""
     if device.type == "cuda":
-        return _measured_gpu(device, _host_rows(store))
+        return _measured_gpu(device)
     copied = _copy_gb(device)
     sort_ns, plan_ns = _planning_ns()
     return Machine(
@@ -138,11 +137,11 @@ def measure(device: torch.device, *, store: Callable[[Tensor], Store] = Store) -
         read_drag=1.0,
         fill_drag=1.0,
         error=_ERROR,
-        host_rows=_host_rows(store),
+        host_rows=_host_rows(),
     )
 
 
-def _measured_gpu(device: torch.device, host_rows: dict[str, Points]) -> Machine:
+def _measured_gpu(device: torch.device) -> Machine:
     """Plans are not measured: their time is a known GPU's, scaled by the speed of memory."""
     like = next(iter(machines().values()))
     hbm = _copy_gb(device)
@@ -169,7 +168,7 @@ def _measured_gpu(device: torch.device, host_rows: dict[str, Points]) -> Machine
         plan_ns=like.plan_ns * slower,
         error=_ERROR,
         forms=forms,
-        host_rows=host_rows,
+        host_rows=_host_rows(),
     )
 
 
@@ -208,13 +207,13 @@ def _multiply_tflops(device: torch.device) -> float:
     return 2 * size**3 / 1e12 / _seconds(lambda: a @ b, device)
 
 
-def _host_rows(store_of: Callable[[Tensor], Store]) -> dict[str, Points]:
+def _host_rows() -> dict[str, Points]:
     """Million rows per second that torch's threads gather and scatter, by the bytes of a row."""
     cpu = torch.device("cpu")
     rates: dict[str, list[tuple[float, float]]] = {"gather": [], "scatter": []}
     generator = torch.Generator().manual_seed(0)
     for width in _WIDTHS:
-        store = store_of(torch.zeros(_COPIED // (4 * width), width))
+        store = Store(torch.zeros(_COPIED // (4 * width), width))
         rows = torch.zeros(_ROWS, width)
         for name, move in (("gather", store.read), ("scatter", store.write)):
             # Other rows each time: rows that were moved before are in a core's cache.

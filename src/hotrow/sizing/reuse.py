@@ -192,24 +192,22 @@ def floor_of(samples: Sequence[Reuse], hold_batches: int) -> int:
     return math.ceil(float(windows.max(initial=0.0)))
 
 
-def fewest_misses(
-    uses: NextUses, slots: Sequence[int], *, past: int = 0, block: int = _BLOCK
-) -> Amounts:
+def fewest_misses(uses: NextUses, slots: Sequence[int], *, past: int = 0) -> Amounts:
     """Return the rows that each batch must fetch if all batches are known, [slots, T]: Belady's
     bound.
 
     All rows of a batch must be resident together. Rows leave that the batch does not use and whose
     next use is farthest, rows never used again first. The residents whose next use is batch t are
     the hits of batch t. Rows of the `past` batches before may not leave, either. NaN: what must be
-    resident together does not fit. `block` changes the speed only.
+    resident together does not fit.
     """
-    misses = [_fewest(uses, size, past, block) for size in slots]
+    misses = [_fewest(uses, size, past) for size in slots]
     return np.array(misses).reshape(len(misses), len(uses.sizes))
 
 
-def _fewest(uses: NextUses, slots: int, past: int, block: int) -> Amounts:
+def _fewest(uses: NextUses, slots: int, past: int) -> Amounts:
     last = len(uses.sizes)
-    resident, held = _Residents(last + 1, block), deque[_Held]()
+    resident, held = _Residents(last + 1), deque[_Held]()
     total, misses = 0.0, np.empty(last)  # total: all residents, held ones included
     for number, size in enumerate(uses.sizes.tolist()):
         hits = resident.take(number) + sum(each.take(number) for each in held)
@@ -249,9 +247,8 @@ class _Residents:
     Counts are in blocks with a sum each, so that the farthest are found without reading all.
     """
 
-    def __init__(self, numbers: int, block: int) -> None:
-        self._block = block
-        self._rows = np.zeros((-(-numbers // block), block))
+    def __init__(self, numbers: int) -> None:
+        self._rows = np.zeros((-(-numbers // _BLOCK), _BLOCK))
         self._flat = self._rows.reshape(-1)
         self._sums = np.zeros(len(self._rows))
         self._never = numbers - 1
@@ -264,13 +261,13 @@ class _Residents:
         """Remove and count the rows that batch `number` uses; `add` counts them again."""
         rows = float(self._flat[number])
         self._flat[number] = 0
-        self._sums[number // self._block] -= rows
+        self._sums[number // _BLOCK] -= rows
         return rows
 
     def add(self, rows: _Held) -> None:
         self._flat[rows.numbers] += rows.rows
         self._flat[self._never] += rows.never
-        self._sums += np.bincount(rows.numbers // self._block, rows.rows, minlength=len(self._sums))
+        self._sums += np.bincount(rows.numbers // _BLOCK, rows.rows, minlength=len(self._sums))
         self._sums[-1] += rows.never
 
     def drop_farthest(self, count: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from hotrow.engine.scratchpad import Scratchpad
 from hotrow.engine.strategy import Strategy
 from hotrow.kernels.reference import SortedIds, sort_ids
 from hotrow.store.budget import choose_map
+from hotrow.support.records import Counted
 
 _DENSE_MAP_ROWS = 1 << 26  # up to here the faster map is affordable
 _CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Simulated(Counted):
     """What one strategy would move for the batches after the warm-up."""
 
     strategy: str
@@ -39,11 +40,6 @@ class Simulated:
     chunked_batches: int = 0
     planning_seconds: float = 0.0  # sorting the ids included
     loaded_rows: int = 0  # prefetched for pinning
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of lookups that cause no fetch."""
-        return 1 - self.fetched_rows / max(1, self.lookups)
 
     @property
     def rows_per_batch(self) -> float:
@@ -75,21 +71,18 @@ def simulate(
     ahead. `hottest(n)` names the n rows to pin, for strategies that pin; without it `static` learns
     them. `as_trained`: choose the row map as training does, so that planning takes as long.
     """
-    lanes = [
-        _Lane(
-            strategy,
-            slots,
-            num_rows,
-            depth,
-            hottest,
-            dense_map=has_dense_map(slots, num_rows, as_trained=as_trained),
-        )
-        for strategy, slots in choices
-    ]
+    lanes = []
+    for strategy, slots in choices:
+        # The map changes the speed only.
+        is_dense = choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
+        lanes.append(_Lane(strategy, slots, num_rows, depth, hottest, dense_map=is_dense))
     batches, end = 0, math.inf if counted is None else warm_up + counted
-    for ids, seconds in _sorted(trace, num_rows):
+    for ids in trace:
+        start = time.perf_counter()
+        found = sort_ids(ids, num_rows)
+        seconds = time.perf_counter() - start
         for lane in lanes:
-            lane.feed(ids, seconds, counts=warm_up <= batches < end)
+            lane.feed(_Known(found, seconds, counts=warm_up <= batches < end))
         batches += 1
         on_batch()
     if batches <= warm_up:
@@ -99,11 +92,6 @@ def simulate(
     for lane in lanes:
         lane.drain()
     return [lane.result() for lane in lanes]
-
-
-def has_dense_map(slots: int, num_rows: int, *, as_trained: bool) -> bool:
-    """Return whether rows are found by a dense map; it changes the speed only."""
-    return choose_map(slots, num_rows) if as_trained else num_rows <= _DENSE_MAP_ROWS
 
 
 @dataclass(frozen=True)
@@ -157,10 +145,10 @@ class _Lane:
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
 
-    def feed(self, ids: SortedIds, sort_seconds: float, *, counts: bool) -> None:
+    def feed(self, batch: _Known) -> None:
         """Make a batch known, and plan the one that is `depth` batches older."""
-        self._known.append(_Known(ids, sort_seconds, counts))
-        self._timed(lambda: self._planner.expect(ids), counts)
+        self._known.append(batch)
+        self._timed(lambda: self._planner.expect(batch.ids), batch.counts)
         if len(self._known) > self._depth:
             self._plan(self._known.popleft())
 
@@ -197,9 +185,3 @@ class _Lane:
             planning_seconds=self._seconds,
             **self._counts,
         )
-
-
-def _sorted(trace: Iterable[Tensor], num_rows: int) -> Iterator[tuple[SortedIds, float]]:
-    for values in trace:
-        start = time.perf_counter()
-        yield sort_ids(values, num_rows), time.perf_counter() - start

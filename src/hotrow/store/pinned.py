@@ -7,18 +7,15 @@ the rows lie in ordinary memory and move through a buffer; `reason` says why.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hotrow.support.forks import bind_to_this_process
-from hotrow.support.host_memory import check_fits
+from hotrow.store.ram import own_memory
 from hotrow.support.interrupts import uninterrupted
 from hotrow.support.streams import synchronize
 from hotrow.support.units import show_bytes
@@ -55,16 +52,13 @@ def locked_rows(
     progress: Callable[[int, int], None] | None = None,
     register: Register | None = None,
     unregister: Unregister | None = None,
-    available: int | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> LockedRows:
     """Allocate rows and lock them chunk by chunk, calling `progress(done_bytes, total_bytes)`.
 
-    More rows than the machine has memory for (`available` bytes, measured if not given) are a
-    ValueError before anything is allocated.
+    More rows than the machine has memory for are a ValueError before anything is allocated.
     """
-    check_fits(num_rows, width, available=available)
-    flat = _own_mapping(num_rows * width)
+    flat = own_memory(num_rows, width)
     chunks: list[int] = []  # addresses of what is registered
     release = weakref.finalize(flat, _unlock, chunks, unregister or _cuda_unregister, os.getpid())
     rows = torch.from_numpy(flat)
@@ -76,24 +70,6 @@ def locked_rows(
     if reason:
         release()
     return LockedRows(rows.view(-1, width), reason, release)
-
-
-def _own_mapping(num_floats: int) -> np.ndarray:
-    """Floats in a mapping that forked children have no part in.
-
-    The kernel would otherwise copy every locked page for every child. An array, since weak
-    references to it are called before its memory goes; those to a mapping are called after.
-    """
-    # Private pages are made faster than shared ones, which are those of an unnamed file.
-    memory = mmap.mmap(-1, max(1, num_floats * 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        memory.madvise(mmap.MADV_DONTFORK)
-        bind_to_this_process(memory)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            # Measured: touched and locked in half the time.
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.float32, count=num_floats)
 
 
 def _lock(
@@ -137,14 +113,13 @@ def _refused(why: str, done: int, total: int) -> str:
     )
 
 
-def _memlock(limit: int | None = None) -> str:
-    """Name the limit on locked memory, the process's own if none is given."""
+def _memlock() -> str:
+    """Name the process's limit on locked memory, if there is one."""
     try:
         import resource
     except ImportError:  # not a POSIX system
         return ""
-    if limit is None:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     return f" (the limit on locked memory is {show_bytes(limit)})"

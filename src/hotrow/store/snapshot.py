@@ -44,11 +44,6 @@ class Snapshot:
         self._room = threading.Condition()
 
     @property
-    def num_kept(self) -> int:
-        """Rows in the log."""
-        return len(self._ids) - self._left
-
-    @property
     def num_bytes(self) -> int:
         """Bytes beside those of the rows, at most."""
         parts = (self._log, self._ids, self._free, self._kept.bits)

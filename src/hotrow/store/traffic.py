@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hotrow.support.records import Counted
+
 
 @dataclass(frozen=True)
-class TableTraffic:
+class TableTraffic(Counted):
     """Lookups and moves of one table.
 
     `unique_rows` counts a row once per batch. `loaded_rows` were fetched to be pinned, before any
@@ -21,11 +23,6 @@ class TableTraffic:
     bytes_fetched: int = 0
     bytes_evicted: int = 0
     loaded_rows: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of lookups that caused no fetch."""
-        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
     def __add__(self, other: TableTraffic) -> TableTraffic:
         return TableTraffic(*(getattr(self, n) + getattr(other, n) for n in COUNTS))

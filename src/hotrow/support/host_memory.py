@@ -7,10 +7,9 @@ from pathlib import Path
 from hotrow.support.units import show_bytes
 
 
-def check_fits(num_rows: int, width: int, *, available: int | None = None) -> None:
-    """Refuse more rows than there is memory for (`available` bytes, measured if not given)."""
-    num_bytes = num_rows * width * 4
-    have = available_bytes() if available is None else available
+def check_fits(num_rows: int, width: int) -> None:
+    """Refuse more rows than there is memory for."""
+    num_bytes, have = num_rows * width * 4, available_bytes()
     if have is not None and num_bytes > have:
         raise ValueError(
             f"{num_rows:,} rows of {width} floats need {show_bytes(num_bytes, beside=have)} of "
@@ -25,15 +24,11 @@ def available_bytes(
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int | None:
     """Host memory a process may still take, by the machine and by its container; None: unknown."""
-    limits = [_machine(meminfo), *(_left(each) for each in _cgroup_folders(own_cgroup, cgroups))]
+    limits = [_left(folder) for folder in _cgroup_folders(own_cgroup, cgroups)]
+    kib = _number(meminfo, "MemAvailable:")
+    if kib is not None:
+        limits.append(1024 * kib)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _machine(meminfo: Path) -> int | None:
-    for line in _read(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _cgroup_folders(own_cgroup: Path, cgroups: Path) -> list[Path]:
@@ -58,16 +53,16 @@ def _left(folder: Path) -> int | None:
     ):
         limit, current = _read(folder / most).strip(), _read(folder / used).strip()
         if limit.isdigit() and current.isdigit():
-            return max(0, int(limit) - int(current) + _cached_files(folder))
+            # Copies of files count as used, and are given up when memory is asked for.
+            files = _number(folder / "memory.stat", "inactive_file ") or 0
+            return max(0, int(limit) - int(current) + files)
     return None
 
 
-def _cached_files(folder: Path) -> int:
-    """Copies of files that count as used and are given up when memory is asked for."""
-    for line in _read(folder / "memory.stat").splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
+def _number(path: Path, name: str) -> int | None:
+    """Return the number in the line of a file that begins with a name."""
+    lines = [line for line in _read(path).splitlines() if line.startswith(name)]
+    return int(lines[0].split()[1]) if lines else None
 
 
 def _read(path: Path) -> str:

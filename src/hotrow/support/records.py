@@ -8,8 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Counted:
+    """Counts of lookups and fetched rows."""
+
+    __slots__ = ()
+    lookups: int
+    fetched_rows: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that caused no fetch."""
+        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
+
+
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Counted):
     """One step. Its rows and bytes moved since the step before, perhaps for later batches; its
     seconds have passed since then, without those that the caller of `run()` took between steps."""
 
@@ -35,11 +48,6 @@ class StepRecord:
     waited: float = math.nan
     # Fetched before any lookup asked for them, to be pinned; `bytes_fetched` has theirs, too.
     loaded_rows: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the lookups that caused no fetch."""
-        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
 
 class LateStepRecord(StepRecord):
@@ -130,18 +138,13 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class TableRecord:
+class TableRecord(Counted):
     """Lookups and moves of one table in training. `unique_rows` counts a row once per batch."""
 
     lookups: int
     unique_rows: int
     fetched_rows: int
     evicted_rows: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the lookups that caused no fetch."""
-        return 1 - self.fetched_rows / self.lookups if self.lookups else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,11 +170,6 @@ class Lanes:
         self._newest[stream.cuda_stream if name == "train" else name] = mark
         return mark
 
-    @property
-    def trained_on(self) -> torch.cuda.Stream | None:
-        """The stream on which the current thread trained last."""
-        return self.here.trained_on
-
     def launched_on(self, stream: torch.cuda.Stream | None) -> Mark:
         """Return a mark in a stream that `newest` does not return; for any thread."""
         return self.mark("train") if stream is None else self._event(stream)

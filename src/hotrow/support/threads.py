@@ -1,12 +1,14 @@
-"""Which thread may read or change the rows of a collection, and when.
+"""Which thread may read or change the rows of a collection, and when; what a forked child keeps.
 
-Knows locks and threads; not what rows are.
+Knows locks, threads and processes; not what rows are.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -245,3 +247,24 @@ class TrainingThread:
     def evaluates_alone(self) -> bool:
         """Whether `eval()` was called in the current thread and holds for it alone."""
         return self._mode and not self.mode
+
+
+# -- forked children -------------------------------------------------------------------
+
+# A store's memory is no child's, and whatever a child has mapped there since would go with it. Nor
+# has it the threads that read ahead: to finish what they were at would write to that memory.
+_bound: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def bind_to_this_process(each: Any) -> None:
+    """Children that are forked from now on keep it until their end, and so all that it holds."""
+    _bound.add(each)
+
+
+def _keep() -> None:
+    # Not by a list, which goes at the end of the interpreter.
+    for each in list(_bound):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+os.register_at_fork(after_in_child=_keep)

@@ -49,7 +49,7 @@ class PendingLoss:
     def __init__(self, memory: Tensor, lanes: Lanes, copied: Mark | None = None) -> None:
         """Without the mark when it is `copied`, a call waits for all training so far."""
         self._memory, self._lanes, self.copied = memory, lanes, copied
-        self._stream = lanes.trained_on
+        self._stream = lanes.here.trained_on
         self._value: float | None = None
 
     def __call__(self) -> float:

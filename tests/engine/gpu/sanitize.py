@@ -151,7 +151,7 @@ def rows_between(width: int) -> None:
         fill.pack_more(slots, moved, ints(10, -1, 3), count, packed, ids, taken, ints(0))
     out = torch.zeros(3, width, device=DEVICE)
     fill.gather(store, ints(10, -1, 0, dtype=torch.int64), out)
-    fill.scatter(store, ints(9, -1, 1), out, count)
+    fill.scatter(store, ints(9, -1, 1), out)
 
 
 def read_and_update(size: int, *, dim: int) -> None:

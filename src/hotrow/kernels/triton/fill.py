@@ -40,8 +40,6 @@ def fill(
     blocks: int = 2,
     *,
     written: Tensor | None = None,  # a bit for each row; None: every row is read
-    num_warps: int = _WARPS,
-    tile_floats: int | None = None,
 ) -> None:
     """Write leaving rows to the store and read entering rows from it.
 
@@ -49,9 +47,9 @@ def fill(
     twice, and no row may leave one slot and enter another: moves are done in any order. With
     `written`, rows that leave are noted there, and rows that were never written are not read.
     """
-    shape = _shape(slots, store, tile_floats or _tile_floats(slots.shape[1]))
+    shape = _shape(slots, store, _tile_floats(slots.shape[1]))
     _fill[(blocks,)](
-        slots, store, move_slots, leaving, entering, count, written, **shape, num_warps=num_warps
+        slots, store, move_slots, leaving, entering, count, written, **shape, num_warps=_WARPS
     )
 
 
@@ -112,37 +110,25 @@ def gather(
     store: Tensor,  # [N, width] float32, page-locked
     ids: Tensor,  # [cap] int32 or int64, -1 for none
     out: Tensor,  # [cap, width] float32, on the device
-    count: Tensor | None = None,  # [1] int32; None: all of them
     blocks: int = _ALL_BLOCKS,
 ) -> None:
     """Copy the rows of `ids` into `out`; nothing is written where an id is -1."""
-    _copy_rows(out, store, ids, count, blocks, to_store=False)
+    _copy_rows(out, store, ids, blocks, to_store=False)
 
 
 def scatter(
     store: Tensor,  # [N, width] float32, page-locked
     ids: Tensor,  # [cap] int32 or int64, -1 for none
     rows: Tensor,  # [cap, width] float32, on the device
-    count: Tensor | None = None,  # [1] int32; None: all of them
     blocks: int = _ALL_BLOCKS,
 ) -> None:
     """Replace the rows of `ids`, each given once; -1 is skipped."""
-    _copy_rows(rows, store, ids, count, blocks, to_store=True)
+    _copy_rows(rows, store, ids, blocks, to_store=True)
 
 
-def _copy_rows(
-    rows: Tensor, store: Tensor, ids: Tensor, count: Tensor | None, blocks: int, *, to_store: bool
-) -> None:
-    _copy[(blocks,)](
-        rows,
-        store,
-        ids,
-        ids.numel() if count is None else count,
-        COUNTED=count is not None,
-        TO_STORE=to_store,
-        **_shape(rows, store, _tile_floats(rows.shape[1])),
-        num_warps=_WARPS,
-    )
+def _copy_rows(rows: Tensor, store: Tensor, ids: Tensor, blocks: int, *, to_store: bool) -> None:
+    shape = _shape(rows, store, _tile_floats(rows.shape[1]))
+    _copy[(blocks,)](rows, store, ids, ids.numel(), TO_STORE=to_store, **shape, num_warps=_WARPS)
 
 
 def _shape(rows: Tensor, others: Tensor, tile_floats: int) -> dict[str, int]:
@@ -274,14 +260,13 @@ def _copy(
     store,
     ids,
     count,
-    COUNTED: tl.constexpr,
     TO_STORE: tl.constexpr,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    total = (tl.load(count) if COUNTED else count) * PIECES
+    total = count * PIECES
     first = tl.program_id(0) * TILE
     while first < total:
         place, there, column, inside = _tile(first, total, WIDTH, PIECE, PIECES, TILE)

@@ -23,14 +23,10 @@ def pool(
     divisor: Tensor | None,  # [bags, 1] float32
     dim: int,
     dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,  # [bags, dim], its columns side by side
 ) -> Tensor:
     """One vector per bag: the (weighted) sum of its lookups, divided where a mean is asked."""
     num_bags = slots.numel() if offsets is None else offsets.numel() - 1
-    if out is None:
-        out = torch.empty(num_bags, dim, dtype=dtype, device=rows.device)
-    assert out.shape == (num_bags, dim)
-    assert out.stride(1) == 1 or dim == 1
+    out = torch.empty(num_bags, dim, dtype=dtype, device=rows.device)
     if num_bags == 0:
         return out
     columns = triton.next_power_of_2(dim)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotrow.kernels.triton.maps import count_ends
 
-_BLOCK = 2048
+_BLOCK = 2048  # floats of a program
 # Beside training: programs are short, since its kernels wait for those that are there.
 _MOVED_FLOATS, _MOVE_WARPS, _MOST_BLOCKS = 512, 2, 1024
 _NO_ROW = -1
@@ -46,7 +46,6 @@ def start_rows(
     words: Sequence[int],  # of the table: for uniform weights, normal radius and angle
     *,
     first_row: int = 0,
-    block: int = _BLOCK,  # floats of a program
 ) -> None:
     """Start rows of one table. `padding` counts from the first of them."""
     assert rows.dtype is state.dtype is torch.float32
@@ -58,7 +57,7 @@ def start_rows(
     # In tensors: the kernel would otherwise be compiled for each range of the integers' values.
     integers = torch.tensor([first_row, *map(_signed, words), beginning.padding])
     floats = torch.tensor(beginning.numbers, dtype=torch.float32)
-    _start_rows[(triton.cdiv(rows.numel(), block),)](
+    _start_rows[(triton.cdiv(rows.numel(), _BLOCK),)](
         rows,
         state,
         integers.to(state.device),
@@ -67,7 +66,7 @@ def start_rows(
         KIND=beginning.kind,
         WIDTH=width,
         DIM=width - state.numel(),
-        BLOCK=block,
+        BLOCK=_BLOCK,
         # A fused multiply and add would round once where numpy rounds twice.
         enable_fp_fusion=False,
     )

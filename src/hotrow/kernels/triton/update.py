@@ -134,7 +134,6 @@ def update_rows(
     dim: int,
     null_slot: int = -1,  # entries of `index` that are skipped
     frozen: Tensor | None = None,  # a bit for each id that is skipped: int32 words
-    untrained: Tensor | None = None,  # [P] int64: ids of few rows that are skipped, too
 ) -> None:
     """One optimizer step on some rows, each at most once, from gradients already summed."""
     num_rows = row_grads.shape[0]
@@ -142,9 +141,9 @@ def update_rows(
         return
     columns = triton.next_power_of_2(dim)
     tile = tile_rows(columns)
-    place = Place(rows, rows.stride(0), index, ids, frozen, untrained)
+    place = Place(rows, rows.stride(0), index, ids, frozen, None)
     _update_rows[(min(triton.cdiv(num_rows, tile), MOST_PROGRAMS),)](
-        place, null_slot, _count_untrained(untrained), count, num_rows, row_grads.contiguous(),
+        place, null_slot, 0, count, num_rows, row_grads.contiguous(),
         *_step_of(rule, scalars, bases), dim, columns, tile,
         num_warps=tile_warps(columns), **EXACT,
     )  # fmt: skip
@@ -160,11 +159,6 @@ def _step_of(rule: RowRule, scalars: Tensor, bases: Tensor | None) -> tuple[Any,
 
 
 _NO_STEP = (Settings(None, None, 0), 0, None)  # the sum itself is stored
-
-
-def _count_untrained(untrained: Tensor | None) -> int:
-    """Kernels take it as a constant: 0 costs nothing."""
-    return 0 if untrained is None else untrained.numel()
 
 
 def _reduce(
@@ -189,7 +183,8 @@ def _reduce(
     partial = torch.empty(num_windows, dim, dtype=torch.float32, device=rows.device)
     runs = Runs(segments.order, segments.rank, segments.starts)
     place = Place(rows, rows.stride(0), row_slots, segments.ids, frozen, untrained)
-    common = (place, null_slot, _count_untrained(untrained), runs, terms)
+    # Kernels take their number as a constant: 0 costs nothing.
+    common = (place, null_slot, 0 if untrained is None else untrained.numel(), runs, terms)
     _chunks[(num_windows,)](partial, *common, *chunk_shape, num_warps=chunk_warps, **EXACT)
     _long_rows[(num_windows,)](
         partial, *common, *step, *chunk_shape, num_warps=chunk_warps, **EXACT

@@ -85,12 +85,20 @@ def globalise(
     num_lookups: int,  # jagged: the last of the ends counts
     num_rows: int,
     first_bad: Tensor,  # [1] int32: lowered to the first position that no table has
+    state: Tensor | None = None,  # `ids` is a window, [rings, capacity]
+    next_use: Tensor | None = None,  # of LAST_USE
 ) -> None:
     """Indices of several tables -> ids of one width."""
-    if ids.numel():
-        _launch_globalise(
-            values, ids, features, spans, num_lookups, ids.numel(), num_rows, first_bad, None, None
-        )
+    if not ids.numel():
+        return
+    count, capacity = features.shape[0], ids.shape[-1]
+    _globalise[(triton.cdiv(capacity, BLOCK),)](
+        values, ids, features, spans, None if spans is None else spans[1], num_lookups, capacity,
+        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad, state, next_use,
+        0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
+        SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
+        BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 def announce(
@@ -106,32 +114,7 @@ def announce(
 ) -> None:
     """`globalise` to the next row of the window: a batch is expected."""
     first_bad = window_counts.view(-1)[FIRST_BAD:]
-    _launch_globalise(
-        values, window, features, spans, num_lookups, window.shape[1], num_rows, first_bad, state,
-        next_use,
-    )  # fmt: skip
-
-
-def _launch_globalise(
-    values: Tensor,
-    ids: Tensor,
-    features: Tensor,
-    spans: Tensor | None,
-    num_lookups: int,
-    capacity: int,
-    num_rows: int,
-    first_bad: Tensor,
-    state: Tensor | None,
-    next_use: Tensor | None,
-) -> None:
-    count = features.shape[0]
-    _globalise[(triton.cdiv(capacity, BLOCK),)](
-        values, ids, features, spans, None if spans is None else spans[1], num_lookups, capacity,
-        count, values.shape[1] if values.dim() == 2 else 0, num_rows, first_bad, state, next_use,
-        0 if next_use is None else next_use.numel(), len(ids), JAGGED=spans is not None,
-        SEARCH=count.bit_length(), IN_WINDOW=state is not None, MARKS=next_use is not None,
-        BLOCK=BLOCK,
-    )  # fmt: skip
+    globalise(values, window, features, spans, num_lookups, num_rows, first_bad, state, next_use)
 
 
 @triton.jit(do_not_specialize=["key", "num_planned", "num_values", "num_samples"])
