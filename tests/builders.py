@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 import hotrow
 from hotrow.engine.evict import EVICTIONS
@@ -184,6 +185,21 @@ def budget_with_pins(batches: Sequence[Tensor], hold: Hold, pins: int) -> hotrow
     return hotrow.Budget((share,), window_bytes=1 << 20)
 
 
+def budget_of(
+    case: Case, batches: Sequence[Any], part: float, *, dense: bool = True
+) -> hotrow.Budget:
+    """Slots for the largest batch, an eighth more of it, and a part of all rows to be pinned."""
+    budget = tight_budget(case, batches, variant("static").hold, dense_map=dense)
+    widths: dict[int, int] = {}
+    for table in case.tables:
+        widths[table.embedding_dim] = widths.get(table.embedding_dim, 0) + table.num_embeddings
+    shares = [
+        replace(share, slots=2 * share.slots + 2 + int(part * rows))
+        for share, rows in zip(budget.shares, widths.values(), strict=True)
+    ]
+    return replace(budget, shares=tuple(shares))
+
+
 # -- running ---------------------------------------------------------------------------
 
 
@@ -215,16 +231,22 @@ def outcome(embedding: hotrow.EmbeddingBagCollection, losses: list[Tensor]) -> O
     return Outcome(losses, dict(embedding.state_dict()), state)
 
 
-def train(
+def learn(
     embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any], **options: Any
-) -> Outcome:
-    """The plainest loop there is."""
+) -> list[Tensor]:
+    """Train by the plainest loop there is."""
     losses = []
     for batch in hotrow.ahead(batches, embedding, **options):
         loss = readout(embedding(batch))
         loss.backward()
         losses.append(loss.detach())
-    return outcome(embedding, losses)
+    return losses
+
+
+def train(
+    embedding: hotrow.EmbeddingBagCollection, batches: Sequence[Any], **options: Any
+) -> Outcome:
+    return outcome(embedding, learn(embedding, batches, **options))
 
 
 def build(
@@ -233,6 +255,21 @@ def build(
     return hotrow.EmbeddingBagCollection(
         case.tables, RULES[rule], strategy=strategy, seed=3, **options
     )
+
+
+def all_fast(case: Case, rule: str, batches: Sequence[Any], **options: Any) -> Outcome:
+    return train(build(case, rule, **options), batches)
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """For "one-hot": made in a loader's worker, so that it needs nothing from the parent."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(place)
+        return torch.randint(40, (2,), generator=generator), torch.tensor(float(place % 2))
 
 
 def pairwise(axes: dict[str, Sequence[str]]) -> Iterator[dict[str, str]]:

@@ -5,25 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import hotrow
-from builders import CASES, build, outcome, readout, train
+from builders import CASES, Samples, build, outcome, readout, train
 
 CASE = CASES["one-hot"]
-
-
-class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Made in the worker, so that it needs nothing from the parent."""
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(place)
-        return torch.randint(40, (2,), generator=generator), torch.tensor(float(place % 2))
 
 
 def run(embedding: hotrow.EmbeddingBagCollection, loader: Any) -> Any:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +37,6 @@ from builders import (
 CASE = CASES["multi-hot"]
 STEPS = 30
 
-Loop = Callable[[hotrow.EmbeddingBagCollection, list[Any]], list[Tensor]]
-
 
 def tight(
     schedule: str = "fused", victims: str = "random", rule: str = "adagrad", **options: Any
@@ -46,90 +46,151 @@ def tight(
     return build(CASE, rule, strategy, budget=budget, **options)
 
 
-def compare(
-    loop: Loop, plain_loop: Callable[[PlainTables, PlainRows, list[Any]], None] | None
-) -> None:
-    """The loop's bits do not depend on the strategy, and its result is plain PyTorch's."""
+# -- loops that train like torch ---------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """What a loop trains with: a collection, or plain tables with a step of their own."""
+
+    look_up: Callable[[Any], hotrow.Embedded]
+    batches: Iterator[Any]
+    end: Callable[[], None] = lambda: None
+    joined: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def one_loss_of_two_batches(run: Training) -> Iterator[Tensor]:
+    for first in run.batches:
+        second = next(run.batches)
+        loss = readout(run.look_up(first)) + readout(run.look_up(second), scale=0.5)
+        loss.backward()
+        run.end()
+        yield loss
+
+
+def product_of_two_batches(run: Training) -> Iterator[Tensor]:
+    for first in run.batches:
+        loss = (readout(run.look_up(first)) * readout(run.look_up(next(run.batches)))).tanh()
+        loss.backward()
+        run.end()
+        yield loss
+
+
+def batches_pulled_together(run: Training) -> Iterator[Tensor]:
+    for group in iter(lambda: list(itertools.islice(run.batches, 5)), []):
+        for batch in reversed(group):
+            loss = readout(run.look_up(batch))
+            loss.backward()
+            run.end()
+            yield loss
+
+
+def accumulated(run: Training) -> Iterator[Tensor]:
+    for first in run.batches:
+        with run.joined():
+            for batch in (first, *itertools.islice(run.batches, 2)):
+                loss = readout(run.look_up(batch))
+                loss.backward()
+                yield loss
+        run.end()
+
+
+def two_passes_over_one_graph(run: Training) -> Iterator[Tensor]:
+    for batch in run.batches:
+        loss = readout(run.look_up(batch))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield loss
+
+
+def some_without_backward(run: Training) -> Iterator[Tensor]:
+    unused = []
+    for place, batch in enumerate(run.batches):
+        loss = readout(run.look_up(batch))
+        unused.append(run.look_up(batch))
+        if place % 3:
+            loss.backward()
+            run.end()
+        yield loss
+
+
+def checkpointed(run: Training, reentrant: bool = False) -> Iterator[Tensor]:
+    for batch in run.batches:
+        slope = torch.ones((), requires_grad=True)  # a reentrant checkpoint wants such an input
+
+        def part(scale: Tensor, batch: Any = batch) -> Tensor:
+            return readout(run.look_up(batch)) * scale
+
+        parts = [checkpoint(part, slope * scale, use_reentrant=reentrant) for scale in (1, 0.5)]
+        loss: Tensor = sum(parts)  # type: ignore[arg-type, assignment]
+        loss.backward()
+        run.end()
+        yield loss
+
+
+def checkpointed_reentrantly(run: Training) -> Iterator[Tensor]:
+    return checkpointed(run, reentrant=True)
+
+
+def learned_weights(run: Training) -> Iterator[Tensor]:
+    """Weights of samples get their gradient from rows before the update."""
+    scale = torch.tensor(1.5, requires_grad=True)
+    for batch in run.batches:
+        weighted = hotrow.KeyedJaggedTensor(
+            batch.keys(), batch.values(), offsets=batch.offsets(),
+            weights=batch.weights_or_none() * scale,
+        )  # fmt: skip
+        loss = readout(run.look_up(weighted))
+        loss.backward()
+        run.end()
+        assert scale.grad is not None
+        yield loss
+        yield scale.grad.clone()
+        scale.grad = None
+
+
+# Each with the number of steps that it makes.
+LOOPS: dict[Any, int] = {
+    one_loss_of_two_batches: STEPS // 2,
+    product_of_two_batches: STEPS // 2,
+    batches_pulled_together: STEPS,
+    accumulated: STEPS // 3,
+    two_passes_over_one_graph: 2 * STEPS,
+    some_without_backward: STEPS * 2 // 3,
+    checkpointed: STEPS,
+    checkpointed_reentrantly: STEPS,
+    learned_weights: STEPS,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_trains_like_torch_and_like_all_fast(loop: Any) -> None:
+    """The bits do not depend on schedule, victims or slots; the result is plain PyTorch's."""
     batches = CASE.batches(STEPS)
+
+    def trained(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
+        stream = iter(hotrow.ahead(batches, embedding))
+        run = Training(embedding, stream, joined=embedding.accumulate)
+        found = outcome(embedding, [loss.detach() for loss in loop(run)])
+        assert embedding.optimizer.steps[0] == LOOPS[loop]
+        return found
+
     reference = build(CASE, "adagrad")
     plain = PlainTables(reference)
-    expected = outcome(reference, loop(reference, batches))
-    if plain_loop is not None:
-        plain_loop(plain, PlainRows(plain, reference.optimizer.rule), batches)
+    expected = trained(reference)
+    if loop is not two_passes_over_one_graph:  # torch adds the gradients up
+        rows = PlainRows(plain, reference.optimizer.rule)
+        losses = [loss.detach() for loss in loop(Training(plain, iter(batches), rows.step))]
         assert_close(reference, plain)
+        torch.testing.assert_close(expected.losses, losses, rtol=1e-4, atol=1e-4)
     for schedule, victims in itertools.product(
         ("sequential", "fused", "five-shuffled"), ("random", "most-recent")
     ):
-        embedding = tight(schedule, victims)
-        found = outcome(embedding, loop(embedding, batches))
-        assert found.same_bits(expected), (schedule, victims)
-
-
-def pairs(batches: list[Any]) -> Iterator[tuple[Any, Any]]:
-    return zip(batches[::2], batches[1::2], strict=True)
-
-
-# -- one step per backward ---------------------------------------------------------------
-
-
-def test_losses_summed_over_several_batches_are_one_step() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        losses = []
-        stream = hotrow.ahead(batches, embedding)
-        for first in stream:
-            loss = readout(embedding(first)) + readout(embedding(next(stream)), scale=0.5)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for first, second in pairs(batches):
-            (readout(plain(first)) + readout(plain(second), scale=0.5)).backward()
-            rows.step()
-
-    compare(loop, plain_loop)
-
-
-def test_batches_pulled_together_and_trained_later_still_find_their_rows() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        stream = hotrow.ahead(batches, embedding)
-        losses = []
-        for group in iter(lambda: list(itertools.islice(stream, 5)), []):
-            for batch in reversed(group):
-                loss = readout(embedding(batch))
-                loss.backward()
-                losses.append(loss.detach())
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for first in range(0, len(batches), 5):
-            for batch in reversed(batches[first : first + 5]):
-                readout(plain(batch)).backward()
-                rows.step()
-
-    compare(loop, plain_loop)
-
-
-def test_accumulate_joins_several_backward_passes_into_one_step() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        stream = hotrow.ahead(batches, embedding)
-        losses = []
-        for _ in range(STEPS // 3):
-            with embedding.accumulate():
-                for batch in itertools.islice(stream, 3):
-                    loss = readout(embedding(batch))
-                    loss.backward()
-                    losses.append(loss.detach())
-        assert embedding.optimizer.steps[0] == STEPS // 3
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for first in range(0, STEPS, 3):
-            for batch in batches[first : first + 3]:
-                readout(plain(batch)).backward()
-            rows.step()
-
-    compare(loop, plain_loop)
+        assert trained(tight(schedule, victims)).same_bits(expected), (schedule, victims)
+    budget = tight_budget(CASE, batches, variant("lookahead").hold, part=0.5)
+    chunked = build(CASE, "adagrad", "lookahead", budget=budget)
+    assert trained(chunked).same_bits(expected)
+    assert chunked.traffic().chunked_batches > 0
 
 
 def test_an_exception_inside_accumulate_changes_no_row() -> None:
@@ -144,132 +205,6 @@ def test_an_exception_inside_accumulate_changes_no_row() -> None:
     with pytest.raises(KeyError):
         fail()
     assert outcome(embedding, []).same_bits(before)
-
-
-def test_two_calls_in_one_forward_are_one_step() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        losses = []
-        for first, second in pairs(batches):
-            loss = (readout(embedding(first)) * readout(embedding(second))).tanh()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for first, second in pairs(batches):
-            (readout(plain(first)) * readout(plain(second))).tanh().backward()
-            rows.step()
-
-    compare(loop, plain_loop)
-
-
-def test_two_backward_passes_over_one_graph_are_two_steps() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        losses = []
-        for batch in hotrow.ahead(batches, embedding):
-            loss = readout(embedding(batch))
-            loss.backward(retain_graph=True)
-            loss.backward()
-            losses.append(loss.detach())
-        assert embedding.optimizer.steps[0] == 2 * STEPS
-        return losses
-
-    compare(loop, None)
-
-
-def test_forward_without_backward_changes_nothing_and_holds_nothing() -> None:
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        losses, unused = [], []
-        for place, batch in enumerate(hotrow.ahead(batches, embedding)):
-            loss = readout(embedding(batch))
-            unused.append(embedding(batch))
-            if place % 3:
-                loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for place, batch in enumerate(batches):
-            loss = readout(plain(batch))
-            if place % 3:
-                loss.backward()
-                rows.step()
-            else:
-                plain.touched.clear()
-
-    compare(loop, plain_loop)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_recomputes_the_same_vectors(reentrant: bool) -> None:
-    def parts(embedding: Any, batch: Any) -> Tensor:
-        slope = torch.ones((), requires_grad=True)  # a reentrant checkpoint wants such an input
-
-        def part(scale: Tensor) -> Tensor:
-            return readout(embedding(batch)) * scale
-
-        first = checkpoint(part, slope, use_reentrant=reentrant)
-        second = checkpoint(part, slope * 0.5, use_reentrant=reentrant)
-        assert isinstance(first, Tensor)
-        return first + second
-
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        losses = []
-        for batch in hotrow.ahead(batches, embedding):
-            loss = parts(embedding, batch)
-            loss.backward()
-            losses.append(loss.detach())
-        assert embedding.optimizer.steps[0] == STEPS
-        return losses
-
-    def plain_loop(plain: PlainTables, rows: PlainRows, batches: list[Any]) -> None:
-        for batch in batches:
-            (readout(plain(batch)) * 1.5).backward()
-            rows.step()
-
-    compare(loop, plain_loop)
-
-
-def test_per_sample_weights_get_their_gradient_from_rows_before_the_update() -> None:
-    def with_weights(batch: Any, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return batch.values(), batch.offsets(), batch.weights_or_none() * scale
-
-    def loop(embedding: hotrow.EmbeddingBagCollection, batches: list[Any]) -> list[Tensor]:
-        scale, found = torch.tensor(1.5, requires_grad=True), []
-        ids = lambda b: (b.values(), b.offsets())  # noqa: E731
-        for batch in hotrow.ahead(batches, embedding, ids=ids):
-            loss = readout(embedding(with_weights(batch, scale)))
-            loss.backward()
-            assert scale.grad is not None
-            found += [loss.detach(), scale.grad.clone()]
-            scale.grad = None
-        return found
-
-    batches = CASE.batches(STEPS)
-    embedding = build(CASE, "adagrad")
-    plain = PlainTables(embedding)
-    rows = PlainRows(plain, embedding.optimizer.rule)
-    found = loop(embedding, batches)
-    scale, expected = torch.tensor(1.5, requires_grad=True), []
-    for batch in batches:
-        weighted = hotrow.KeyedJaggedTensor(
-            batch.keys(), batch.values(), offsets=batch.offsets(),
-            weights=batch.weights_or_none() * scale,
-        )  # fmt: skip
-        loss = readout(plain(weighted))
-        loss.backward()
-        assert scale.grad is not None
-        expected += [loss.detach(), scale.grad.clone()]
-        scale.grad = None
-        rows.step()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    compare(loop, None)
-    chunked = build(
-        CASE, "adagrad", "lookahead",
-        budget=tight_budget(CASE, batches, variant("lookahead").hold, part=0.5),
-    )  # fmt: skip
-    assert all(map(torch.equal, loop(chunked, batches), found))
-    assert chunked.traffic().chunked_batches > 0
 
 
 def test_a_grad_scaler_is_served_and_its_skipped_steps_are_skipped() -> None:
@@ -355,11 +290,8 @@ def test_leaving_a_loop_early_keeps_what_was_trained_and_starts_anew() -> None:
             if begin + place + 1 == end:
                 break
         embedding.check()
-    assert outcome(embedding, []).same_bits(Outcome([], *_end(train(reference, batches))))
-
-
-def _end(result: Outcome) -> tuple[Any, Any]:
-    return result.weights, result.state
+    expected = train(reference, batches)
+    assert outcome(embedding, expected.losses).same_bits(expected)
 
 
 def test_skipped_batches_are_not_trained_and_disturb_nothing() -> None:
@@ -396,20 +328,11 @@ def test_an_exception_in_the_loop_leaves_every_update_made_and_nothing_half_move
 
 
 def test_a_backward_pass_that_fails_changes_no_row() -> None:
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise ZeroDivisionError("as planned")
-
     batches = CASES["two-widths"].batches(4)
     embedding = build(CASES["two-widths"], strategy="lru", budget=6000)
     out = embedding(batches[0])
     # One feature's gradient arrives before the other one's fails.
-    loss = Fail.apply(out["f"]).sum() + out["g"].sum() * 2
+    loss = Failing.apply(out["f"]).sum() + out["g"].sum() * 2
     before = outcome(embedding, [])
     with pytest.raises(ZeroDivisionError):
         loss.backward()
@@ -467,37 +390,26 @@ def test_a_loader_that_fails_is_heard_after_its_last_good_batch() -> None:
     assert seen == 12
 
 
-def test_a_loader_that_yields_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the loader yielded no batch"):
-        list(hotrow.ahead([], tight()))
-
-
 def test_two_iterators_at_once_on_one_collection_are_refused() -> None:
-    embedding = tight()
-    first = hotrow.ahead(CASE.batches(5), embedding)
-    next(first)
-    with pytest.raises(RuntimeError, match=r"another hotrow\.ahead iterator is running"):
-        next(hotrow.ahead(CASE.batches(5), embedding))
-    first.close()
-    assert len(list(hotrow.ahead(CASE.batches(5), embedding))) == 5
-
-
-def test_validation_by_a_second_iterator_is_told_to_call_the_model_directly() -> None:
-    embedding = tight()
-    batches = CASE.batches(6)
+    embedding, batches = tight(), CASE.batches(6)
+    said = r"another hotrow\.ahead iterator is running.*inside its loop call the model directly"
     for number, batch in enumerate(hotrow.ahead(batches[:4], embedding)):
         readout(embedding(batch)).backward()
         if number == 2:
-            with pytest.raises(RuntimeError, match="inside its loop call the model directly"):
+            with pytest.raises(RuntimeError, match=said):
                 next(hotrow.ahead(batches[4:], embedding))
             with torch.no_grad():  # as it says
                 assert all(readout(embedding(batch)).isfinite() for batch in batches[4:])
+    assert len(list(hotrow.ahead(batches, embedding))) == 6
 
 
-def test_an_iterator_starts_over_when_it_has_finished() -> None:
+def test_a_finished_iterator_stays_finished_and_can_start_over() -> None:
     stream = hotrow.ahead(CASE.batches(5), tight())
+    assert len(stream) == 5
     assert len(list(stream)) == 5
     assert stream.position() == 5
+    with pytest.raises(StopIteration):
+        next(stream)
     assert len(list(stream)) == 5
 
 
@@ -649,16 +561,6 @@ def test_parameters_yield_no_rows() -> None:
     assert list(tight().buffers()) == []
 
 
-def test_a_collection_is_not_copied_or_pickled() -> None:
-    import copy
-    import pickle
-
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(nn.Sequential(tight()))
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(tight())
-
-
 def test_a_process_group_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = tight()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -727,23 +629,6 @@ def test_loading_a_state_dict_in_mid_flight_replaces_every_weight() -> None:
     assert outcome(embedding, expected.losses).same_bits(expected)
 
 
-def test_loading_a_state_dict_of_other_tables_is_refused() -> None:
-    embedding = tight()
-    with pytest.raises(RuntimeError, match=r"embedding_bags\.a\.weight: its shape is \[3, 5\]"):
-        embedding.load_state_dict(
-            {
-                "embedding_bags.a.weight": torch.zeros(3, 5),
-                "embedding_bags.b.weight": torch.zeros(30, 5),
-            }
-        )
-    with pytest.raises(RuntimeError, match="Missing key"):
-        embedding.load_state_dict({"embedding_bags.a.weight": torch.zeros(80, 5)})
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        embedding.load_state_dict(
-            {**embedding.state_dict(), "embedding_bags.z.weight": torch.zeros(1)}
-        )
-
-
 def test_flush_brings_the_store_up_to_date() -> None:
     embedding = tight()
     train(embedding, CASE.batches(10))
@@ -753,8 +638,6 @@ def test_flush_brings_the_store_up_to_date() -> None:
 
 
 def test_memory_is_given_back_with_the_last_reference() -> None:
-    import weakref
-
     gc.collect()
     embedding = tight()
     train(embedding, CASE.batches(5))
@@ -941,13 +824,6 @@ def test_a_start_that_fails_does_not_block_the_collection() -> None:
     assert len(list(hotrow.ahead(CASE.batches(3), embedding))) == 3
 
 
-def test_a_finished_iterator_stays_finished() -> None:
-    stream = hotrow.ahead(CASE.batches(3), tight())
-    assert len(list(stream)) == 3
-    with pytest.raises(StopIteration):
-        next(stream)
-
-
 def test_a_collection_that_is_all_fast_does_not_shorten_the_others_view() -> None:
     model = nn.ModuleDict({"fast": build(CASE), "slow": tight()})
     stream = hotrow.ahead(CASE.batches(STEPS), model)
@@ -985,20 +861,7 @@ def test_vectors_per_lookup_are_not_laid_side_by_side() -> None:
     assert out.offsets("g").tolist() == [0, 0, 1]
 
 
-def test_a_budget_by_hand_needs_a_share_for_every_width() -> None:
-    budget = hotrow.Budget((hotrow.Share(80, 32, True),), window_bytes=1000)
-    with pytest.raises(ValueError, match=r"1 shares; the tables have 2 widths \(4, 6\)"):
-        build(CASES["two-widths"], strategy="lru", budget=budget)
-
-
 # -- kindness ------------------------------------------------------------------------------
-
-
-def test_ids_that_the_model_builds_anew_still_find_their_plan() -> None:
-    embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
-    for batch in hotrow.ahead(CASES["one-hot"].batches(10), embedding, ids=lambda b: b + 0):
-        readout(embedding(batch + 0)).backward()
-    assert embedding.traffic().chunked_batches == 0
 
 
 def test_a_warning_of_other_ids_points_at_the_line_that_looked_them_up() -> None:
@@ -1024,94 +887,9 @@ def test_a_batch_too_large_for_the_slots_is_told_once() -> None:
     assert "slots would hold it" in told[0]
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (torch.ones(8, 3), torch.ones(8, 2).long(), torch.ones(8)),
-        [torch.ones(8, 2).long(), torch.ones(8).long()],
-        {"ids": torch.ones(8, 2).long()},
-    ],
-    ids=["tuple", "list", "dict"],
-)
-def test_forgetting_ids_is_told(batch: Any) -> None:
-    embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
-    with pytest.raises(
-        (TypeError, ValueError), match=r"say which: hotrow\.ahead\(loader, model, ids="
-    ):
-        next(hotrow.ahead([batch], embedding))
-
-
-class Two(nn.Module):
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        for name in names:
-            setattr(self, name, build(CASES["one-hot"], strategy="lookahead", budget=4000))
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            Two("a"),
-            r"a dict with 'b' lacks the collection 'a', .* only one; .* a dict \{'a': ids\}",
-        ),
-        (Two("a", "c"), r"a dict with 'b', which lacks the collection 'a'; .* are 'a', 'c'"),
-        (Two("a").a, "a dict with 'b' is not ids; the model is one collection"),
-    ],
-    ids=["one", "two", "alone"],
-)
-def test_a_wrong_name_in_a_dict_of_ids_is_told(model: nn.Module, message: str) -> None:
-    batch = torch.ones(8, 2).long()
-    with pytest.raises((TypeError, ValueError), match=message):
-        next(hotrow.ahead([batch], model, ids=lambda b: {"b": b}))
-
-
-@pytest.mark.parametrize("depth", [-1, 2.5, "many"])
-def test_a_depth_that_is_none_is_refused(depth: Any) -> None:
-    with pytest.raises(ValueError, match=rf"depth must be a whole number .* 'auto', not {depth!r}"):
-        hotrow.ahead(CASE.batches(2), tight(), depth=depth)
-
-
 def test_a_depth_of_auto_is_the_default() -> None:
     found = [train(tight(), CASE.batches(9), depth=depth) for depth in (None, "auto")]
     assert found[0].same_bits(found[1])
-
-
-@pytest.mark.parametrize("stream", ["rows", "weights"])
-def test_streaming_a_table_that_is_not_there_is_refused_at_once(stream: str) -> None:
-    with pytest.raises(KeyError, match="no table 'typo'; there are a, b"):
-        getattr(tight(), stream)("typo")
-
-
-def test_an_iterator_is_as_long_as_its_loader() -> None:
-    assert len(hotrow.ahead(CASE.batches(7), tight())) == 7
-    with pytest.raises(TypeError, match="loader must be iterable, got int"):
-        hotrow.ahead(5, tight())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="ids must be a function of a batch, got str"):
-        hotrow.ahead([], tight(), ids="x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (torch.optim.Adam, r"got the class torch\.optim\.adam\.Adam"),
-        (hotrow.Adam, r"got the class hotrow\.kernels\.rules\.Adam"),
-        (torch.optim.SGD([torch.ones(1)], lr=1.0), r"got torch\.optim\.sgd\.SGD"),
-    ],
-    ids=["torch's class", "our class", "torch's"],
-)
-def test_another_optimizer_is_refused_by_its_full_name(optimizer: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        hotrow.EmbeddingBagCollection(CASE.tables, optimizer, strategy="all-fast")
-
-
-def test_a_share_given_as_a_fraction_is_refused_with_the_right_form() -> None:
-    with pytest.raises(ValueError, match="write '10%'"):
-        build(CASE, strategy="lru", budget=0.1)
-    with pytest.raises(ValueError, match="strategy='all-fast'"):
-        build(CASES["one-hot"], strategy="lru", budget="100%")
-    with pytest.raises(ValueError, match="did you mean 'lru'"):
-        build(CASE, strategy="LRU", budget=4000)
 
 
 def test_a_list_of_ids_that_gets_another_tensor_is_looked_up_anew() -> None:

@@ -77,12 +77,6 @@ def test_the_default_device_does_not_matter_for_the_draw() -> None:
     assert drawn == first.seed
 
 
-@pytest.mark.parametrize("seed", [-1, 0.5, "1"])
-def test_other_seeds_are_refused(seed: Any) -> None:
-    with pytest.raises(ValueError, match="seed must be a whole number of at least 0"):
-        collection(USER, seed=seed)
-
-
 # -- a table alone and in company --------------------------------------------------------
 
 INITS: dict[str, Any] = {

@@ -29,6 +29,7 @@ from builders import (
     SCHEDULES,
     Case,
     Outcome,
+    Samples,
     outcome,
     pairwise,
     readout,
@@ -48,7 +49,6 @@ from hotrow.kernels.triton import maps
 from hotrow.models.dlrm import DLRM
 from hotrow.training.trainer import Trainer
 from map_kernels import replace_rows
-from test_loaders import Samples
 
 pytestmark = [
     pytest.mark.gpu,
