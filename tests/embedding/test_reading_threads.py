@@ -307,21 +307,3 @@ def test_checkpoints_are_saved_and_loaded_by_the_thread_that_trains(tmp_path: An
     stream.close()
     assert in_thread(lambda: hotrow.save_checkpoint(tmp_path, embedding, step=2)) is None
     assert in_thread(lambda: hotrow.load_checkpoint(tmp_path, embedding)) is None
-
-
-def test_a_thread_that_trains_in_an_eval_mode_of_its_own_is_warned() -> None:
-    model = torch.nn.ModuleDict({"rows": collection("lookahead")})
-    embedding: Any = model["rows"]
-    train(embedding)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(model.eval).result()  # holds for that thread, because this one has trained
-        model.train()
-
-        def iterate() -> None:
-            for ids in hotrow.ahead(batches(5), model):
-                embedding(ids)
-
-        with pytest.warns(UserWarning, match=r"in eval\(\) mode"):
-            pool.submit(iterate).result()
-        pool.submit(model.train).result()
-        pool.submit(iterate).result()  # without a warning

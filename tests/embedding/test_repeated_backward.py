@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -248,20 +249,23 @@ def test_a_graphed_step_is_a_step() -> None:
 LEFT_ON = r"3 optimizer steps .* eval\(\) mode.*model\.train\(\).*requires_grad_\(False\)"
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 8) -> None:
-    for batch in BATCHES[:count]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 8, *, ahead: bool = False
+) -> None:
+    for batch in hotrow.ahead(BATCHES[:count], model) if ahead else BATCHES[:count]:
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
-def test_a_loop_in_eval_mode_is_told_once(model: Model) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_loop_in_eval_mode_is_told_once(model: Model, ahead: bool) -> None:
     optimizer = sgd(model)
     train(model, optimizer, 2)
     model.eval()
     with pytest.warns(UserWarning, match=LEFT_ON) as told:
-        train(model, optimizer, 12)
+        train(model, optimizer, 12, ahead=ahead)
     assert len(told) == 1
     assert told[0].filename == __file__
 
@@ -270,6 +274,19 @@ def test_a_loop_that_was_never_in_training_mode_is_told() -> None:
     model = nn.Sequential(Model(collection())).eval()
     with pytest.warns(UserWarning, match=LEFT_ON):
         train(model, sgd(model))
+
+
+def test_a_thread_that_trains_in_an_eval_mode_of_its_own_is_told() -> None:
+    model = Model(collection())
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.eval).result()  # holds for that thread, because this one has trained
+        model.train()
+        with pytest.warns(UserWarning, match=LEFT_ON):
+            pool.submit(train, model, optimizer, ahead=True).result()
+        pool.submit(model.train).result()
+        pool.submit(train, model, optimizer, ahead=True).result()  # without a warning
 
 
 def collection_alone(model: Model) -> None:

@@ -966,22 +966,6 @@ def test_a_staged_batch_larger_than_the_buffer_fills_the_slots_all_the_same() ->
     assert torch.equal(*weights)
 
 
-def test_a_loop_that_left_eval_on_is_told() -> None:
-    def forgetful(model: nn.Module) -> None:
-        model.eval()
-        for batch in hotrow.ahead(CASE.batches(8), model):
-            readout(model[0](batch))  # type: ignore[operator, index]
-
-    model = nn.Sequential(tight(), nn.Linear(1, 1))
-    with pytest.warns(UserWarning, match=r"3 batches .* eval\(\) mode.*model\.train\(\)") as told:
-        forgetful(model)
-    assert len(told) == 1
-    model.train()
-    model[0].eval()  # rows may be frozen on purpose
-    for batch in hotrow.ahead(CASE.batches(8), model):
-        model[0](batch)
-
-
 def test_evaluation_in_a_loop_is_no_mistake() -> None:
     embedding = tight()
     for batch in hotrow.ahead(CASE.batches(8), embedding):

@@ -1,14 +1,13 @@
 """Captured steps without a GPU: a stand-in for a CUDA graph repeats what the host knew when it was
 captured, so anything that depends on another batch's numbers fails.
 
-test_gpu_graphed.py has the same with real graphs.
+test_gpu_graphed.py has the same with real graphs. Triton's interpreter takes seconds for a run, so
+what both files test is slow here.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-import hotrow.embedding.step
 from builders import RULES, Outcome, outcome, readout, skewed
+from graph_replays import Replays, StandIn, without_gpu
 from hotrow.engine.evict import EVICTIONS
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.strategy import STRATEGIES, as_listed
@@ -40,9 +39,6 @@ TABLES = {
     "two-widths": [Table("a", 60, 4, ["f", "h"]), Table("b", 50, 6, ["g"])],
     "unpooled": [Table("a", 60, 4, ["f"], pooling="none"), Table("b", 50, 4, ["g"])],
 }
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels run on the CPU where there is no GPU"
-)
 
 
 def batch_of(
@@ -167,60 +163,6 @@ def found_in(model: Model, losses: list[Tensor]) -> Outcome:
     return replace(found, weights={**found.weights, **dense})
 
 
-class Replays:
-    """Captures steps by stand-ins for graphs, and counts what they do."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = self.strange = 0
-        self.tables: tuple[str, ...] | None = ("a", "b")  # that the step updates
-
-    def settings(self) -> GraphSettings:
-        # As few inputs as possible, so that they are soon used again.
-        return GraphSettings(self.capture, eager_first=1, inputs=4, forgotten=6)
-
-    def capture(self, launch: Any, pool: Any, priority: int) -> Any:
-        static = launch.args[0]
-        ((embedding, _),) = static.planned
-        embedding.optimizer.in_graph = self.tables  # a real capture runs the backward pass
-        return StandIn(launch, static, self)
-
-
-class StandIn:
-    """Launches again what was captured, with what the host knew of the batch at that time."""
-
-    def __init__(self, launch: Callable[[], None], static: Any, seen: Replays) -> None:
-        self._launch, self._static, self._seen = launch, static, seen
-        ((self._embedding, _),) = static.planned
-        planned = self._embedding.pipeline.planned[-1]
-        works = [copy.copy(work) for work in planned.works]
-        for work in works:
-            work.plan = replace(work.plan)  # type: ignore[type-var]
-        self._planned = replace(planned, works=tuple(works))
-        seen.captures += 1
-
-    def pool(self) -> Any:
-        return None
-
-    def replay(self) -> None:
-        embedding, planned = self._embedding, self._planned
-        now = self._static.planned[0][1].batch
-        self._seen.replays += 1
-        self._seen.strange += planned.batch.ends != now.ends
-        for work in planned.works:
-            work.arrive(planned.batch)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding.pipeline, "_find", lambda features: planned)
-            patch.setattr(hotrow.embedding.step, "capturing", lambda: True)
-            for group in embedding.groups:
-                patch.setattr(group, "slots_hold", lambda work: True)
-            self._launch()
-
-
-@pytest.fixture
-def seen() -> Replays:
-    return Replays()
-
-
 def test_a_step_that_updates_no_rows_counts_no_update(seen: Replays) -> None:
     class Frozen(Model):
         def forward(self, batch: Any) -> Tensor:
@@ -242,7 +184,7 @@ class OneFeature(Model):
 
 
 @without_gpu
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("tables", "rule"), [("sum", "adamw"), ("mean", "adam")])
 def test_a_captured_step_leaves_unused_tables_alone(tables: str, rule: str, seen: Replays) -> None:
     batches, outcomes = batches_of(tables, 9), []
@@ -398,6 +340,7 @@ def wide(strategy: str, slots: int = 0) -> Model:
 
 
 @without_gpu
+@pytest.mark.slow
 def test_vectors_without_pooling_are_captured_where_their_number_is_the_same(seen: Replays) -> None:
     for options in ({"most": 3, "empty": False}, {"most": 9}):
         seen.replays = 0
@@ -408,6 +351,7 @@ def test_vectors_without_pooling_are_captured_where_their_number_is_the_same(see
 
 
 @without_gpu
+@pytest.mark.slow
 def test_short_and_larger_batches_run_eagerly_among_captured_ones(seen: Replays) -> None:
     batches = batches_of("two-widths", 9)
     generator = torch.Generator().manual_seed(1)
@@ -429,6 +373,9 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
     graphs: dict[object, WeakSet[StandIn]] = {}
 
     class Pools(Replays):
+        def settings(self) -> GraphSettings:
+            return replace(super().settings(), forgotten=3)
+
         def capture(self, launch: Any, pool: Any, priority: int) -> Any:
             gc.collect()  # what stands in for a graph knows its input, which knows the graph
             if pool is not None and not graphs[pool]:
@@ -440,8 +387,8 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
             return graph
 
     generator = torch.Generator().manual_seed(1)
-    short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(8)]
-    batches = [*batches_of("sum", 7), *short, *batches_of("sum", 7, most=9)]
+    short = [batch_of(TABLES["sum"], generator, size=SIZE - 1) for _ in range(5)]
+    batches = [*batches_of("sum", 5), *short, *batches_of("sum", 5, most=7)]
     model = make("sum", "sgd", "lookahead", slots=80)
     found = run(model, batches, Pools(), batch_size=SIZE)
     assert found.same_bits(run(make("sum"), batches))
@@ -449,6 +396,7 @@ def test_a_shape_that_goes_takes_the_memory_of_its_graphs_along() -> None:
 
 
 @without_gpu
+@pytest.mark.slow
 def test_a_given_number_of_lookups_is_the_room_from_the_start(seen: Replays) -> None:
     batches = batches_of("sum", 9)
     most = max(batch["ids"].values().numel() for batch in batches)
@@ -463,6 +411,7 @@ def test_a_given_number_of_lookups_is_the_room_from_the_start(seen: Replays) -> 
 
 
 @without_gpu
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_the_slots_goes_the_direct_way_from_its_berth(
     seen: Replays,
 ) -> None:
@@ -474,6 +423,7 @@ def test_a_batch_that_does_not_fit_the_slots_goes_the_direct_way_from_its_berth(
 
 
 @without_gpu
+@pytest.mark.slow
 def test_a_learning_rate_schedule_of_the_rows_is_followed(seen: Replays) -> None:
     def train(model: Model, replays: Replays | None = None) -> Outcome:
         step = step_of(model, replays)
@@ -578,6 +528,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so_once(rebuilds: 
 
 
 @without_gpu
+@pytest.mark.slow
 def test_a_loss_that_raises_leaves_everything_usable() -> None:
     """In an eager step, and while it is captured."""
     batches = batches_of("sum", 13)
@@ -638,6 +589,7 @@ def test_an_error_behind_the_update_of_the_rows_does_not_update_them_twice(
 
 
 @without_gpu
+@pytest.mark.slow
 def test_what_is_counted_on_the_host_is_counted_with_every_replay() -> None:
     """A capture runs what the host does, once, and nothing of the device's."""
     batches = batches_of("sum", 12)

@@ -167,9 +167,7 @@ class EmbeddingBagCollection(nn.Module):
         """Read rows where they are, from any thread; change no map, hold or counter. All vectors
         are of one finished step."""
         if torch.is_grad_enabled():
-            iterator = self.pipeline.iterator
-            is_running = iterator is not None and iterator() is not None  # it warns itself
-            self._evaluations.note(warns=self.requires_grad and not is_running)
+            self._evaluations.note(warns=self.requires_grad)
         turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
             batch = parse(features, self.features, self.device)
@@ -435,6 +433,26 @@ class EmbeddingCollection(EmbeddingBagCollection):
     def __init__(self, tables: Sequence[EmbeddingBagConfig], *args: Any, **kwargs: Any) -> None:
         unpooled = [replace(table, pooling="none") for table in listed_tables(tables)]
         super().__init__(unpooled, *args, **kwargs)
+
+
+def collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Return the collections of a model by name."""
+    # torch.compile wraps a model under this name, which no user wrote.
+    return {
+        name.removeprefix("_orig_mod."): module
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingBagCollection)
+    }
+
+
+def some_collections_in(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    """Return the collections of a model by name; raise if it has none."""
+    collections = collections_in(model)
+    if not collections:
+        raise ValueError(
+            f"{type(model).__name__} holds no hotrow collection; give the model that calls it"
+        )
+    return collections
 
 
 def _engine(device: torch.device) -> Engine:
