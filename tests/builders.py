@@ -261,6 +261,26 @@ def all_fast(case: Case, rule: str, batches: Sequence[Any], **options: Any) -> O
     return train(build(case, rule, **options), batches)
 
 
+class Scores(nn.Module):
+    """Scores samples by the sum of their vectors."""
+
+    def __init__(self, embedding: hotrow.EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, batch: Tensor) -> Tensor:
+        scores: Tensor = self.embedding(batch).values().sum(1)
+        return scores
+
+
+def score_trainer(embedding: hotrow.EmbeddingBagCollection, **options: Any) -> hotrow.Trainer[Any]:
+    return hotrow.Trainer(
+        Scores(embedding), lambda found, wanted: (found - wanted).square(), dense_optimizer=None,
+        ids=lambda batch: batch, labels=lambda batch: batch[:, 0].float(),
+        device=embedding.device, **options,
+    )  # fmt: skip
+
+
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """For "one-hot": made in a loader's worker, so that it needs nothing from the parent."""
 

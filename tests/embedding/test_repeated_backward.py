@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,8 +48,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def micro_batches(model: Model, optimizer: torch.optim.Optimizer, count: int = 4) -> None:
-    for place, batch in enumerate(BATCHES[:count]):
+def micro_batches(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for place, batch in enumerate(BATCHES[:8]):
         model(batch).backward()
         if place % 2:
             optimizer.step()
@@ -58,41 +59,30 @@ def micro_batches(model: Model, optimizer: torch.optim.Optimizer, count: int = 4
 # -- two passes, one step --------------------------------------------------------------------
 
 
-def test_micro_batches_are_told_of_accumulate(model: Model) -> None:
+def two_passes_over_one_graph(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for batch in BATCHES[:3]:
+        loss = model(batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def two_losses_one_after_the_other(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for batch in hotrow.ahead(BATCHES[:3], model):
+        out = model.embedding(batch)
+        readout(out).mul(model.scale).backward(retain_graph=True)
+        (out["f"].sum() * model.scale).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop", [micro_batches, two_passes_over_one_graph, two_losses_one_after_the_other]
+)
+def test_loops_of_two_passes_are_told_of_accumulate(model: Model, loop: Any) -> None:
     with pytest.warns(UserWarning, match=TOLD) as told:
-        micro_batches(model, sgd(model), 8)
+        loop(model, sgd(model))
     assert len(told) == 1
     assert told[0].filename == __file__
-
-
-def test_two_passes_over_one_graph_are_told(model: Model) -> None:
-    optimizer = sgd(model)
-
-    def twice() -> None:
-        for batch in BATCHES[:3]:
-            loss = model(batch)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match=TOLD) as told:
-        twice()
-    assert len(told) == 1
-
-
-def test_two_losses_one_after_the_other_are_told() -> None:
-    model = Model(collection())
-    optimizer = sgd(model)
-
-    def one_by_one() -> None:
-        for batch in hotrow.ahead(BATCHES[:3], model):
-            out = model.embedding(batch)
-            readout(out).mul(model.scale).backward(retain_graph=True)
-            (out["f"].sum() * model.scale).backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match=TOLD):
-        one_by_one()
 
 
 def test_masters_are_an_optimizer_too() -> None:
@@ -199,13 +189,18 @@ def skipped_with_the_scaler(model: Model, optimizer: Any) -> None:
 
 def trainer(model: Model, optimizer: Any) -> None:
     run = hotrow.Trainer(
-        model,
-        lambda found, _: found,
-        dense_optimizer=optimizer,
-        ids=lambda batch: batch,
-        labels=lambda batch: batch[:, 0],
-    )
+        model, lambda found, _: found, dense_optimizer=optimizer,
+        ids=lambda batch: batch, labels=lambda batch: batch[:, 0],
+    )  # fmt: skip
     assert len(list(run.run(BATCHES))) == len(BATCHES)
+
+
+def graphed(model: Model, optimizer: Any) -> None:
+    step = hotrow.graphed(
+        model, lambda found, _: found, optimizer, labels=lambda batch: batch[:, 0]
+    )
+    for batch in hotrow.ahead(BATCHES[:6], model, step=step):
+        step(batch)
 
 
 LOOPS = [
@@ -221,6 +216,7 @@ LOOPS = [
     frozen,
     skipped_with_the_scaler,
     trainer,
+    graphed,
 ]
 
 
@@ -232,16 +228,6 @@ def test_loops_that_train_like_torch_are_left_in_peace(loop: Any) -> None:
     optimizer.step()
     optimizer.zero_grad()
     loop(model, optimizer)
-
-
-def test_a_graphed_step_is_a_step() -> None:
-    model = Model(collection())
-    optimizer = sgd(model)
-    step = hotrow.graphed(
-        model, lambda found, _: found, optimizer, labels=lambda batch: batch[:, 0]
-    )
-    for batch in hotrow.ahead(BATCHES[:6], model, step=step):
-        step(batch)
 
 
 # -- eval() left on --------------------------------------------------------------------------
@@ -384,14 +370,48 @@ def test_weights_loaded_into_a_trained_collection_are_told_of() -> None:
         train(model, sgd(model), 2)
 
 
-@pytest.mark.parametrize("order", ["weights first", "state first"])
-def test_with_their_state_nothing_is_said(order: str) -> None:
-    source, model = trained(), Model(collection())
-    if order == "state first":
-        model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+def state_first(model: Model, source: Model, folder: Path) -> None:
+    model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
     model.load_state_dict(source.state_dict())
-    if order == "weights first":
-        model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+
+
+def weights_first(model: Model, source: Model, folder: Path) -> None:
+    model.load_state_dict(source.state_dict())
+    model.embedding.optimizer.load_state_dict(source.embedding.optimizer.state_dict())
+
+
+def untrained_weights(model: Model, source: Model, folder: Path) -> None:
+    model.load_state_dict(Model(collection(seed=4)).state_dict())
+
+
+def weights_by_table(model: Model, source: Model, folder: Path) -> None:
+    """This says that state starts anew."""
+    for table in CASE.tables:
+        for first, weights in source.embedding.weights(table.name):
+            model.embedding.load_weights(table.name, first, weights)
+
+
+def saved_model(model: Model, source: Model, folder: Path) -> None:
+    hotrow.save_model(folder, source)
+    hotrow.load_model(folder, model)
+
+
+def checkpoint(model: Model, source: Model, folder: Path) -> None:
+    hotrow.save_checkpoint(folder, source, step=3)
+    hotrow.load_checkpoint(folder, model)
+
+
+LOADS = [
+    state_first, weights_first, untrained_weights, weights_by_table, saved_model, checkpoint
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_with_their_state_or_without_any_need_of_it_nothing_is_said(
+    load: Any, tmp_path: Path
+) -> None:
+    model = Model(collection())
+    load(model, trained(), tmp_path)
     train(model, sgd(model))
 
 
@@ -399,31 +419,6 @@ def test_rules_without_state_have_none_to_miss() -> None:
     model = Model(collection("sgd"))
     model.load_state_dict(trained("sgd").state_dict())
     train(model, sgd(model))
-
-
-def test_weights_that_nothing_has_trained_have_none_either() -> None:
-    model = Model(collection())
-    model.load_state_dict(Model(collection(seed=4)).state_dict())
-    train(model, sgd(model))
-
-
-def test_loading_weights_by_table_says_that_state_starts_anew() -> None:
-    source, model = trained(), Model(collection())
-    for table in CASE.tables:
-        for first, weights in source.embedding.weights(table.name):
-            model.embedding.load_weights(table.name, first, weights)
-    train(model, sgd(model))
-
-
-def test_checkpoints_and_saved_models_bring_what_is_needed(tmp_path: Any) -> None:
-    source = trained()
-    hotrow.save_checkpoint(tmp_path / "checkpoint", source, step=3)
-    hotrow.save_model(tmp_path / "model", source)
-    model = Model(collection())
-    hotrow.load_model(tmp_path / "model", model)
-    train(model, sgd(model), 2)
-    hotrow.load_checkpoint(tmp_path / "checkpoint", model)
-    train(model, sgd(model), 2)
 
 
 def test_evaluating_loaded_weights_says_nothing() -> None:
