@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,6 +291,19 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(place)
         return torch.randint(40, (2,), generator=generator), torch.tensor(float(place % 2))
+
+
+def is_left_out_of_forks(address: int) -> bool:
+    """Whether the mapping of an address is not copied to children: "do not copy area on fork"."""
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    return " dc" in flags
 
 
 def pairwise(axes: dict[str, Sequence[str]]) -> Iterator[dict[str, str]]:

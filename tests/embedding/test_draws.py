@@ -68,9 +68,21 @@ def test_a_loader_and_a_step_that_share_a_generator_are_told_of_once() -> None:
     assert "generator=torch.Generator()" in said
 
 
-@pytest.mark.parametrize("strategy", ["all-fast", "lru", "static"])
-def test_where_nothing_is_read_ahead_the_order_is_a_plain_loops(strategy: str) -> None:
-    assert not told(DataLoader(Drawn(), SIZE), Model(strategy))
+SHUFFLED = DataLoader(TensorDataset(IDS), SIZE, shuffle=True)
+OWN = DataLoader(TensorDataset(IDS), SIZE, shuffle=True, generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("loader", "options"),
+    [
+        *((DataLoader(Drawn(), SIZE), {"strategy": x}) for x in ("all-fast", "lru", "static")),
+        (DataLoader(Drawn(), SIZE), {"dropout": 0.0}),
+        (SHUFFLED, {}),
+        (OWN, {}),
+    ],
+)
+def test_where_draws_cannot_be_mixed_nothing_is_said(loader: Any, options: Any) -> None:
+    assert not told(loader, Model(**options))
 
 
 def test_a_depth_of_zero_has_the_order_of_a_plain_loop() -> None:
@@ -82,18 +94,6 @@ def test_a_depth_of_zero_has_the_order_of_a_plain_loop() -> None:
         return train(model, hotrow.ahead(loader, model, ids=lambda b: b[0], depth=0))
 
     assert losses(plain=False) == losses(plain=True)
-
-
-@pytest.mark.parametrize("case", ["a step without draws", "a generator of its own", "shuffled"])
-def test_where_draws_cannot_be_mixed_nothing_is_said(case: str) -> None:
-    data = TensorDataset(IDS)
-    loader: Any = DataLoader(data, SIZE, shuffle=True)
-    model = Model()
-    if case == "a step without draws":
-        model, loader = Model(dropout=0.0), DataLoader(Drawn(), SIZE)
-    elif case == "a generator of its own":
-        loader = DataLoader(data, SIZE, shuffle=True, generator=torch.Generator())
-    assert not told(loader, model)
 
 
 # -- going on ------------------------------------------------------------------------------

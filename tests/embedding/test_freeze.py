@@ -140,23 +140,6 @@ def test_an_update_that_is_owed_is_of_rows_that_were_not_frozen_then(
     assert outcome(embedding, []).same_bits(outcome(plain, []))
 
 
-# A few of them: Triton's interpreter is slow.
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("case", "rule", "name", "victims", "part"),
-    [
-        ("one-hot", "sgd", "lookahead", "random", 1.0),
-        ("multi-hot", "adam", "lru", "most-recent", 1.0),
-        ("one-hot", "row-wise", "lookahead", "random", 0.6),
-    ],
-)
-def test_on_a_device(case: str, rule: str, name: str, victims: str, part: float) -> None:
-    options = {"device": DEVICE, "engine": gpu_rows}
-    right = put_back(build(CASES[case], rule, "all-fast", **options), CASES[case])
-    embedding = tight(CASES[case], rule, name, victims, part=part, **options)
-    assert trained(embedding, CASES[case]).same_bits(right)
-
-
 @pytest.mark.parametrize("engine", [cpu_rows, gpu_rows])
 def test_late_and_joined_gradients_leave_them_alone(engine: Any) -> None:
     case, device = CASES["multi-hot"], DEVICE.type if engine is gpu_rows else "cpu"

@@ -1,14 +1,12 @@
-"""What users do between forward and backward, with random victims in the tightest scratchpad.
+"""What users do between forward and backward, compared with plain PyTorch on whole tables.
 
-Each case is compared with plain PyTorch on whole tables, and to the bit with all-fast.
+That every engine gives the bits of all-fast is tested in tests/engine/test_contract.py.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -98,14 +96,6 @@ def accumulated(run: Training) -> Iterator[Tensor]:
         run.end()
 
 
-def two_passes_over_one_graph(run: Training) -> Iterator[Tensor]:
-    for batch in run.batches:
-        loss = readout(run.look_up(batch))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        yield loss
-
-
 def some_without_backward(run: Training) -> Iterator[Tensor]:
     unused = []
     for place, batch in enumerate(run.batches):
@@ -158,7 +148,6 @@ LOOPS: dict[Any, int] = {
     product_of_two_batches: STEPS // 2,
     batches_pulled_together: STEPS,
     accumulated: STEPS // 3,
-    two_passes_over_one_graph: 2 * STEPS,
     some_without_backward: STEPS * 2 // 3,
     checkpointed: STEPS,
     checkpointed_reentrantly: STEPS,
@@ -167,47 +156,18 @@ LOOPS: dict[Any, int] = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_like_torch_and_like_all_fast(loop: Any) -> None:
-    """The bits do not depend on schedule, victims or slots; the result is plain PyTorch's."""
+def test_a_loop_trains_like_torch(loop: Any) -> None:
+    """Other engines give the same bits: test_contract.py has these loops, too."""
     batches = CASE.batches(STEPS)
-
-    def trained(embedding: hotrow.EmbeddingBagCollection) -> Outcome:
-        stream = iter(hotrow.ahead(batches, embedding))
-        run = Training(embedding, stream, joined=embedding.accumulate)
-        found = outcome(embedding, [loss.detach() for loss in loop(run)])
-        assert embedding.optimizer.steps[0] == LOOPS[loop]
-        return found
-
-    reference = build(CASE, "adagrad")
-    plain = PlainTables(reference)
-    expected = trained(reference)
-    if loop is not two_passes_over_one_graph:  # torch adds the gradients up
-        rows = PlainRows(plain, reference.optimizer.rule)
-        losses = [loss.detach() for loss in loop(Training(plain, iter(batches), rows.step))]
-        assert_close(reference, plain)
-        torch.testing.assert_close(expected.losses, losses, rtol=1e-4, atol=1e-4)
-    for schedule, victims in itertools.product(
-        ("sequential", "fused", "five-shuffled"), ("random", "most-recent")
-    ):
-        assert trained(tight(schedule, victims)).same_bits(expected), (schedule, victims)
-    budget = tight_budget(CASE, batches, variant("lookahead").hold, part=0.5)
-    chunked = build(CASE, "adagrad", "lookahead", budget=budget)
-    assert trained(chunked).same_bits(expected)
-    assert chunked.traffic().chunked_batches > 0
-
-
-def test_an_exception_inside_accumulate_changes_no_row() -> None:
-    embedding = tight()
-    before = outcome(embedding, [])
-
-    def fail() -> None:
-        with embedding.accumulate():
-            readout(embedding(CASE.batches(1)[0])).backward()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert outcome(embedding, []).same_bits(before)
+    embedding = build(CASE, "adagrad")
+    plain = PlainTables(embedding)
+    rows = PlainRows(plain, embedding.optimizer.rule)
+    run = Training(embedding, iter(hotrow.ahead(batches, embedding)), joined=embedding.accumulate)
+    found = [loss.detach() for loss in loop(run)]
+    assert embedding.optimizer.steps[0] == LOOPS[loop]
+    expected = [loss.detach() for loss in loop(Training(plain, iter(batches), rows.step))]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert_close(embedding, plain)
 
 
 def test_a_grad_scaler_is_served_and_its_skipped_steps_are_skipped() -> None:
@@ -225,123 +185,7 @@ def test_a_grad_scaler_is_served_and_its_skipped_steps_are_skipped() -> None:
     assert found.same_bits(expected)
 
 
-def test_several_collections_train_side_by_side() -> None:
-    class Towers(nn.Module):
-        def __init__(self, left: Any, right: Any) -> None:
-            super().__init__()
-            self.left, self.right = left, right
-
-        def forward(self, batch: Any) -> Tensor:
-            return readout(self.left(batch["l"])) * 0.1 + readout(self.right(batch["r"]))
-
-    def run(make: Callable[[], Any]) -> list[Outcome]:
-        model = Towers(make(), make())
-        batches = [
-            {"l": left, "r": right}
-            for left, right in zip(CASE.batches(STEPS), CASE.batches(STEPS), strict=True)
-        ]
-        ids = lambda b: {"left": b["l"], "right": b["r"]}  # noqa: E731
-        for batch in hotrow.ahead(batches, model, ids=ids):
-            model(batch).backward()
-        return [outcome(model.left, []), outcome(model.right, [])]
-
-    expected = run(lambda: build(CASE, "adagrad"))
-    for found, wanted in zip(run(tight), expected, strict=True):
-        assert found.same_bits(wanted)
-
-
 # -- the stream --------------------------------------------------------------------------
-
-
-def test_leaving_a_loop_early_keeps_what_was_trained_and_starts_anew() -> None:
-    batches = CASE.batches(STEPS)
-    embedding, reference = tight("five-shuffled"), build(CASE, "adagrad")
-    for begin, end in ((0, 9), (9, 10), (10, STEPS)):
-        for place, batch in enumerate(hotrow.ahead(batches[begin:], embedding)):
-            readout(embedding(batch)).backward()
-            if begin + place + 1 == end:
-                break
-        embedding.check()
-    expected = train(reference, batches)
-    assert outcome(embedding, expected.losses).same_bits(expected)
-
-
-def test_skipped_batches_are_not_trained_and_disturb_nothing() -> None:
-    batches = CASE.batches(STEPS)
-    embedding = tight()
-    for place, batch in enumerate(hotrow.ahead(batches, embedding)):
-        if place % 2:
-            continue
-        readout(embedding(batch)).backward()
-    expected = train(build(CASE, "adagrad"), batches[::2])
-    assert outcome(embedding, expected.losses).same_bits(expected)
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_exception_in_the_loop_leaves_every_update_made_and_nothing_half_moved(
-    error: type[BaseException],
-) -> None:
-    batches = CASE.batches(STEPS)
-    embedding = tight("five")
-
-    def loop() -> None:
-        for place, batch in enumerate(hotrow.ahead(batches, embedding)):
-            loss = readout(embedding(batch))
-            if place == 11:
-                raise error
-            loss.backward()
-
-    with pytest.raises(error):
-        loop()
-    expected = train(build(CASE, "adagrad"), batches[:11])
-    assert outcome(embedding, expected.losses).same_bits(expected)
-    more = train(embedding, batches[11:])  # and it goes on
-    assert more.weights.keys() == expected.weights.keys()
-
-
-def test_a_backward_pass_that_fails_changes_no_row() -> None:
-    batches = CASES["two-widths"].batches(4)
-    embedding = build(CASES["two-widths"], strategy="lru", budget=6000)
-    out = embedding(batches[0])
-    # One feature's gradient arrives before the other one's fails.
-    loss = Failing.apply(out["f"]).sum() + out["g"].sum() * 2
-    before = outcome(embedding, [])
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    assert outcome(embedding, []).same_bits(before)
-    found = train(embedding, batches[1:])
-    expected = train(build(CASES["two-widths"]), batches[1:])
-    assert found.same_bits(expected)
-
-
-def test_a_bad_id_at_step_100_leaves_exactly_the_bits_of_step_99() -> None:
-    case = CASES["one-hot"]
-    batches = case.batches(140)
-    batches[100] = batches[100].clone()
-    batches[100][1, 1] = 40
-    hold = variant("lookahead").hold
-    embedding = build(
-        case,
-        strategy=variant("lookahead", victims="random"),
-        budget=tight_budget(case, batches[:100], hold),
-    )
-    losses = []
-
-    def loop() -> None:
-        for batch in hotrow.ahead(batches, embedding):
-            loss = readout(embedding(batch))
-            loss.backward()
-            losses.append(loss.detach())
-
-    message = (
-        r"^feature 'g', sample 1: id 40 is outside table 'b', which has rows 0 to 39 "
-        r"\(batch 100 of this pass, counted from 0\)$"
-    )
-    with pytest.raises(ValueError, match=message):
-        loop()
-    assert len(losses) == 100
-    expected = train(build(case), batches[:100])
-    assert outcome(embedding, losses).same_bits(expected)
 
 
 def test_a_loader_that_fails_is_heard_after_its_last_good_batch() -> None:
@@ -426,61 +270,7 @@ def test_training_starts_when_two_batches_are_known() -> None:
     stream.close()
 
 
-def test_ids_changed_after_planning_are_looked_up_anew_with_one_warning() -> None:
-    case = CASES["one-hot"]
-    embedding = build(case, strategy="lookahead", budget=4000)
-    twin = build(case)
-    caught = []
-    for batch in hotrow.ahead([x.clone() for x in case.batches(10)], embedding):
-        batch[:, 0] = (batch[:, 0] + 1) % 60
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            loss = readout(embedding(batch))
-        caught += [str(each.message) for each in seen]
-        loss.backward()
-        readout(twin(batch)).backward()
-    assert len(caught) == 1
-    assert "not the ones hotrow.ahead planned" in caught[0]
-    assert outcome(embedding, []).same_bits(outcome(twin, []))
-
-
 # -- evaluation --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["sequential", "fused-shuffled", "five-shuffled"])
-@pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
-def test_evaluating_inside_the_loop_changes_no_bit_and_reads_the_newest(
-    how: str, schedule: str
-) -> None:
-    batches, held_out = CASE.batches(STEPS), CASE.batches(3, seed=9)
-
-    def run(embedding: Any, evaluate: bool) -> tuple[Outcome, list[Tensor]]:
-        torch.manual_seed(0)
-        losses, scores = [], []
-        for batch in hotrow.ahead(batches, embedding):
-            loss = readout(embedding(batch))
-            loss.backward()
-            losses.append(loss.detach())
-            if evaluate:
-                scores += [_evaluate(embedding, each, how) for each in held_out]
-        return outcome(embedding, losses), scores
-
-    quiet, _ = run(tight(schedule), evaluate=False)
-    found, scores = run(tight(schedule), evaluate=True)
-    expected, wanted = run(build(CASE, "adagrad"), evaluate=True)
-    assert found.same_bits(quiet)
-    assert found.same_bits(expected)
-    assert all(map(torch.equal, scores, wanted))
-
-
-def _evaluate(embedding: Any, batch: Any, how: str) -> Tensor:
-    if how == "eval":
-        embedding.eval()
-        score = readout(embedding(batch))
-        embedding.train()
-        return score
-    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
-        return readout(embedding(batch)).clone()
 
 
 def test_rows_are_frozen_in_eval_mode_also_where_gradients_are_on() -> None:
@@ -579,38 +369,6 @@ def test_state_dict_has_torchrecs_keys_and_the_newest_rows() -> None:
     streamed = torch.cat([chunk for _, chunk in embedding.weights("a")])
     assert torch.equal(streamed, found["sparse.embedding_bags.a.weight"])
     stream.close()
-
-
-def test_loading_a_state_dict_in_mid_flight_replaces_every_weight() -> None:
-    source = build(CASE, "adagrad")
-    train(source, CASE.batches(7, seed=5))
-    embedding = tight("five")
-    stream = hotrow.ahead(CASE.batches(STEPS), embedding)
-    for _ in range(5):
-        next(stream)
-    embedding.load_state_dict(source.state_dict())
-    embedding.optimizer.load_state_dict(source.optimizer.state_dict())
-    for batch in stream:
-        readout(embedding(batch)).backward()
-    expected = train(source, CASE.batches(STEPS)[5:])
-    assert outcome(embedding, expected.losses).same_bits(expected)
-
-
-def test_flush_brings_the_store_up_to_date() -> None:
-    embedding = tight()
-    train(embedding, CASE.batches(10))
-    embedding.row_access.flush()
-    stored = embedding.groups[0].store.rows[:80, :5]
-    assert torch.equal(stored, embedding.state_dict()["embedding_bags.a.weight"])
-
-
-def test_memory_is_given_back_with_the_last_reference() -> None:
-    gc.collect()
-    embedding = tight()
-    train(embedding, CASE.batches(5))
-    gone = weakref.ref(embedding.groups[0])
-    del embedding
-    assert gone() is None
 
 
 # -- passes inside passes, and passes that fail --------------------------------------------
@@ -739,17 +497,6 @@ def test_the_same_ids_under_other_keys_are_other_ids() -> None:
             assert embedding(second).values().tolist() == [[2, 2]]
 
 
-def test_a_loader_that_repeats_one_tensor_stays_on_the_planned_way() -> None:
-    case = CASES["one-hot"]
-    batch = case.batches(1)[0]
-    embedding = build(case, strategy="lookahead", budget=4000)
-    group = embedding.groups[0]
-    for each in hotrow.ahead([batch] * 30, embedding):
-        readout(embedding(each)).backward()
-        assert group.slots_hold(embedding.pipeline.planned[-1].works[0])
-    assert embedding.traffic().chunked_batches == 0
-
-
 def test_a_start_that_fails_does_not_block_the_collection() -> None:
     class Broken:
         def __iter__(self) -> Iterator[Any]:
@@ -802,13 +549,19 @@ def test_vectors_per_lookup_are_not_laid_side_by_side() -> None:
 # -- kindness ------------------------------------------------------------------------------
 
 
-def test_a_warning_of_other_ids_points_at_the_line_that_looked_them_up() -> None:
+def test_a_warning_of_other_ids_comes_once_and_points_at_the_line_that_looked_them_up() -> None:
     embedding = build(CASES["one-hot"], strategy="lookahead", budget=4000)
-    for batch in hotrow.ahead(CASES["one-hot"].batches(2), embedding):
-        with pytest.warns(UserWarning, match="not the ones") as caught:
-            nn.Sequential(embedding)(batch * 0)
-        assert caught[0].filename == __file__
-        break
+    model = nn.Sequential(embedding)
+
+    def change_and_look_up() -> None:
+        for batch in hotrow.ahead([x.clone() for x in CASES["one-hot"].batches(4)], embedding):
+            batch[:, 0] = (batch[:, 0] + 1) % 60
+            model(batch)
+
+    with pytest.warns(UserWarning, match="not the ones hotrow.ahead planned") as caught:
+        change_and_look_up()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
 
 
 def test_a_batch_too_large_for_the_slots_is_told_once() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrow
-from builders import RULES, tight_budget, variant
+from builders import RULES
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.inputs.tree import to_device
 
@@ -227,29 +227,3 @@ def test_accumulated_passes_may_use_different_features(engine: str) -> None:
         plain.step()
     assert_like(embedding, plain)
     assert embedding.optimizer.steps == [2, 0, 0]
-
-
-def test_gradients_that_are_looked_at_first_have_the_same_rows() -> None:
-    ids = batches()
-    outcomes = []
-    for options in ({}, {"on_nonfinite": "error"}):
-        embedding = build("lookahead", RULES["adamw"], **options)
-        for batch in hotrow.ahead(ids, embedding):
-            loss_of(embedding(batch)).backward()
-        outcomes.append(embedding.state_dict())
-    assert all(torch.equal(outcomes[0][key], outcomes[1][key]) for key in outcomes[0])
-
-
-@pytest.mark.parametrize("name", ["lookahead", "lru", "scratchpipe", "static"])
-def test_few_slots_have_the_bits_of_all_rows_in_fast_memory(name: str) -> None:
-    case, strategy = type("Case", (), {"tables": TABLES})(), variant(name)
-    ids = batches(count=12)
-    budget = tight_budget(case, ids, strategy.hold)
-    found = build("all-fast", RULES["adam"], strategy=strategy, budget=budget)
-    expected = build("all-fast", RULES["adam"])
-    for embedding in (found, expected):
-        for step, batch in enumerate(hotrow.ahead(ids, embedding)):
-            loss_of(embedding(batch), USED if step % 3 else ("i",)).backward()
-    found.check()
-    for key, weight in expected.state_dict().items():
-        assert torch.equal(weight, found.state_dict()[key])
