@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 import hotrow
 from hotrow.engine.evict import EVICTIONS
+from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rules import Hold
 from hotrow.engine.stages import FIVE, FUSED, SPLIT
 from hotrow.engine.strategy import STRATEGIES, Strategy
@@ -260,6 +261,34 @@ def build(
 
 def all_fast(case: Case, rule: str, batches: Sequence[Any], **options: Any) -> Outcome:
     return train(build(case, rule, **options), batches)
+
+
+# By name: strategy, slots of each width, and whether the GPU's engine keeps the rows.
+ENGINES: dict[str, tuple[str, int, bool]] = {
+    "all-fast": ("all-fast", 0, False),
+    "lookahead": ("lookahead", 60, False),
+    "scratchpipe": ("scratchpipe", 90, False),
+    "chunked": ("lookahead", 4, False),
+    "hybrid": ("hybrid", 0, False),
+    "static-hybrid": ("static-hybrid", 12, False),
+    "device": ("all-fast", 0, True),
+    "device-lookahead": ("lookahead", 60, True),
+    "device-chunked": ("lookahead", 4, True),
+}
+
+
+def build_on(
+    engine: str, tables: Sequence[Any], rule: Any, **options: Any
+) -> hotrow.EmbeddingBagCollection:
+    """Build a collection on one of ENGINES; where there is a GPU, those that can use it do."""
+    strategy, slots, by_gpu = ENGINES[engine]
+    options = {"seed": 3, "strategy": strategy, "engine": gpu_rows if by_gpu else None, **options}
+    if slots:
+        shares = [hotrow.Share(slots, 32, True) for _ in {table.embedding_dim for table in tables}]
+        options.setdefault("budget", hotrow.Budget(tuple(shares), 1 << 14))
+    if torch.cuda.is_available() and (by_gpu or "hybrid" in engine):
+        options["device"] = "cuda"
+    return hotrow.EmbeddingBagCollection(tables, rule, **options)
 
 
 class Scores(nn.Module):

@@ -208,27 +208,35 @@ def test_a_place_behind_the_end_is_refused() -> None:
             stream.load_state_dict(wrong)
 
 
-def test_a_loader_with_a_state_of_its_own_is_given_it() -> None:
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_loader_with_a_state_of_its_own_is_given_that_of_the_last_batch_yielded(
+    copied: bool,
+) -> None:
     class Stateful:
-        at = 0
+        def __init__(self) -> None:
+            self.state = {"at": 0}
 
         def __iter__(self) -> Iterator[tuple[Tensor]]:
-            while self.at < COUNT:
-                self.at += 1
-                yield (IDS[(self.at - 1) * SIZE : self.at * SIZE],)
+            while self.state["at"] < COUNT:
+                at = self.state["at"] * SIZE
+                self.state["at"] += 1
+                yield (IDS[at : at + SIZE],)
 
         def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
+            return dict(self.state) if copied else self.state
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
+            self.state = state
 
-    model = Model()
-    stream = hotrow.ahead(Stateful(), model, ids=lambda b: b[0])
-    for _ in range(4):
+    model, loader = Model(), Stateful()
+    stream = hotrow.ahead(loader, model, ids=lambda b: b[0])
+    with pytest.raises(RuntimeError, match="no batch has been yielded"):
+        stream.state_dict()
+    for number in range(1, 5):
         next(stream)
-    state = stream.state_dict()
-    assert state == {"at": 4}
+        state = stream.state_dict()
+        assert state == {"at": stream.position()} == {"at": number}
+    assert loader.state["at"] > 4
     stream.close()
     other = hotrow.ahead(Stateful(), model, ids=lambda b: b[0])
     other.load_state_dict(state)

@@ -211,17 +211,6 @@ def assert_padding_rests(embedding: Any) -> None:
         assert not torch.equal(weights(embedding, table), weight_of(config))
 
 
-EXACT = ["lookahead", "chunked", "lru", "scratchpipe"]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("way", EXACT)
-def test_strategies_agree_to_the_bit(way: str, rule: str) -> None:
-    embedding = WAYS[way](rule=rule)
-    assert train(embedding, BATCHES).same_bits(train(build("all-fast", rule), BATCHES))
-    assert_padding_rests(embedding)
-
-
 @pytest.mark.parametrize("way", ["all-fast", "lookahead", "hybrid", "static-hybrid"])
 def test_joined_and_scaled_gradients_leave_it_alone(way: str) -> None:
     embedding = WAYS[way](rule="adam")

@@ -172,17 +172,6 @@ def test_nobody_knows_how_large_batches_are_before_somebody_says_so() -> None:
     assert embedding.room_for_pins()[4] == embedding.num_slots - 18
 
 
-def test_rows_that_no_table_has_are_refused_and_nothing_changes() -> None:
-    embedding = build(CASES["one-hot"], "sgd", "static", budget=4096)
-    embedding.reserve(4)
-    version = embedding.pins_version
-    with pytest.raises(ValueError, match="no row 60"):
-        embedding.pin_rows({"a": torch.tensor([60])})
-    with pytest.raises(KeyError, match="no table 'c'"):
-        embedding.pin_rows({"c": torch.tensor([0])})
-    assert embedding.pins_version == version
-
-
 # -- on both engines ---------------------------------------------------------------------
 
 

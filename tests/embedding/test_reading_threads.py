@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotrow
 from builders import SCHEDULES, variant
-from hotrow.support.threads import _FEW_LOOKUPS, RowLock, TrainingThread
+from hotrow.support.threads import _FEW_LOOKUPS, RowLock
 from thread_checks import (
     STRATEGIES,
     batches,
@@ -36,22 +36,6 @@ def test_threads_read_finished_steps_beside_training(strategy: str) -> None:
     if strategy in SCHEDULES:
         chosen = variant("lookahead", strategy, victims="random")
     check_beside_training(lambda: collection(chosen))
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_threads_share_a_collection_for_inference(strategy: str) -> None:
-    embedding = collection(strategy)
-    train(embedding)
-    mine = probes()
-    wanted = {id(ids): vectors(embedding, ids) for ids in mine}
-
-    def read() -> None:
-        for ids in mine:
-            assert torch.equal(vectors(embedding, ids), wanted[id(ids)])
-
-    with readers(4, read):
-        time.sleep(0.3)
 
 
 @pytest.mark.parametrize("strategy", ["lookahead", "scratchpipe", "hybrid"])
@@ -269,15 +253,6 @@ def test_a_writer_is_not_kept_waiting_by_readers_that_come_and_go() -> None:
             with lock.writing():
                 pass
         assert time.perf_counter() - begun < 5
-
-
-def test_the_modes_of_threads() -> None:
-    thread = TrainingThread()
-    thread.look_up()
-    in_thread(lambda: setattr(thread, "mode", False))
-    assert thread.mode
-    thread.mode = False
-    assert not thread.mode
 
 
 def test_a_loop_that_is_refused_leaves_the_other_thread_alone() -> None:

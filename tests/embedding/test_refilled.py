@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -242,16 +241,6 @@ class Nested:
         self.inner = Plain(parts)
 
 
-def jagged(parts: Parts) -> Any:
-    """Ids feature by feature, one for each sample, and their offsets."""
-    return hotrow.KeyedJaggedTensor(
-        ["f", "g"],
-        parts["ids"].view(2, SIZE).flatten(),
-        offsets=torch.arange(2 * SIZE + 1),
-        weights=parts["dense"][:, :2].t().flatten(),
-    )
-
-
 FORMS: dict[str, tuple[Callable[[Parts], Any], Callable[[Any], Parts]]] = {
     "tuple": (lambda parts: tuple(parts.values()), named),
     "nested": (
@@ -305,27 +294,6 @@ def test_ids_in_an_object_that_is_not_copied_are_an_error() -> None:
     loader = map(Nested, refilled(some()))
     with pytest.raises(RuntimeError, match=r"batch 0 of this pass.* its ids"):
         list(hotrow.ahead(loader, build("lookahead"), ids=lambda b: b.inner.ids))
-
-
-def test_jagged_ids_and_weights_are_copied() -> None:
-    def loop(loader: Any) -> list[Tensor]:
-        embedding, seen = build("lookahead"), []
-        for batch in hotrow.ahead(loader, embedding):
-            out = embedding(batch).values()
-            out.square().sum().backward()
-            seen.append(out.detach())
-        return seen
-
-    room = jagged(some()[0])
-
-    def refilled() -> Iterator[Any]:
-        for batch in map(jagged, some()):
-            room.values().copy_(batch.values())
-            room.offsets().copy_(batch.offsets())
-            room.weights_or_none().copy_(batch.weights_or_none())
-            yield room
-
-    assert all(map(torch.equal, loop(refilled()), loop(map(jagged, some()))))
 
 
 class Samples(Dataset[Tensor]):
@@ -557,39 +525,6 @@ def test_a_loop_may_change_slices_of_one_tensor() -> None:
 
 
 # -- ids that change after a batch was yielded ---------------------------------------------
-
-
-WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "numpy": lambda ids: by_numpy(ids, torch.tensor(7)),
-    "data": lambda ids: ids.data.clamp_(max=20),
-    "in place": lambda ids: ids.clamp_(max=20),
-}
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_ids_that_a_loop_changes_are_looked_up_as_they_are(
-    write: Callable[[Tensor], Any], strategy: str
-) -> None:
-    def loop(loader: Any, change: Callable[[Tensor], Any] | None) -> dict[str, Tensor]:
-        embedding = build(strategy)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="these ids are not the ones hotrow.ahead")
-            for batch in hotrow.ahead(loader, embedding, ids=lambda b: b["ids"]):
-                if change is not None:
-                    change(batch["ids"])
-                out = embedding(batch["ids"])
-                out.values().square().sum().backward()
-        return dict(embedding.state_dict())
-
-    changed = copies(some())
-    for batch in changed:
-        write(batch["ids"])
-    expected = loop(changed, None)
-    for loader in (copies(some()), iter(copies(some())), refilled(some())):
-        found = loop(loader, write)
-        assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("part", ["values", "offsets"])

@@ -72,8 +72,10 @@ def test_other_methods_check_both_bounds(row: int) -> None:
         static.weights_at("b", rows)
     with pytest.raises(ValueError, match=said):
         static.freeze_rows({"b": rows})
+    version = static.pins_version
     with pytest.raises(ValueError, match=said):
         static.pin_rows({"b": rows})
+    assert static.pins_version == version
     with pytest.raises(ValueError, match="table 'b' has rows 0 to 7, not all of these"):
         HotSet.of(TABLES, {"b": rows})
     with pytest.raises(ValueError, match="profile of table 'b'"):

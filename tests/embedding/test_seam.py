@@ -229,32 +229,6 @@ def test_a_finished_iterator_stays_finished_and_can_start_over() -> None:
     assert len(list(stream)) == 5
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_the_position_is_that_of_the_last_batch_yielded(copied: bool) -> None:
-    class Loader:
-        def __init__(self) -> None:
-            self.state = {"read": 0}
-
-        def __iter__(self) -> Iterator[Any]:
-            for batch in CASE.batches(20):
-                self.state["read"] += 1
-                yield batch
-
-        def state_dict(self) -> dict[str, int]:
-            return dict(self.state) if copied else self.state
-
-    loader = Loader()
-    stream = hotrow.ahead(loader, tight())
-    with pytest.raises(RuntimeError, match="no batch has been yielded"):
-        stream.state_dict()
-    for expected in range(1, 8):
-        next(stream)
-        assert stream.position() == expected
-        assert stream.state_dict() == {"read": expected}
-    assert loader.state["read"] > 8
-    stream.close()
-
-
 def test_training_starts_when_two_batches_are_known() -> None:
     read = 0
 

@@ -119,20 +119,6 @@ def test_plans_of_jagged_batches_are_replayed() -> None:
     assert 0 < kinds.count("expect") <= 8
 
 
-def test_leaving_a_loop_and_coming_back_changes_no_bit() -> None:
-    source = list(batches())
-    run = Run(strategy="lookahead", budget="60%").captured()
-    for begin, end in ((0, 25), (25, 26), (26, STEPS)):
-        stream = run.stream(source[begin:])
-        for place, batch in enumerate(stream):
-            run.train(batch)
-            if begin + place + 1 == end:
-                break
-        stream.close()
-    assert run.num_graphs > 1
-    assert same_bits(run.found(), Run().by_hand(source).found())
-
-
 def test_batches_pulled_together_skipped_and_evaluated_in_between() -> None:
     source = list(batches())
     run, twin = Run(strategy="lookahead", budget="60%").captured(), Run()
@@ -192,23 +178,6 @@ def test_a_batch_that_does_not_fit_passes_through_from_its_berth() -> None:
     assert run.num_graphs > 0
     assert run.embedding.traffic().chunked_batches >= 3
     assert same_bits(run.found(), Run().by_hand(source).found())
-
-
-def test_a_model_that_reads_values_back_goes_on_eagerly() -> None:
-    run, twin = Run(strategy="lookahead", budget="60%"), Run()
-    plain = run.model.forward
-
-    def reads_back(batch: ClickBatch) -> Tensor:
-        logits = plain(batch)
-        float(logits.detach().sum())
-        return logits
-
-    run.model.forward = reads_back  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph") as told:
-        run.graphed(batches())
-    assert sum("captured" in str(each.message) for each in told) == 1
-    assert run.num_graphs == 0
-    assert same_bits(run.found(), twin.by_hand(batches()).found())
 
 
 def test_a_loss_that_raises_leaves_everything_usable() -> None:
