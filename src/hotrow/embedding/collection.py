@@ -116,7 +116,7 @@ class EmbeddingBagCollection(nn.Module):
         self.lock = RowLock(shared=self.device.type == "cpu")
         options = {"seed": self.seed, "output_dtype": output_dtype, "fill": fill}
         self._rows = builder.build(engine, shared, self.lanes, self.lock, **options)
-        self._step = PendingStep(self._rows, self.optimizer, on_nonfinite, self.lock, self._thread)
+        self._step = PendingStep(self._rows, on_nonfinite, self._thread)
         self.pipeline = Pipeline(self._rows, self._step, self._thread, self.features)
         self.row_access = RowAccess(self._rows, self.pipeline)
         self.pins = Pins(self._rows, self.pipeline)
