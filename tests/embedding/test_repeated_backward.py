@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hotrow
 from builders import CASES, RULES, readout
 from dense_masters import MasterWeights
+from hotrow.embedding import dense_steps
 from hotrow.engine.gpu.rows import gpu_rows
 from hotrow.engine.rows import cpu_rows
 
@@ -296,6 +297,27 @@ def validation(model: Model) -> None:
         model.train()
 
 
+def validation_between_replays(model: Model) -> None:
+    """Captured steps count, and look nothing up."""
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    for batch in BATCHES[:8]:
+        dense_steps.note(optimizer)
+        model.eval()
+        model(batch)
+        model.train()
+
+
+def validation_by_another_thread(model: Model) -> None:
+    optimizer = sgd(model)
+    train(model, optimizer, 1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.eval).result()
+        for batch in BATCHES[:8]:
+            dense_steps.note(optimizer)
+            pool.submit(model, batch).result()
+
+
 def another_model_is_trained(model: Model) -> None:
     model.eval()
     student = nn.Linear(1, 1)
@@ -320,6 +342,8 @@ DELIBERATE = [
     collection_alone,
     frozen_collection,
     validation,
+    validation_between_replays,
+    validation_by_another_thread,
     another_model_is_trained,
     no_grad,
 ]

@@ -166,7 +166,7 @@ class EmbeddingBagCollection(nn.Module):
     def _evaluate(self, features: Any) -> Embedded:
         """Read rows where they are, from any thread; change no map, hold or counter. All vectors
         are of one finished step."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._thread.is_elsewhere:
             self._evaluations.note(warns=self.requires_grad)
         turn = self.lock.turn(count_ids(features), beside_training=self._thread.is_elsewhere)
         with turn, torch.no_grad():
@@ -230,6 +230,8 @@ class EmbeddingBagCollection(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`. Remembers the module whose `train()` or `eval()` was called."""
         self._evaluations.mode_set_by(self, sys._getframe(1))
+        if mode:
+            self._evaluations.end()
         return super().train(mode)
 
     def accumulate(self) -> AbstractContextManager[None]:

@@ -95,7 +95,7 @@ class EvaluationWatch:
         self._model = weakref.ref(module)
 
     def end(self) -> None:
-        """Note a lookup in train() mode."""
+        """Note a lookup in train() mode, or that mode: captured steps look nothing up."""
         self._lookups = 0
 
     def note(self, *, warns: bool) -> None:
